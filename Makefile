@@ -1,0 +1,53 @@
+# The verbs of this project. On a machine with only Python and make, `make run` and `make test` do everything.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+# Tests run in one process per core, so each of them takes one thread.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow lint types format bench clean
+
+help:
+	@echo "make setup      create $(VENV) and install everything (quick the second time)"
+	@echo "make run        the demo: five optimizers train an auto-encoder side by side"
+	@echo "make test       all tests but the long ones"
+	@echo "make test-slow  the long ones"
+	@echo "make lint       ruff: rules and formatting"
+	@echo "make types      mypy, strict"
+	@echo "make format     let ruff rewrite the files"
+	@echo "make bench      the benchmarks"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[lab,dev]'
+	touch $@
+
+run: setup
+	$(VENV)/bin/ekfac demo
+
+test: setup
+	$(PYTEST)
+
+test-slow: setup
+	$(PYTEST) -m slow
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: setup
+	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

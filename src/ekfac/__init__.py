@@ -1,0 +1,1 @@
+"""Natural-gradient training for PyTorch in a Kronecker-factored eigenbasis."""
