@@ -1,0 +1,727 @@
+"""The slow, dense truth that the library is compared with.
+
+It is written from the definitions alone, in the paper's symbols, with dense matrices and plain loops; it shares no
+code with the library and imports nothing from it. Use it in float64.
+
+How h and delta are found: while a model is observed, every layer's forward is replaced by one that adds a tensor
+of zeros to the layer's output. The derivative of the loss with respect to those zeros is the layer's output
+gradient; no hook is involved. The receptive fields of a convolution are the outputs of a depthwise convolution of
+the same geometry whose kernel is one at a single tap and zero elsewhere, one tap after another.
+
+Shapes: a layer's gradient is [G, O, C]: G groups, O outputs of a group, C columns. h is [N, S, G, C] and delta is
+[N, S, G, O]. The columns of a layer are its weight's, in the weight's own order, then one for the bias. Under SUA
+they are ordered tap by tap, and the channel basis U_A is repeated for every tap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CHANNEL_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+LAST_DIM_NORMS = (nn.LayerNorm, nn.RMSNorm)
+NORMS = CHANNEL_NORMS + LAST_DIM_NORMS
+COVERED = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED, *NORMS)
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+# ------------------------------------------------------------------------------------------- per-example gradients
+
+
+def per_example_gradients(
+    model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor
+) -> dict[str, Tensor]:
+    """Gradient of every example's own loss, by torch.func: name -> [N, *shape]. Examples must not interact."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    fixed |= {name: b.detach() for name, b in model.named_buffers()}
+
+    def of_one(trained: dict[str, Tensor], x_n: Tensor, y_n: Tensor) -> Tensor:
+        output = functional_call(model, {**trained, **fixed}, (x_n.unsqueeze(0),))
+        return loss(output, y_n.unsqueeze(0))
+
+    return vmap(grad(of_one), in_dims=(None, 0, 0))(parameters, x, y)
+
+
+def dense_fisher(gradients: Tensor) -> Tensor:
+    """G = mean over n of vec(g_n) vec(g_n)^T, from gradients of shape [N, ...]; row-major vec."""
+    flat = gradients.flatten(1)
+    return flat.T @ flat / len(flat)
+
+
+# ------------------------------------------------------------------------------------------------ layers: h, delta
+
+
+@dataclass
+class Layer:
+    """One layer, or several of one kind that share their parameters; ``weight`` and ``bias`` name those that train."""
+
+    modules: list[nn.Module]
+    weight: str | None
+    bias: str | None
+    sua: bool = False
+
+    @property
+    def key(self) -> str:
+        """The parameter under which an optimizer keeps the state of this layer."""
+        key = self.weight or self.bias
+        assert key is not None
+        return key
+
+    @property
+    def module(self) -> nn.Module:
+        return self.modules[0]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    @property
+    def is_norm(self) -> bool:
+        return isinstance(self.module, NORMS)
+
+    @property
+    def taps(self) -> int:
+        """How many times the channel basis is repeated: the kernel's taps under SUA, else 1."""
+        if not (self.sua and self.weight):
+            return 1
+        return int(torch.tensor(self.module.kernel_size).prod())
+
+    @property
+    def bias_apart(self) -> bool:
+        """Whether the bias column has a basis of its own, [1], as under SUA."""
+        return self.sua and self.bias is not None and self.weight is not None
+
+    # -------------------------------------------------------------- between parameters' shapes and [G, O, C]
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Gradients by parameter name -> [G, O, C]."""
+        m, parts = self.module, []
+        groups = getattr(m, "groups", 1)
+        if self.weight:
+            w = tensors[self.weight]
+            if isinstance(m, nn.Linear):
+                w = w.unsqueeze(0)
+            elif isinstance(m, nn.Embedding):
+                w = w.T.unsqueeze(0)
+            elif self.is_norm:
+                w = w.reshape(-1, 1, 1)
+            else:
+                if isinstance(m, TRANSPOSED):  # torch: [in, out / groups, *kernel]
+                    w = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1).transpose(1, 2)
+                else:  # torch: [out, in / groups, *kernel]
+                    w = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1)
+                w = (w.transpose(2, 3) if self.sua else w).flatten(2)
+            parts.append(w)
+        if self.bias:
+            b = tensors[self.bias].reshape(-1)
+            parts.append(b.reshape(-1, 1, 1) if self.is_norm else b.reshape(groups, -1, 1))
+        return torch.cat(parts, -1)
+
+    def unpack(self, block: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of pack; ``like`` gives the shapes."""
+        m, out = self.module, {}
+        if self.weight:
+            shape = like[self.weight].shape
+            w = block[..., : block.shape[-1] - 1] if self.bias else block
+            if isinstance(m, nn.Embedding):
+                w = w[0].T
+            elif isinstance(m, CONVOLUTIONS + TRANSPOSED):
+                kernel = tuple(m.kernel_size)
+                taps = int(torch.tensor(kernel).prod())
+                if self.sua:
+                    w = w.reshape(*w.shape[:2], taps, -1).transpose(2, 3)
+                else:
+                    w = w.reshape(*w.shape[:2], -1, taps)
+                if isinstance(m, TRANSPOSED):
+                    w = w.transpose(1, 2)
+            out[self.weight] = w.reshape(shape)
+        if self.bias:
+            out[self.bias] = block[..., -1].reshape(like[self.bias].shape)
+        return out
+
+    # ------------------------------------------------------------------------------------- h and delta of a call
+
+    def columns(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a call's input makes of the columns: [L, S, G, C], L the leading dimension of the call."""
+        if isinstance(module, nn.Linear):
+            h = x.reshape(x.shape[0], -1, 1, x.shape[-1])
+        elif isinstance(module, nn.Embedding):
+            h = F.one_hot(x, module.num_embeddings).to(module.weight.dtype)
+            if module.padding_idx is not None:
+                h[..., module.padding_idx] = 0
+            h = h.reshape(x.shape[0], -1, 1, module.num_embeddings)
+        elif self.is_norm:
+            h = _positions_first(module, _normalised(module, x)).unsqueeze(-1)
+        else:
+            h = receptive_fields(module, x)  # [L, S, G, I, T]
+            h = (h.transpose(3, 4) if self.sua else h).flatten(3)
+        parts = [h] if self.weight else []
+        if self.bias:
+            parts.append(torch.ones_like(h[..., :1]))
+        return torch.cat(parts, -1)
+
+    def outputs(self, module: nn.Module, gradient: Tensor) -> Tensor:
+        """A call's output gradient: [L, S, G, O]."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            return gradient.reshape(gradient.shape[0], -1, 1, gradient.shape[-1])
+        if self.is_norm:
+            return _positions_first(module, gradient).unsqueeze(-1)
+        flat = gradient.flatten(2).transpose(1, 2)
+        return flat.reshape(*flat.shape[:2], module.groups, -1)
+
+
+def receptive_fields(module: nn.Module, x: Tensor) -> Tensor:
+    """What every weight of a (transposed) convolution is multiplied with: [L, positions, groups, channels, taps]."""
+    channels = module.in_channels
+    geometry: dict[str, Any] = {name: getattr(module, name) for name in ("stride", "padding", "dilation")}
+    if isinstance(module, TRANSPOSED):
+        geometry["output_padding"] = module.output_padding
+    probe = type(module)(
+        channels,
+        channels,
+        module.kernel_size,
+        groups=channels,
+        bias=False,
+        padding_mode=module.padding_mode,
+        dtype=x.dtype,
+        **geometry,
+    )
+    fields = []
+    for tap in itertools.product(*(range(k) for k in module.kernel_size)):
+        with torch.no_grad():
+            probe.weight.zero_()
+            probe.weight[(slice(None), slice(None), *tap)] = 1
+            fields.append(probe(x).flatten(2))
+    stacked = torch.stack(fields, -1)  # [L, channels, positions, taps]
+    length, _, positions, taps = stacked.shape
+    return stacked.transpose(1, 2).reshape(length, positions, module.groups, channels // module.groups, taps)
+
+
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+    """What a norm layer multiplies with its scale."""
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    if module.training or module.running_mean is None:
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)
+    return F.batch_norm(x, module.running_mean, module.running_var, training=False, eps=module.eps)
+
+
+def _positions_first(module: nn.Module, x: Tensor) -> Tensor:
+    """A norm layer's tensor as [L, S, units]."""
+    if isinstance(module, LAST_DIM_NORMS):
+        units = int(torch.tensor(module.normalized_shape).prod())
+        return x.reshape(x.shape[0], -1, units)
+    return x.reshape(*x.shape[:2], -1).transpose(1, 2)
+
+
+def find_layers(model: nn.Module, *, sua: bool = False, exclude: Iterable[str] = ()) -> list[Layer]:
+    """The layers that have a block. Modules that share a weight are one layer."""
+    exclude = set(exclude)
+    names = {id(p): name for name, p in model.named_parameters()}
+    layers: dict[int, Layer] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, COVERED) or name in exclude:
+            continue
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        weight_name = names[id(weight)] if weight is not None and weight.requires_grad else None
+        bias_name = names[id(bias)] if bias is not None and bias.requires_grad else None
+        if weight_name is None and bias_name is None:
+            continue
+        shared = id(weight if weight_name else bias)
+        if shared in layers:
+            layers[shared].modules.append(module)
+        else:
+            convolution = isinstance(module, CONVOLUTIONS + TRANSPOSED)
+            layers[shared] = Layer([module], weight_name, bias_name, sua=sua and convolution)
+    return list(layers.values())
+
+
+@dataclass
+class Observation:
+    """What a step's forwards and backwards showed: the number of examples, gradients, and (h, delta) by layer."""
+
+    n: int
+    gradients: dict[str, Tensor]
+    calls: dict[str, tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def _zeros_added(layers: Sequence[Layer]) -> Iterator[dict[str, list[tuple[nn.Module, Tensor, Tensor]]]]:
+    """While open, every call of a layer adds zeros to its output; they are recorded beside the call's input."""
+    record: dict[str, list[tuple[nn.Module, Tensor, Tensor]]] = {layer.key: [] for layer in layers}
+
+    def replacement(module: nn.Module, key: str) -> Callable[..., Tensor]:
+        original = module.forward
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            before = x.detach().clone()
+            output = original(x, *args, **kwargs)
+            zeros = torch.zeros_like(output, requires_grad=True)
+            record[key].append((module, before, zeros))
+            return output + zeros
+
+        return forward
+
+    try:
+        for layer in layers:
+            for module in layer.modules:
+                module.forward = replacement(module, layer.key)
+        yield record
+    finally:
+        for layer in layers:
+            for module in layer.modules:
+                module.__dict__.pop("forward", None)
+
+
+def observe(
+    model: nn.Module,
+    loss: Loss,
+    batches: Sequence[Any],
+    layers: Sequence[Layer],
+    *,
+    loss_reduction: str = "mean",
+    count: Callable[[Any], int] = lambda batch: len(batch[0]),
+) -> Observation:
+    """Forward and backward over the micro-batches of one step.
+
+    Several calls of a layer in one forward are positions of the same examples; separate micro-batches are separate
+    examples. N counts the examples of all micro-batches. Under a mean loss delta is N times the output gradient;
+    under a sum the gradient of the parameters is divided by N.
+    """
+    n = sum(count(batch) for batch in batches)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients: dict[str, Tensor] = {}
+    pieces: dict[str, list[tuple[Tensor, Tensor]]] = {layer.key: [] for layer in layers}
+    for batch in batches:
+        with _zeros_added(layers) as record:
+            value = loss(model, batch)
+        zeros = [z for calls in record.values() for _, _, z in calls]
+        found = torch.autograd.grad(value, [*parameters.values(), *zeros], allow_unused=True)
+        for name, g in zip(parameters, found[: len(parameters)], strict=True):
+            if g is not None:
+                gradients[name] = gradients[name] + g if name in gradients else g
+        of_zeros = {id(z): g for z, g in zip(zeros, found[len(parameters) :], strict=True)}
+        for layer in layers:
+            h_calls, delta_calls = [], []
+            for module, x, z in record[layer.key]:
+                g = of_zeros[id(z)]
+                if g is None:
+                    continue
+                here = count(batch)
+                h, delta = layer.columns(module, x), layer.outputs(module, g)
+                # A leading dimension of k N is N examples of k positions each, example after example.
+                h_calls.append(h.reshape(here, -1, *h.shape[2:]))
+                delta_calls.append(delta.reshape(here, -1, *delta.shape[2:]))
+            if h_calls:
+                pieces[layer.key].append((torch.cat(h_calls, 1), torch.cat(delta_calls, 1)))
+    scale = n if loss_reduction == "mean" else 1
+    calls = {
+        key: (torch.cat([h for h, _ in parts]), torch.cat([delta for _, delta in parts]) * scale)
+        for key, parts in pieces.items()
+        if parts
+    }
+    if loss_reduction == "sum":
+        gradients = {name: g / n for name, g in gradients.items()}
+    return Observation(n, gradients, calls)
+
+
+def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
+    """g_n = sum over s of delta h^T: [N, G, O, C]."""
+    return torch.einsum("nsgo,nsgc->ngoc", delta, h)
+
+
+# ------------------------------------------------------------------------------------------------------ the maths
+
+
+def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> tuple[Tensor, Tensor]:
+    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's A is its exact block, its B is one."""
+    n, s = h.shape[:2]
+    if layer.is_norm:
+        g = example_gradients(h, delta)[:, :, 0]
+        return torch.einsum("ngi,ngj->gij", g, g) / n, torch.ones(h.shape[2], 1, 1, dtype=h.dtype)
+    if sharing == "reduce":
+        assert not layer.sua
+        h_mean, delta_sum = h.mean(1), delta.sum(1)
+        return (
+            torch.einsum("ngi,ngj->gij", h_mean, h_mean) / n,
+            torch.einsum("ngo,ngp->gop", delta_sum, delta_sum) / n,
+        )
+    b = torch.einsum("nsgo,nsgp->gop", delta, delta) / n
+    if layer.bias_apart:
+        h = h[..., :-1]
+    taps = layer.taps
+    h = h.reshape(*h.shape[:3], taps, -1)
+    return torch.einsum("nsgti,nsgtj->gij", h, h) / (n * s * taps), b
+
+
+def eigenbasis(a: Tensor, diagonal: bool) -> Tensor:
+    """U of U diag(S) U^T, or the identity for a side that is kept diagonal."""
+    if diagonal:
+        return torch.eye(a.shape[-1], dtype=a.dtype).expand_as(a).clone()
+    return torch.linalg.eigh(a)[1]
+
+
+def eigenvalues_in(a: Tensor, u: Tensor) -> Tensor:
+    """diag(U^T A U), clamped at zero: [G, I]."""
+    return torch.diagonal(u.mT @ a @ u, dim1=-2, dim2=-1).clamp(min=0)
+
+
+def check_basis(a: Tensor, u: Tensor, diagonal: bool) -> None:
+    """A basis that the optimizer hands over must be orthonormal and must diagonalise the factor."""
+    eye = torch.eye(a.shape[-1], dtype=a.dtype)
+    if diagonal:
+        torch.testing.assert_close(u, eye.expand_as(u), rtol=0, atol=0)
+        return
+    torch.testing.assert_close(u.mT @ u, eye.expand_as(u), rtol=0, atol=1e-10)
+    rotated = u.mT @ a @ u
+    off = rotated - torch.diag_embed(torch.diagonal(rotated, dim1=-2, dim2=-1))
+    assert off.abs().max() <= 1e-9 * a.abs().max() + 1e-300, "the basis does not diagonalise the factor"
+
+
+def over_columns(layer: Layer, per_channel: Tensor) -> Tensor:
+    """A basis [G, I, I] as the basis of all columns [G, C, C]: one copy a tap, and 1 for SUA's bias column."""
+    blocks = []
+    for group in per_channel:
+        parts = [group] * layer.taps + ([torch.ones(1, 1, dtype=group.dtype)] if layer.bias_apart else [])
+        blocks.append(torch.block_diag(*parts))
+    return torch.stack(blocks)
+
+
+def eigenvalues_over_columns(layer: Layer, s_a: Tensor) -> Tensor:
+    """S_A [G, I] at every column: [G, C]; SUA's bias column has A = [1]."""
+    parts = [s_a] * layer.taps
+    if layer.bias_apart:
+        parts.append(torch.ones_like(s_a[:, :1]))
+    return torch.cat(parts, -1)
+
+
+def second_moment(h: Tensor, delta: Tensor, u_a: Tensor, u_b: Tensor) -> Tensor:
+    """s*: mean over n of the squares of U_B^T g_n U_A; u_a is the basis of all columns. [G, O, C]."""
+    return (u_b.mT @ example_gradients(h, delta) @ u_a).square().mean(0)
+
+
+def carried(s: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
+    """The diagonal, in the new basis, of U diag(s) U^T of the old one; by the dense matrices. Bases are (U_A, U_B)."""
+    out = torch.empty_like(s)
+    for g in range(s.shape[0]):
+        u_old = torch.kron(old[1][g].contiguous(), old[0][g].contiguous())
+        u_new = torch.kron(new[1][g].contiguous(), new[0][g].contiguous())
+        rotation = u_new.T @ u_old
+        out[g] = torch.diagonal(rotation @ torch.diag(s[g].reshape(-1)) @ rotation.T).reshape(s.shape[1:])
+    return out
+
+
+def damped(s: Tensor, eps: float, mode: str, s_a: Tensor | None = None, s_b: Tensor | None = None) -> Tensor:
+    """What the gradient is divided by; S_A over columns [G, C] and S_B [G, O], absent for a plain diagonal."""
+    if mode == "plain":
+        return s + eps
+    if mode == "relative":
+        return s + eps * s.mean()
+    assert mode == "factored"
+    if s_a is None or s_b is None:
+        return s + eps
+    return s + eps + eps**0.5 * (s_a.unsqueeze(-2) + s_b.unsqueeze(-1))
+
+
+def kfac_inverse(g: Tensor, a: Tensor, b: Tensor, eps: float, pi_correction: bool) -> Tensor:
+    """(B + sqrt(eps) / pi I)^-1 g (A + pi sqrt(eps) I)^-1 of every group."""
+    out = torch.empty_like(g)
+    for i in range(len(g)):
+        pi = 1.0
+        if pi_correction:
+            per_a, per_b = a[i].trace() / len(a[i]), b[i].trace() / len(b[i])
+            if per_a > 0 and per_b > 0:
+                pi = float((per_a / per_b).sqrt())
+        left = b[i] + eps**0.5 / pi * torch.eye(len(b[i]), dtype=g.dtype)
+        right = a[i] + pi * eps**0.5 * torch.eye(len(a[i]), dtype=g.dtype)
+        out[i] = torch.linalg.inv(left) @ g[i] @ torch.linalg.inv(right)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- the optimizer
+
+
+@dataclass
+class BlockState:
+    """A layer's running averages, basis and second moments; U_A and S_A are over all columns."""
+
+    a: Tensor
+    b: Tensor
+    weight: float = 0.0
+    u_a: Tensor | None = None
+    u_b: Tensor | None = None
+    s_a: Tensor | None = None
+    s_b: Tensor | None = None
+    s: Tensor | None = None
+    s_weight: float = 0.0
+    m: Tensor | None = None
+    frozen_a: Tensor | None = None
+    frozen_b: Tensor | None = None
+
+    @property
+    def mean_a(self) -> Tensor:
+        return self.a / self.weight
+
+    @property
+    def mean_b(self) -> Tensor:
+        return self.b / self.weight
+
+
+Bases = Mapping[str, tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass
+class OracleEKFAC:
+    """A dense slow EKFAC (and KFAC, with scaling="inverse"): the weights that each step must give.
+
+    ``step`` takes the micro-batches of a step. ``bases`` are the bases that the optimizer under test used, by
+    key, as (U_A, U_B) with shapes [G, I, I] and [G, O, O] or None for a diagonal side: inside a repeated or null
+    eigenvalue a basis is not defined by the factor. They are checked against the oracle's own factors and taken
+    only when a refresh is due. Without them the oracle decomposes its own factors.
+    """
+
+    model: nn.Module
+    loss: Loss
+    lr: float = 0.01
+    scaling: str = "running"
+    damping: float | Callable[[int], float] = 1e-3
+    damping_mode: str = "plain"
+    refresh_every: int = 50
+    factor_decay: float = 0.95
+    scaling_decay: float | None = None
+    on_refresh: str = "carry"
+    sharing: str = "expand"
+    sua: bool = False
+    basis: str = "kronecker"
+    loss_reduction: str = "mean"
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    decoupled_weight_decay: bool = True
+    maximize: bool = False
+    kl_clip: float | None = None
+    pi_correction: bool = True
+    max_factor_dim: int | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    alpha: float = 0.99
+    eps: float = 1e-8
+    exclude: Sequence[str] = ()
+    per_parameter: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    count: Callable[[Any], int] = lambda batch: len(batch[0])
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.layers = find_layers(self.model, sua=self.sua, exclude=self.exclude)
+        self.blocks: dict[str, BlockState] = {}
+        self.diagonals: dict[str, dict[str, Any]] = {}
+        self.velocity: dict[str, Tensor] = {}
+        if self.scaling_decay is None:
+            self.scaling_decay = 0.0 if self.scaling == "per_example" else 0.95
+
+    def option(self, parameter: str, name: str) -> Any:
+        value = self.per_parameter.get(parameter, {}).get(name, getattr(self, name))
+        return value(self.steps) if callable(value) else value
+
+    def diagonal_sides(self, layer: Layer, a: Tensor, b: Tensor) -> tuple[bool, bool]:
+        """Which sides keep the identity as basis."""
+        limit = self.max_factor_dim or 10**9
+        everywhere = self.basis == "identity"
+        return (
+            everywhere or isinstance(layer.module, nn.Embedding) or a.shape[-1] > limit,
+            everywhere or b.shape[-1] > limit,
+        )
+
+    def step(
+        self,
+        batches: Sequence[Any],
+        *,
+        bases: Bases | None = None,
+        transform: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+        statistics: tuple[Loss, Sequence[Any]] | None = None,
+    ) -> dict[str, Tensor]:
+        """One step on the micro-batches; ``transform`` is what the user does to ``.grad`` (clipping, say).
+
+        ``statistics`` is another loss and its batches, which factors and s* are taken from.
+        """
+        seen = observe(
+            self.model, self.loss, batches, self.layers, loss_reduction=self.loss_reduction, count=self.count
+        )
+        measured = seen
+        if statistics is not None:
+            measured = observe(
+                self.model,
+                statistics[0],
+                statistics[1],
+                self.layers,
+                loss_reduction=self.loss_reduction,
+                count=self.count,
+            )
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        wanted = dict(seen.gradients) if transform is None else transform(dict(seen.gradients))
+        for name in wanted:
+            if self.maximize:
+                wanted[name] = -wanted[name]
+            if not self.option(name, "decoupled_weight_decay"):
+                wanted[name] = wanted[name] + self.option(name, "weight_decay") * parameters[name].detach()
+
+        directions: dict[str, Tensor] = {}
+        covered: set[str] = set()
+        for layer in self.layers:
+            if layer.key in measured.calls and all(name in wanted for name in layer.names):
+                covered |= set(layer.names)
+                h, delta = measured.calls[layer.key]
+                raw, g = layer.pack(seen.gradients), layer.pack(wanted)
+                p = self._block_direction(layer, h, delta, raw, g, seen.n, bases, measured.n)
+                directions |= layer.unpack(p, wanted)
+        for name, g in wanted.items():
+            if name not in covered:
+                directions[name] = self._diagonal_direction(name, seen.gradients[name], g, seen.n)
+
+        if self.kl_clip is not None:
+            total = sum(
+                self.option(name, "lr") ** 2 * float((wanted[name] * p).sum())
+                for name, p in directions.items()
+            )
+            nu = min(1.0, (self.kl_clip / total) ** 0.5) if total > 0 else 1.0
+            directions = {name: nu * p for name, p in directions.items()}
+
+        with torch.no_grad():
+            for name, p in directions.items():
+                lr, mu = self.option(name, "lr"), self.option(name, "momentum")
+                if self.option(name, "decoupled_weight_decay"):
+                    parameters[name].mul_(1 - lr * self.option(name, "weight_decay"))
+                if mu:
+                    self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
+                    p = p + mu * self.velocity[name] if self.option(name, "nesterov") else self.velocity[name]
+                parameters[name].sub_(lr * p)
+        self.steps += 1
+        return {name: p.detach().clone() for name, p in parameters.items()}
+
+    # --------------------------------------------------------------------------------------------- one layer
+
+    def _block_direction(
+        self,
+        layer: Layer,
+        h: Tensor,
+        delta: Tensor,
+        raw: Tensor,
+        g: Tensor,
+        n: int,
+        bases: Bases | None,
+        n_measured: int,
+    ) -> Tensor:
+        a, b = factors(h, delta, layer, self.sharing)
+        diagonal_a, diagonal_b = self.diagonal_sides(layer, a, b)
+        if diagonal_a:
+            a = torch.diag_embed(torch.diagonal(a, dim1=-2, dim2=-1))
+        if diagonal_b:
+            b = torch.diag_embed(torch.diagonal(b, dim1=-2, dim2=-1))
+        state = self.blocks.setdefault(layer.key, BlockState(torch.zeros_like(a), torch.zeros_like(b)))
+        rho = self.factor_decay
+        state.a = rho * state.a + (1 - rho) * n_measured * a
+        state.b = rho * state.b + (1 - rho) * n_measured * b
+        state.weight = rho * state.weight + (1 - rho) * n_measured
+        eps = self.option(layer.key, "damping")
+        due = self.steps % self.refresh_every == 0 or state.s_a is None
+
+        if self.scaling == "inverse":
+            if due or state.frozen_a is None:
+                state.frozen_a, state.frozen_b = state.mean_a, state.mean_b
+            assert state.frozen_a is not None and state.frozen_b is not None
+            return self._kfac_direction(layer, g, state.frozen_a, state.frozen_b, eps)
+
+        if due:
+            self._refresh(layer, state, diagonal_a, diagonal_b, bases)
+        assert state.u_a is not None and state.u_b is not None
+        projected = state.u_b.mT @ raw @ state.u_a
+        if self.scaling in ("adam", "rmsprop", "adagrad"):
+            ratio = self._adaptive(state, projected, state.u_b.mT @ g @ state.u_a)
+        else:
+            self._scale(state, projected, second_moment(h, delta, state.u_a, state.u_b), n, n_measured)
+            s = state.s / state.s_weight if self.scaling == "per_example" else state.s
+            ratio = (state.u_b.mT @ g @ state.u_a) / damped(s, eps, self.damping_mode, state.s_a, state.s_b)
+        return state.u_b @ ratio @ state.u_a.mT
+
+    def _kfac_direction(self, layer: Layer, g: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
+        """Every tap by the same two inverses; SUA's bias is a block of its own with A = [1]."""
+        parts, width = [], a.shape[-1]
+        for tap in range(layer.taps):
+            piece = g[..., tap * width : (tap + 1) * width]
+            parts.append(kfac_inverse(piece, a, b, eps, self.pi_correction))
+        if layer.bias_apart:
+            one = torch.ones(g.shape[0], 1, 1, dtype=g.dtype)
+            parts.append(kfac_inverse(g[..., -1:], one, b, eps, self.pi_correction))
+        return torch.cat(parts, -1)
+
+    def _refresh(
+        self, layer: Layer, state: BlockState, diagonal_a: bool, diagonal_b: bool, bases: Bases | None
+    ) -> None:
+        a, b = state.mean_a, state.mean_b
+        u_a, u_b = eigenbasis(a, diagonal_a), eigenbasis(b, diagonal_b)
+        if bases is not None:
+            given_a, given_b = bases[layer.key]
+            u_a = u_a if given_a is None else given_a
+            u_b = u_b if given_b is None else given_b
+            assert (given_a is None) == diagonal_a or a.shape[-1] == 1, (
+                "a side is diagonal here and not there"
+            )
+            assert (given_b is None) == diagonal_b or b.shape[-1] == 1, (
+                "a side is diagonal here and not there"
+            )
+            check_basis(a, u_a, diagonal_a)
+            check_basis(b, u_b, diagonal_b)
+        new = (over_columns(layer, u_a), u_b)
+        if state.u_a is not None and state.u_b is not None:
+            old = (state.u_a, state.u_b)
+            if state.s is not None:
+                state.s = carried(state.s, old, new)
+            if state.m is not None:
+                rotation_a, rotation_b = new[0].mT @ old[0], new[1].mT @ old[1]
+                state.m = rotation_b @ state.m @ rotation_a.mT
+        state.u_a, state.u_b = new
+        state.s_a = eigenvalues_over_columns(layer, eigenvalues_in(a, u_a))
+        state.s_b = eigenvalues_in(b, u_b)
+        kronecker = state.s_b.unsqueeze(-1) * state.s_a.unsqueeze(-2)
+        if self.scaling == "kronecker" or (
+            self.scaling == "running" and (state.s is None or self.on_refresh == "kronecker")
+        ):
+            state.s = kronecker
+
+    def _scale(self, state: BlockState, g: Tensor, s_star: Tensor, n: int, n_measured: int) -> None:
+        rho = self.scaling_decay
+        assert rho is not None
+        if self.scaling == "per_example":
+            before = torch.zeros_like(s_star) if state.s is None else state.s
+            state.s = rho * before + (1 - rho) * n_measured * s_star
+            state.s_weight = rho * state.s_weight + (1 - rho) * n_measured
+        elif self.scaling == "running":
+            state.s = rho * state.s + (1 - rho) * n * g.square()
+
+    def _adaptive(self, state: BlockState | dict[str, Any], raw: Tensor, g: Tensor) -> Tensor:
+        raise NotImplementedError(self.scaling)
+
+    # --------------------------------------------------------------------------------- parameters without a block
+
+    def _diagonal_direction(self, name: str, raw: Tensor, g: Tensor, n: int) -> Tensor:
+        """``running`` with the identity as basis, started at the first N g^2."""
+        rho = self.scaling_decay
+        assert rho is not None
+        state = self.diagonals.setdefault(name, {"s": n * raw.square()})
+        state["s"] = rho * state["s"] + (1 - rho) * n * raw.square()
+        return g / damped(state["s"], self.option(name, "damping"), self.damping_mode)
