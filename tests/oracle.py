@@ -1,16 +1,17 @@
 """The slow, dense truth that the library is compared with.
 
-It is written from the definitions alone, in the paper's symbols, with dense matrices and plain loops; it shares no
-code with the library and imports nothing from it. Use it in float64.
+It is written from the definitions alone, in the paper's symbols, with dense matrices and plain loops; it
+shares no code with the library and imports nothing from it. Use it in float64.
 
-How h and delta are found: while a model is observed, every layer's forward is replaced by one that adds a tensor
-of zeros to the layer's output. The derivative of the loss with respect to those zeros is the layer's output
-gradient; no hook is involved. The receptive fields of a convolution are the outputs of a depthwise convolution of
-the same geometry whose kernel is one at a single tap and zero elsewhere, one tap after another.
+How h and delta are found: while a model is observed, every layer's forward is replaced by one that adds a
+tensor of zeros to the layer's output. The derivative of the loss with respect to those zeros is the layer's
+output gradient; no hook is involved. The receptive fields of a convolution are the outputs of a depthwise
+convolution of the same geometry whose kernel is one at a single tap and zero elsewhere, one tap after
+another.
 
-Shapes: a layer's gradient is [G, O, C]: G groups, O outputs of a group, C columns. h is [N, S, G, C] and delta is
-[N, S, G, O]. The columns of a layer are its weight's, in the weight's own order, then one for the bias. Under SUA
-they are ordered tap by tap, and the channel basis U_A is repeated for every tap.
+Shapes: a layer's gradient is [G, O, C]: G groups, O outputs of a group, C columns. h is [N, S, G, C] and
+delta is [N, S, G, O]. The columns of a layer are its weight's, in the weight's own order, then one for the
+bias. Under SUA they are ordered tap by tap, and the channel basis U_A is repeated for every tap.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ COVERED = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED, *NORMS)
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-# ------------------------------------------------------------------------------------------- per-example gradients
+# -------------------------------------------------------------------------------------- per-example gradients
 
 
 def per_example_gradients(
     model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor
 ) -> dict[str, Tensor]:
-    """Gradient of every example's own loss, by torch.func: name -> [N, *shape]. Examples must not interact."""
+    """Gradient of every example's own loss, by torch.func.
+
+    Name -> [N, *shape]. Examples must not interact.
+    """
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     fixed |= {name: b.detach() for name, b in model.named_buffers()}
@@ -60,12 +64,15 @@ def dense_fisher(gradients: Tensor) -> Tensor:
     return flat.T @ flat / len(flat)
 
 
-# ------------------------------------------------------------------------------------------------ layers: h, delta
+# ------------------------------------------------------------------------------------------- layers: h, delta
 
 
 @dataclass
 class Layer:
-    """One layer, or several of one kind that share their parameters; ``weight`` and ``bias`` name those that train."""
+    """One layer, or several of one kind that share their parameters.
+
+    ``weight`` and ``bias`` name those that train.
+    """
 
     modules: list[nn.Module]
     weight: str | None
@@ -151,7 +158,7 @@ class Layer:
             out[self.bias] = block[..., -1].reshape(like[self.bias].shape)
         return out
 
-    # ------------------------------------------------------------------------------------- h and delta of a call
+    # ---------------------------------------------------------------------------------- h and delta of a call
 
     def columns(self, module: nn.Module, x: Tensor) -> Tensor:
         """What a call's input makes of the columns: [L, S, G, C], L the leading dimension of the call."""
@@ -183,7 +190,10 @@ class Layer:
 
 
 def receptive_fields(module: nn.Module, x: Tensor) -> Tensor:
-    """What every weight of a (transposed) convolution is multiplied with: [L, positions, groups, channels, taps]."""
+    """What every weight of a (transposed) convolution is multiplied with.
+
+    [L, positions, groups, channels, taps].
+    """
     channels = module.in_channels
     geometry: dict[str, Any] = {name: getattr(module, name) for name in ("stride", "padding", "dilation")}
     if isinstance(module, TRANSPOSED):
@@ -254,7 +264,10 @@ def find_layers(model: nn.Module, *, sua: bool = False, exclude: Iterable[str] =
 
 @dataclass
 class Observation:
-    """What a step's forwards and backwards showed: the number of examples, gradients, and (h, delta) by layer."""
+    """What a step's forwards and backwards showed.
+
+    The number of examples, gradients, and (h, delta) by layer.
+    """
 
     n: int
     gradients: dict[str, Tensor]
@@ -263,7 +276,10 @@ class Observation:
 
 @contextmanager
 def _zeros_added(layers: Sequence[Layer]) -> Iterator[dict[str, list[tuple[nn.Module, Tensor, Tensor]]]]:
-    """While open, every call of a layer adds zeros to its output; they are recorded beside the call's input."""
+    """While open, every call of a layer adds zeros to its output.
+
+    They are recorded beside the call's input.
+    """
     record: dict[str, list[tuple[nn.Module, Tensor, Tensor]]] = {layer.key: [] for layer in layers}
 
     def replacement(module: nn.Module, key: str) -> Callable[..., Tensor]:
@@ -300,9 +316,9 @@ def observe(
 ) -> Observation:
     """Forward and backward over the micro-batches of one step.
 
-    Several calls of a layer in one forward are positions of the same examples; separate micro-batches are separate
-    examples. N counts the examples of all micro-batches. Under a mean loss delta is N times the output gradient;
-    under a sum the gradient of the parameters is divided by N.
+    Several calls of a layer in one forward are positions of the same examples; separate micro-batches are
+    separate examples. N counts the examples of all micro-batches. Under a mean loss delta is N times the
+    output gradient; under a sum the gradient of the parameters is divided by N.
     """
     n = sum(count(batch) for batch in batches)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -346,7 +362,7 @@ def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
     return torch.einsum("nsgo,nsgc->ngoc", delta, h)
 
 
-# ------------------------------------------------------------------------------------------------------ the maths
+# -------------------------------------------------------------------------------------------------- the maths
 
 
 def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> tuple[Tensor, Tensor]:
@@ -395,7 +411,10 @@ def check_basis(a: Tensor, u: Tensor, diagonal: bool) -> None:
 
 
 def over_columns(layer: Layer, per_channel: Tensor) -> Tensor:
-    """A basis [G, I, I] as the basis of all columns [G, C, C]: one copy a tap, and 1 for SUA's bias column."""
+    """A basis [G, I, I] as the basis of all columns [G, C, C].
+
+    One copy a tap, and 1 for SUA's bias column.
+    """
     blocks = []
     for group in per_channel:
         parts = [group] * layer.taps + ([torch.ones(1, 1, dtype=group.dtype)] if layer.bias_apart else [])
@@ -417,7 +436,10 @@ def second_moment(h: Tensor, delta: Tensor, u_a: Tensor, u_b: Tensor) -> Tensor:
 
 
 def carried(s: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
-    """The diagonal, in the new basis, of U diag(s) U^T of the old one; by the dense matrices. Bases are (U_A, U_B)."""
+    """The diagonal, in the new basis, of U diag(s) U^T of the old one.
+
+    By the dense matrices. Bases are (U_A, U_B).
+    """
     out = torch.empty_like(s)
     for g in range(s.shape[0]):
         u_old = torch.kron(old[1][g].contiguous(), old[0][g].contiguous())
@@ -428,7 +450,10 @@ def carried(s: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -
 
 
 def damped(s: Tensor, eps: float, mode: str, s_a: Tensor | None = None, s_b: Tensor | None = None) -> Tensor:
-    """What the gradient is divided by; S_A over columns [G, C] and S_B [G, O], absent for a plain diagonal."""
+    """What the gradient is divided by.
+
+    S_A over columns [G, C] and S_B [G, O], absent for a plain diagonal.
+    """
     if mode == "plain":
         return s + eps
     if mode == "relative":
@@ -454,7 +479,7 @@ def kfac_inverse(g: Tensor, a: Tensor, b: Tensor, eps: float, pi_correction: boo
     return out
 
 
-# -------------------------------------------------------------------------------------------------- the optimizer
+# ---------------------------------------------------------------------------------------------- the optimizer
 
 
 @dataclass
@@ -491,9 +516,9 @@ class OracleEKFAC:
     """A dense slow EKFAC (and KFAC, with scaling="inverse"): the weights that each step must give.
 
     ``step`` takes the micro-batches of a step. ``bases`` are the bases that the optimizer under test used, by
-    key, as (U_A, U_B) with shapes [G, I, I] and [G, O, O] or None for a diagonal side: inside a repeated or null
-    eigenvalue a basis is not defined by the factor. They are checked against the oracle's own factors and taken
-    only when a refresh is due. Without them the oracle decomposes its own factors.
+    key, as (U_A, U_B) with shapes [G, I, I] and [G, O, O] or None for a diagonal side: inside a repeated or
+    null eigenvalue a basis is not defined by the factor. They are checked against the oracle's own factors
+    and taken only when a refresh is due. Without them the oracle decomposes its own factors.
     """
 
     model: nn.Module
@@ -716,7 +741,7 @@ class OracleEKFAC:
     def _adaptive(self, state: BlockState | dict[str, Any], raw: Tensor, g: Tensor) -> Tensor:
         raise NotImplementedError(self.scaling)
 
-    # --------------------------------------------------------------------------------- parameters without a block
+    # ----------------------------------------------------------------------------- parameters without a block
 
     def _diagonal_direction(self, name: str, raw: Tensor, g: Tensor, n: int) -> Tensor:
         """``running`` with the identity as basis, started at the first N g^2."""

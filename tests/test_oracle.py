@@ -1,7 +1,13 @@
-"""The oracle against itself: two independent ways to each quantity must agree before anything is compared with it."""
+"""The oracle against itself.
+
+Two independent ways to each quantity must agree before anything is compared with it.
+"""
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from oracle import (
     OracleEKFAC,
     carried,
@@ -19,8 +25,6 @@ from oracle import (
     receptive_fields,
     second_moment,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class OneHotTokens(nn.Module):
@@ -258,7 +262,10 @@ def test_the_inverse_form_is_the_factored_damping_in_the_eigenbasis() -> None:
 
 
 def test_one_step_of_algorithm_1_written_out() -> None:
-    """A single Linear layer without bias, squared error, N = 8: everything from the paper, in plain matrices."""
+    """A single Linear layer without bias, squared error, N = 8.
+
+    Everything from the paper, in plain matrices.
+    """
     torch.manual_seed(4)
     w, x, y = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3), (8, 3), (8, 2)))
     delta = x @ w.T - y
