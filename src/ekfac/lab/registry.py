@@ -1,0 +1,100 @@
+"""Names for tasks, datasets and optimizers, and the way a user's own file adds to them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class LabError(Exception):
+    """Bad usage or bad input: one clear line for the user, exit status 2, never a traceback."""
+
+
+class Registry(Generic[T]):
+    """Items of one kind by name; an unknown name is answered with the known ones."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._items: dict[str, T] = {}
+
+    def add(self, name: str, item: T) -> T:
+        """Register an item.
+
+        Raises:
+            LabError: If the name is taken, so that a plugin cannot silently replace what others use.
+        """
+        if name in self._items:
+            raise LabError(f"{self.kind} {name!r} is already registered; choose another name")
+        self._items[name] = item
+        return item
+
+    def get(self, name: str) -> T:
+        """Return the item of that name.
+
+        Raises:
+            LabError: If there is none; the message lists the names that exist.
+        """
+        if name not in self._items:
+            raise LabError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+        return self._items[name]
+
+    def names(self) -> list[str]:
+        """Return all names, in the order of registration."""
+        return list(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+
+_loaded: set[str] = set()
+
+
+def load_plugin(where: str) -> None:
+    """Import a user's module, whose import registers tasks, datasets or optimizers.
+
+    Args:
+        where: A path ending in ``.py``, or the dotted name of an importable module; a second time does nothing.
+
+    Raises:
+        LabError: If the file or module does not exist or fails on import.
+    """
+    is_file = where.endswith(".py")
+    key = str(Path(where).resolve()) if is_file else where
+    if key in _loaded:
+        return
+    try:
+        if is_file:
+            _import_file(Path(where))
+        else:
+            importlib.import_module(where)
+    except LabError:
+        raise
+    except Exception as error:
+        raise LabError(f"plugin {where!r} failed on import: {type(error).__name__}: {error}") from error
+    _loaded.add(key)
+
+
+def _import_file(path: Path) -> None:
+    if not path.is_file():
+        raise LabError(f"plugin {str(path)!r} does not exist")
+    name = f"ekfac_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LabError(f"plugin {str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as the import system does: dataclasses and pickling look a module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -1,0 +1,136 @@
+"""Tasks by name: a network, its loss, its data, and settings that are known to work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ekfac.lab import networks
+from ekfac.lab.registry import Registry
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what.
+
+    Attributes:
+        build: ``build(width, batch_norm)`` returns the network with its initial weights.
+        losses: ``losses(output, x, y)`` returns one loss per example; training minimises their mean.
+        dataset: Name of the dataset that is used unless another is asked for.
+        input_shape: Shape of one example.
+        width: Width of the network's first layer as the paper has it.
+        batch_size: Examples a step, unless ``settings`` or the user say otherwise.
+        epochs: Passes over the training data.
+        correct: ``correct(output, y)`` returns one truth value per example; ``None`` without accuracy.
+        floor: ``floor(x)`` returns the smallest loss that each example can have; ``None`` where that is zero.
+        settings: Options that suit an optimizer on this task, by its name; the user's own come first.
+        about: One line for listings.
+    """
+
+    build: Callable[[int, bool], nn.Module]
+    losses: Callable[[Tensor, Tensor, Tensor], Tensor]
+    dataset: str
+    input_shape: tuple[int, ...]
+    width: int
+    batch_size: int = 200
+    epochs: int = 20
+    correct: Callable[[Tensor, Tensor], Tensor] | None = None
+    floor: Callable[[Tensor], Tensor] | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    about: str = ""
+
+
+TASKS: Registry[Task] = Registry("task")
+
+
+def register_task(name: str, task: Task) -> Task:
+    """Make a task known by name to every command of the lab."""
+    return TASKS.add(name, task)
+
+
+def pixel_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Per image, the sum over pixels of the cross-entropy between pixel and sigmoid(output)."""
+    return functional.binary_cross_entropy_with_logits(output, x, reduction="none").sum(1)
+
+
+def pixel_entropy(x: Tensor) -> Tensor:
+    """Per image, the sum over pixels of their own entropy: the floor of :func:`pixel_cross_entropy`."""
+    return -(torch.xlogy(x, x) + torch.xlogy(1 - x, 1 - x)).sum(1)
+
+
+def label_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Per example, the cross-entropy between its label and softmax(output)."""
+    return functional.cross_entropy(output, y, reduction="none")
+
+
+def label_correct(output: Tensor, y: Tensor) -> Tensor:
+    """Per example, whether the largest output is that of its label."""
+    return output.argmax(1) == y
+
+
+register_task(
+    "autoencoder",
+    Task(
+        build=networks.autoencoder,
+        losses=pixel_cross_entropy,
+        floor=pixel_entropy,
+        dataset="mnist-5k",
+        input_shape=(784,),
+        width=1000,
+        about="deep auto-encoder of digits, 784-1000-500-250-30 and back",
+    ),
+)
+register_task(
+    "classifier",
+    Task(
+        build=networks.classifier,
+        losses=label_cross_entropy,
+        correct=label_correct,
+        dataset="mnist-5k",
+        input_shape=(784,),
+        width=50,
+        about="digits, four sigmoid layers of 50",
+    ),
+)
+# The paper trains its CIFAR-10 networks with the spatially-uncorrelated approximation and the appendix's
+# damping; the baselines at batch 200.
+_CONVOLUTIONAL: dict[str, dict[str, Any]] = {
+    "sgd": {"batch_size": 200},
+    "adam": {"batch_size": 200},
+    "kfac": {"sua": True, "refresh_every": 100},
+    "ekfac": {"sua": True, "damping_mode": "factored", "damping": 1e-2, "refresh_every": 100},
+    "ekfac-ra": {"sua": True, "damping_mode": "factored", "damping": 1e-2, "refresh_every": 100},
+}
+register_task(
+    "vgg11",
+    Task(
+        build=networks.vgg11,
+        losses=label_cross_entropy,
+        correct=label_correct,
+        dataset="cifar10",
+        input_shape=(3, 32, 32),
+        width=64,
+        batch_size=500,
+        settings=_CONVOLUTIONAL,
+        about="VGG11 on CIFAR-10",
+    ),
+)
+register_task(
+    "resnet34",
+    Task(
+        build=networks.resnet34,
+        losses=label_cross_entropy,
+        correct=label_correct,
+        dataset="cifar10",
+        input_shape=(3, 32, 32),
+        width=64,
+        batch_size=500,
+        settings=_CONVOLUTIONAL,
+        about="ResNet34 on CIFAR-10",
+    ),
+)
