@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ekfac.lab.registry import LabError
 
@@ -159,11 +159,11 @@ def read(name: str, role: str, folder: Path) -> bytes:
 
 
 def _checked(path: Path, file: OfficialFile) -> bytes:
-    openers: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open}
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as stream:
             # One byte more than expected tells that a file is too long, however far it would unpack.
-            raw = stream.read(file.size + 1)
+            raw: bytes = stream.read(file.size + 1)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path} cannot be read (truncated or altered?): {error}") from error
     md5 = hashlib.md5(raw, usedforsecurity=False).hexdigest()

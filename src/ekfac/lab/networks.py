@@ -58,7 +58,7 @@ def vgg11(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a way around them: the identity, or a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a way around them: the identity, or a 1x1 convolution if the shape changes."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, batch_norm: bool) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ def resnet34(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
 
     Without batch-norm it starts as the paper's appendix says, n being a layer's fan-in: N(0, 2/n) after a
     ReLU; N(0, 1/n) where no activation directly precedes (stem, shortcuts, and the head, which follows the
-    pooling); N(0, 0.2/n) for the last convolution of each block; zero biases. With batch-norm the convolutions
-    have no bias and the 0.2 is 2, since the normalisation would undo it.
+    pooling); N(0, 0.2/n) for the last convolution of each block; zero biases. With batch-norm they have no
+    bias and the 0.2 is 2, since the normalisation would undo it.
     """
     layers: list[nn.Module] = [_conv(3, width, 3, 1, batch_norm, gain=1.0), nn.ReLU()]
     channels = width

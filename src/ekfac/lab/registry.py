@@ -62,7 +62,7 @@ def load_plugin(where: str) -> None:
     """Import a user's module, whose import registers tasks, datasets or optimizers.
 
     Args:
-        where: A path ending in ``.py``, or the dotted name of an importable module; a second time does nothing.
+        where: A path ending in ``.py``, or the dotted name of a module; loading one again does nothing.
 
     Raises:
         LabError: If the file or module does not exist or fails on import.

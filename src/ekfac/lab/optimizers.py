@@ -1,0 +1,172 @@
+"""Optimizers by name, for the lab; a user's own file can add to them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import ekfac
+from ekfac.lab.registry import LabError, Registry
+
+
+class Trains(Protocol):
+    """What the training loop needs of an optimizer; every ``torch.optim.Optimizer`` has it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters, each with its ``lr``."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    def step(self) -> Any:
+        """Change the parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state as plain data."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a saved state."""
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """How to make an optimizer, with the lab's first guess at its options."""
+
+    build: Callable[..., Trains]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+
+OPTIMIZERS: Registry[OptimizerEntry] = Registry("optimizer")
+
+
+def register_optimizer(
+    name: str, build: Callable[..., Trains], defaults: Mapping[str, Any] | None = None, about: str = ""
+) -> OptimizerEntry:
+    """Make an optimizer known by name to every command of the lab.
+
+    Args:
+        name: The name.
+        build: ``build(model, **options)`` returns the optimizer. Its signature says which options there are.
+        defaults: Options to use unless the task or the user say otherwise.
+        about: One line for listings.
+    """
+    return OPTIMIZERS.add(name, OptimizerEntry(build, dict(defaults or {}), about))
+
+
+def build_optimizer(name: str, model: nn.Module, options: Mapping[str, Any]) -> Trains:
+    """Make an optimizer by name.
+
+    Raises:
+        LabError: If the name or an option is unknown, or the optimizer refuses a value.
+    """
+    build = OPTIMIZERS.get(name).build
+    known = _options(build)
+    for option in options:
+        if known is not None and option not in known:
+            raise LabError(f"optimizer {name} has no option {option!r}; it has: {', '.join(sorted(known))}")
+    try:
+        return build(model, **options)
+    except (TypeError, ValueError) as error:
+        raise LabError(f"optimizer {name}: {error}") from error
+
+
+def _options(build: Callable[..., Trains]) -> set[str] | None:
+    """Return the option names in a signature, or ``None`` if it takes any."""
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+
+
+def of_parameters(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Trains]:
+    """Turn a torch optimizer, made from parameters, into a ``build`` that takes the model."""
+
+    def build(model: nn.Module, **options: Any) -> Trains:
+        return optimizer([p for p in model.parameters() if p.requires_grad], **options)
+
+    build.__signature__ = inspect.signature(optimizer)  # type: ignore[attr-defined]
+    return build
+
+
+class Together:
+    """Several optimizers, each with its own parameters, stepped as one."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Step each in turn."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by position."""
+        return {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up saved states."""
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state_dict[str(index)])
+
+
+def muon(
+    model: nn.Module,
+    lr: float = 3e-3,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    rest_lr: float = 1e-3,
+) -> Trains:
+    """Muon for the weight matrices between the first and the last layer, AdamW for everything else."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    hidden = {id(p) for p in matrices[1:-1] if p.ndim == 2}
+    if not hidden:
+        raise ValueError("needs a network with hidden weight matrices (2-D); this one has none")
+    chosen: list[Tensor] = [p for p in matrices if id(p) in hidden]
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
+    return Together(
+        [
+            torch.optim.Muon(chosen, lr=lr, momentum=momentum, weight_decay=weight_decay),
+            torch.optim.AdamW(rest, lr=rest_lr, weight_decay=weight_decay),
+        ]
+    )
+
+
+register_optimizer(
+    "sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9"
+)
+register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam")
+register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
+if hasattr(torch.optim, "Muon"):
+    register_optimizer("muon", muon, about="Muon for hidden matrices, AdamW for the rest")
+if hasattr(ekfac, "EKFAC"):
+    register_optimizer("kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9}, "KFAC, inverse form")
+    register_optimizer(
+        "ekfac",
+        ekfac.EKFAC,
+        {"scaling": "per_example", "lr": 0.01, "damping": 1e-2},
+        "EKFAC: second moments of each batch's examples",
+    )
+    register_optimizer(
+        "ekfac-ra",
+        ekfac.EKFAC,
+        {"scaling": "running", "lr": 0.01, "damping": 1e-3},
+        "EKFAC-ra: running average of squared gradients",
+    )
+    register_optimizer("ekfac-default", ekfac.EKFAC, about="EKFAC(model) with the library's own defaults")

@@ -1,0 +1,166 @@
+"""``python -m ekfac.lab.train``: trains where only torch and numpy are installed, such as a bare GPU machine.
+
+The same run as ``ekfac train``, the same options and the same folder, with plain lines for progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn, TextIO
+
+from ekfac.lab.config import TrainConfig, parse_options
+from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.registry import LabError
+from ekfac.lab.runs import Run
+from ekfac.lab.tasks import TASKS
+from ekfac.lab.training import Progress, launch
+
+OPTIONAL = {"rich": "live display", "tensorboard": "TensorBoard events"}
+
+
+class PlainProgress(Progress):
+    """Prints one line an epoch."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    def start(self, run: Run) -> None:
+        """Print what is trained, and what was done before."""
+        self._print(headline(run))
+        self._print("".join(f"{name:>12}" for name in COLUMNS))
+        for record in run.history:
+            self.epoch(record)
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Print the epoch's line."""
+        self._print("".join(f"{cell:>12}" for cell in cells(record)))
+
+    def end(self, run: Run) -> None:
+        """Print how it ended."""
+        self._print(closing(run))
+
+
+COLUMNS = ("epoch", "step", "train", "batch mean", "validation", "accuracy", "seconds", "images/s", "memory")
+
+
+def cells(record: Mapping[str, Any]) -> list[str]:
+    """Return an epoch's record as text, one cell a column of :data:`COLUMNS`."""
+
+    def number(name: str, pattern: str) -> str:
+        value = record.get(name)
+        return "-" if value is None else format(value, pattern)
+
+    memory = record["peak_memory"]
+    return [
+        str(record["epoch"]),
+        str(record["step"]),
+        number("train_loss", ".4g"),
+        number("train_loss_mean", ".4g"),
+        number("validation_loss", ".4g"),
+        number("validation_accuracy", ".2%"),
+        number("seconds", ".1f"),
+        number("images_per_second", ",.0f"),
+        "-" if memory is None else f"{memory / 2**20:,.0f} MiB",
+    ]
+
+
+def headline(run: Run) -> str:
+    """Say in one line what is trained."""
+    config, examples = run.config, run.about["examples"]["train"]
+    return (
+        f"{config.task}{' with batch-norm' if config.batch_norm else ''} by {config.optimizer}: "
+        f"{run.about['parameters']:,} parameters, {examples:,} examples of {config.dataset}, "
+        f"batch {config.batch_size}, {config.epochs} epochs on {config.device}"
+    )
+
+
+def closing(run: Run) -> str:
+    """Say in one line how a run ended, and where it is."""
+    where = f"; recorded in {run.path}" if run.path else ""
+    epoch = run.history[-1]["epoch"] if run.history else 0
+    if run.status == "diverged":
+        return f"diverged in epoch {epoch}{where}"
+    if run.status == "interrupted":
+        again = f"; --resume --out {run.path} goes on" if run.path else ""
+        return f"interrupted after epoch {epoch}{again}"
+    return f"finished after epoch {epoch}{where}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LabError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser; its options are the fields of :class:`TrainConfig`."""
+    parse = _Parser(
+        prog="python -m ekfac.lab.train",
+        description="Train one of the lab's networks, with torch and numpy alone.",
+        epilog=f"tasks: {', '.join(TASKS)}; optimizers: {', '.join(OPTIMIZERS)}",
+        allow_abbrev=False,
+    )
+    parse.add_argument("task", nargs="?", help="what to train (not needed with --resume)")
+    for item in fields(TrainConfig):
+        if "kind" not in item.metadata:
+            continue
+        flag, kind = f"--{item.name.replace('_', '-')}", item.metadata["kind"]
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parse.add_argument(flag, default=None, help=item.metadata["help"].replace("%", "%%"), **how)
+    parse.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", default=[], help="any option of the optimizer"
+    )
+    parse.add_argument(
+        "--plugin", action="append", default=[], help="your file or module that registers more"
+    )
+    parse.add_argument("--out", help="folder to record the run in")
+    parse.add_argument("--data-dir", help="folder of the data files")
+    parse.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parse.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    parse.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    return parse
+
+
+def gather(values: dict[str, Any]) -> dict[str, Any]:
+    """Turn a command line's values into settings: only what was given."""
+    names = {item.name for item in fields(TrainConfig)}
+    settings = {name: value for name, value in values.items() if name in names}
+    if values["set"]:
+        settings["options"] = parse_options(values["set"])
+    if values["plugin"]:
+        settings["plugins"] = list(values["plugin"])
+    return settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train from a command line and return the exit status: 0, 1 diverged, 2 bad usage, 130 interrupted."""
+    try:
+        values = vars(parser().parse_args(arguments))
+        missing = [what for name, what in OPTIONAL.items() if importlib.util.find_spec(name) is None]
+        if missing and not values["json"]:
+            print(f"left out, since their packages are not installed: {', '.join(missing)}", flush=True)
+        run = launch(
+            gather(values),
+            values["out"],
+            data_dir=values["data_dir"],
+            resume=values["resume"],
+            overwrite=values["overwrite"],
+            progress=Progress() if values["json"] else PlainProgress(),
+        )
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if values["json"]:
+        print(json.dumps(run.to_dict(), allow_nan=False))
+    return run.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
