@@ -11,7 +11,8 @@ another.
 
 Shapes: a layer's gradient is [G, O, C]: G groups, O outputs of a group, C columns. h is [N, S, G, C] and
 delta is [N, S, G, O]. The columns of a layer are its weight's, in the weight's own order, then one for the
-bias. Under SUA they are ordered tap by tap, and the channel basis U_A is repeated for every tap.
+bias; a norm layer has one unit a group, its scale and its shift as two outputs, and one column. Under SUA
+they are ordered tap by tap, and the channel basis U_A is repeated for every tap.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Layer:
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Gradients by parameter name -> [G, O, C]."""
         m, parts = self.module, []
+        if self.is_norm:
+            return torch.stack([tensors[name].reshape(-1) for name in self.names], -1).unsqueeze(-1)
         groups = getattr(m, "groups", 1)
         if self.weight:
             w = tensors[self.weight]
@@ -122,8 +125,6 @@ class Layer:
                 w = w.unsqueeze(0)
             elif isinstance(m, nn.Embedding):
                 w = w.T.unsqueeze(0)
-            elif self.is_norm:
-                w = w.reshape(-1, 1, 1)
             else:
                 if isinstance(m, TRANSPOSED):  # torch: [in, out / groups, *kernel]
                     w = w.reshape(groups, w.shape[0] // groups, w.shape[1], -1).transpose(1, 2)
@@ -132,13 +133,14 @@ class Layer:
                 w = (w.transpose(2, 3) if self.sua else w).flatten(2)
             parts.append(w)
         if self.bias:
-            b = tensors[self.bias].reshape(-1)
-            parts.append(b.reshape(-1, 1, 1) if self.is_norm else b.reshape(groups, -1, 1))
+            parts.append(tensors[self.bias].reshape(groups, -1, 1))
         return torch.cat(parts, -1)
 
     def unpack(self, block: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of pack; ``like`` gives the shapes."""
         m, out = self.module, {}
+        if self.is_norm:
+            return {name: block[:, i, 0].reshape(like[name].shape) for i, name in enumerate(self.names)}
         if self.weight:
             shape = like[self.weight].shape
             w = block[..., : block.shape[-1] - 1] if self.bias else block
@@ -160,33 +162,36 @@ class Layer:
 
     # ---------------------------------------------------------------------------------- h and delta of a call
 
-    def columns(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What a call's input makes of the columns: [L, S, G, C], L the leading dimension of the call."""
+    def positions(self, module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """A call's h [L, S, G, C] and delta [L, S, G, O] from its input and its output's gradient.
+
+        L is the leading dimension of the call. For a norm layer h is 1 and delta is the pair (delta x^,
+        delta) of scale and shift.
+        """
+        length = x.shape[0]
+        if self.is_norm:
+            d = _positions_first(module, gradient)
+            of_scale = d * _positions_first(module, _normalised(module, x))
+            pair = ([of_scale] if self.weight else []) + ([d] if self.bias else [])
+            delta = torch.stack(pair, -1)
+            return torch.ones_like(delta[..., :1]), delta
         if isinstance(module, nn.Linear):
-            h = x.reshape(x.shape[0], -1, 1, x.shape[-1])
+            h = x.reshape(length, -1, 1, x.shape[-1])
+            delta = gradient.reshape(length, -1, 1, gradient.shape[-1])
         elif isinstance(module, nn.Embedding):
-            h = F.one_hot(x, module.num_embeddings).to(module.weight.dtype)
-            if module.padding_idx is not None:
-                h[..., module.padding_idx] = 0
-            h = h.reshape(x.shape[0], -1, 1, module.num_embeddings)
-        elif self.is_norm:
-            h = _positions_first(module, _normalised(module, x)).unsqueeze(-1)
+            h = F.one_hot(x, module.num_embeddings).to(gradient.dtype)
+            h = h.reshape(length, -1, 1, module.num_embeddings)
+            delta = gradient.reshape(length, -1, 1, gradient.shape[-1])
+            if module.padding_idx is not None:  # such a position has no gradient and counts for nothing
+                live = 1 - h[..., module.padding_idx : module.padding_idx + 1]
+                h, delta = h * live, delta * live
         else:
             h = receptive_fields(module, x)  # [L, S, G, I, T]
             h = (h.transpose(3, 4) if self.sua else h).flatten(3)
-        parts = [h] if self.weight else []
-        if self.bias:
-            parts.append(torch.ones_like(h[..., :1]))
-        return torch.cat(parts, -1)
-
-    def outputs(self, module: nn.Module, gradient: Tensor) -> Tensor:
-        """A call's output gradient: [L, S, G, O]."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            return gradient.reshape(gradient.shape[0], -1, 1, gradient.shape[-1])
-        if self.is_norm:
-            return _positions_first(module, gradient).unsqueeze(-1)
-        flat = gradient.flatten(2).transpose(1, 2)
-        return flat.reshape(*flat.shape[:2], module.groups, -1)
+            flat = gradient.flatten(2).transpose(1, 2)
+            delta = flat.reshape(length, flat.shape[1], module.groups, -1)
+        columns = ([h] if self.weight else []) + ([torch.ones_like(h[..., :1])] if self.bias else [])
+        return torch.cat(columns, -1), delta
 
 
 def receptive_fields(module: nn.Module, x: Tensor) -> Tensor:
@@ -340,7 +345,7 @@ def observe(
                 if g is None:
                     continue
                 here = count(batch)
-                h, delta = layer.columns(module, x), layer.outputs(module, g)
+                h, delta = layer.positions(module, x, g)
                 # A leading dimension of k N is N examples of k positions each, example after example.
                 h_calls.append(h.reshape(here, -1, *h.shape[2:]))
                 delta_calls.append(delta.reshape(here, -1, *delta.shape[2:]))
@@ -366,11 +371,11 @@ def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
 
 
 def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> tuple[Tensor, Tensor]:
-    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's A is its exact block, its B is one."""
+    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one."""
     n, s = h.shape[:2]
     if layer.is_norm:
-        g = example_gradients(h, delta)[:, :, 0]
-        return torch.einsum("ngi,ngj->gij", g, g) / n, torch.ones(h.shape[2], 1, 1, dtype=h.dtype)
+        g = example_gradients(h, delta)[..., 0]
+        return torch.ones(h.shape[2], 1, 1, dtype=h.dtype), torch.einsum("ngo,ngp->gop", g, g) / n
     if sharing == "reduce":
         assert not layer.sua
         h_mean, delta_sum = h.mean(1), delta.sum(1)
@@ -678,7 +683,7 @@ class OracleEKFAC:
         if self.scaling in ("adam", "rmsprop", "adagrad"):
             ratio = self._adaptive(state, projected, state.u_b.mT @ g @ state.u_a)
         else:
-            self._scale(state, projected, second_moment(h, delta, state.u_a, state.u_b), n, n_measured)
+            self._scale(state, projected, second_moment(h, delta, state.u_a, state.u_b), n)
             s = state.s / state.s_weight if self.scaling == "per_example" else state.s
             ratio = (state.u_b.mT @ g @ state.u_a) / damped(s, eps, self.damping_mode, state.s_a, state.s_b)
         return state.u_b @ ratio @ state.u_a.mT
@@ -703,12 +708,10 @@ class OracleEKFAC:
             given_a, given_b = bases[layer.key]
             u_a = u_a if given_a is None else given_a
             u_b = u_b if given_b is None else given_b
-            assert (given_a is None) == diagonal_a or a.shape[-1] == 1, (
-                "a side is diagonal here and not there"
-            )
-            assert (given_b is None) == diagonal_b or b.shape[-1] == 1, (
-                "a side is diagonal here and not there"
-            )
+            for given, diagonal, factor in ((given_a, diagonal_a, a), (given_b, diagonal_b, b)):
+                assert (given is None) == diagonal or factor.shape[-1] == 1, (
+                    "a side is wrongly diagonal or not"
+                )
             check_basis(a, u_a, diagonal_a)
             check_basis(b, u_b, diagonal_b)
         new = (over_columns(layer, u_a), u_b)
@@ -727,14 +730,16 @@ class OracleEKFAC:
             self.scaling == "running" and (state.s is None or self.on_refresh == "kronecker")
         ):
             state.s = kronecker
+        elif self.scaling == "per_example" and self.on_refresh == "kronecker":
+            state.s, state.s_weight = None, 0.0  # bias correction gives the average's start no weight
 
-    def _scale(self, state: BlockState, g: Tensor, s_star: Tensor, n: int, n_measured: int) -> None:
+    def _scale(self, state: BlockState, g: Tensor, s_star: Tensor, n: int) -> None:
         rho = self.scaling_decay
         assert rho is not None
         if self.scaling == "per_example":
             before = torch.zeros_like(s_star) if state.s is None else state.s
-            state.s = rho * before + (1 - rho) * n_measured * s_star
-            state.s_weight = rho * state.s_weight + (1 - rho) * n_measured
+            state.s = rho * before + (1 - rho) * s_star
+            state.s_weight = rho * state.s_weight + (1 - rho)
         elif self.scaling == "running":
             state.s = rho * state.s + (1 - rho) * n * g.square()
 

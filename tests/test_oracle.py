@@ -235,8 +235,8 @@ def test_the_block_of_a_norm_layer_is_its_exact_fisher() -> None:
     by_func = per_example_gradients(model, half_square, x, y)
     for unit in range(4):
         pair = torch.stack([by_func["0.weight"][:, unit], by_func["0.bias"][:, unit]], 1)
-        torch.testing.assert_close(a[unit], dense_fisher(pair), rtol=1e-10, atol=1e-12)
-    assert (b == 1).all()
+        torch.testing.assert_close(b[unit], dense_fisher(pair), rtol=1e-10, atol=1e-12)
+    assert (a == 1).all()
 
 
 def test_carrying_is_the_product_of_squared_rotations() -> None:
