@@ -1,1 +1,14 @@
-"""Natural-gradient training for PyTorch in a Kronecker-factored eigenbasis."""
+"""Natural gradient in a Kronecker-factored eigenbasis: an optimizer, its curvature, and a lab.
+
+`EKFAC` and `KFAC` are torch optimizers; `Preconditioner` leaves the step to another one; `summary` tells which block
+covers each parameter of a model.
+"""
+
+from ekfac.curvature.summary import summary
+from ekfac.optim.ekfac import EKFAC
+from ekfac.optim.kfac import KFAC
+from ekfac.optim.preconditioner import Preconditioner
+
+__version__ = "0.1.0"
+
+__all__ = ["EKFAC", "KFAC", "Preconditioner", "__version__", "summary"]

@@ -1,0 +1,1 @@
+"""The maths: layers, factors, eigenbasis and scaling. It knows nothing of optimizers."""

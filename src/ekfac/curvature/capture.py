@@ -1,0 +1,310 @@
+"""Records the input h of each layer in the forward pass and the gradient delta of its output in the backward pass.
+
+A forward hook on every covered module keeps the input and puts a tensor hook on the output. Tensor hooks, unlike full
+backward hooks, are not disturbed by in-place activations. Every forward of the model is one :class:`Record` of ``n``
+examples. All calls of a layer within one record are positions of the same examples, so they are handed on together:
+at once where there was one call and the graph is freed, else when the record is complete.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers import Call, Layer
+
+
+class Record:
+    """One forward of the model: its examples, and what the backward pass has brought of it so far."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        #: How often each block's layers were called; more calls than one must be summed before they are squared.
+        self.calls: Counter[Block] = Counter()
+        #: Gradients that wait for the rest of their record, by the number of the call.
+        self.waiting: dict[Block, dict[int, Call]] = {}
+        #: Whether a backward pass has reached this record, in general and within ``statistics()``.
+        self.reached = False
+        self.reached_aside = False
+        #: The graph was kept, so a second backward pass may add to these gradients.
+        self.kept = False
+
+
+#: Receives all calls of one block in one record, once: (block, calls, n).
+Receiver = Callable[[Block, list[Call], int], None]
+
+
+class Capture:
+    """Hooks on a model that hand h and delta to a receiver.
+
+    Args:
+        model: The model whose forward counts the examples.
+        blocks: The blocks whose modules are read.
+        receive: Called with all calls of a block in one record.
+        wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
+        before_forward: Called when a forward of the model is about to be captured.
+        batch_dim: The dimension of the model's input that counts examples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[Block],
+        receive: Receiver,
+        wanted: Callable[[Block], bool] = lambda block: True,
+        before_forward: Callable[[], None] = lambda: None,
+        batch_dim: int = 0,
+    ) -> None:
+        self.model = model
+        self.receive = receive
+        self.wanted = wanted
+        self.before_forward = before_forward
+        self.batch_dim = batch_dim
+        self.enabled = True
+        #: Inside ``statistics()``: backward passes that are not the training loss's.
+        self.aside = False
+        self.examples = 0
+        self.examples_aside = 0
+        self.fired: set[Block] = set()
+        self._records: list[Record] = []
+        self._current: Record | None = None
+        self._latest: Record | None = None
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+        self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
+        self.attach(blocks)
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def attach(self, blocks: Iterable[Block]) -> None:
+        """Put the hooks on; a module copied from the model carries them too, and they ignore it."""
+        self._remove_hooks()
+        self._uses = {}
+        for block in blocks:
+            for module, layer in block.uses.items():
+                self._uses.setdefault(module, []).append((block, layer))
+        self.fired &= {block for uses in self._uses.values() for block, _ in uses}
+        me = weakref.ref(self)
+        self._handles = [module.register_forward_hook(_ForwardHook(me)) for module in self._uses]
+        self._handles.append(
+            self.model.register_forward_pre_hook(_BeginHook(me), with_kwargs=True, prepend=True)
+        )
+        self._handles.append(self.model.register_forward_hook(_EndHook(me), always_call=True))
+
+    def close(self) -> None:
+        """Remove the hooks and let go of what was captured."""
+        self._remove_hooks()
+        self.drop()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Capture nothing: forwards inside count no examples."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def drop(self) -> None:
+        """Forget what was captured and not used."""
+        self._records = []
+        self.examples = self.examples_aside = 0
+
+    def finish(self) -> None:
+        """Hand on everything that waited for the rest of its record."""
+        for record in self._records:
+            self._hand_on(record)
+        self._records = []
+
+    # --- the forward pass -----------------------------------------------------------------------------------------
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the model starts: count its examples."""
+        self._depth += 1
+        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_backward():
+            return
+        self.before_forward()
+        # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
+        for record in self._records:
+            if record.reached and not record.kept:
+                self._hand_on(record)
+        self._current = self._latest = Record(self._count(args, kwargs))
+        self._records.append(self._current)
+
+    def end(self) -> None:
+        """A forward of the model ended, well or by an exception."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._current = None
+
+    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        tensor = next(_tensors((args, kwargs)), None)
+        if tensor is None or tensor.dim() <= self.batch_dim:
+            found = "no tensor" if tensor is None else f"first a tensor of shape {tuple(tensor.shape)}"
+            raise ValueError(
+                f"batch_dim={self.batch_dim}: the model's input must have a tensor whose dimension "
+                f"{self.batch_dim} counts examples, but it has {found}"
+            )
+        return int(tensor.shape[self.batch_dim])
+
+    def called(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """A covered layer was called: keep its input until its output's gradient comes."""
+        if not (self.enabled and isinstance(output, Tensor) and output.requires_grad):
+            return
+        # Activation checkpointing calls layers again within the backward pass: the same examples once more.
+        record = self._current or (self._latest if inside_backward() else None)
+        for block, layer in self._uses.get(module, ()):
+            if record is None:
+                raise RuntimeError(
+                    f"layer '{block.name}' was called outside a forward of the model given to the optimizer, so its "
+                    "examples cannot be counted: call the model itself, or exclude the layer"
+                )
+            x = inputs[0] if self.wanted(block) else None
+            if x is not None:
+                x = self._by_example(x.detach(), record.n, block)
+            call = record.calls[block]
+            record.calls[block] += 1
+
+            def hook(
+                d: Tensor, b: Block = block, la: Layer = layer, x: Tensor | None = x, c: int = call
+            ) -> None:
+                self.arrived(record, b, la, x, d.detach(), c)
+
+            output.register_hook(hook)
+
+    def _by_example(self, tensor: Tensor, n: int, block: Block) -> Tensor:
+        """Bring examples to the front, and check that there are k n of them."""
+        if self.batch_dim:
+            if tensor.dim() <= self.batch_dim or tensor.shape[self.batch_dim] != n:
+                raise ValueError(
+                    f"layer '{block.name}': its input has shape {tuple(tensor.shape)}, whose dimension "
+                    f"batch_dim={self.batch_dim} is not the number of examples, {n}"
+                )
+            return tensor.movedim(self.batch_dim, 0)
+        if n == 0 or tensor.dim() == 0 or tensor.shape[0] % n:
+            raise ValueError(
+                f"layer '{block.name}': its input has shape {tuple(tensor.shape)}, whose leading dimension is no "
+                f"multiple of the number of examples, {n} (the model's input counts them). Layers that mix or share "
+                f"examples have no gradient per example: exclude=['{block.name}'] gives it the diagonal method"
+            )
+        return tensor
+
+    # --- the backward pass ----------------------------------------------------------------------------------------
+
+    def arrived(
+        self, record: Record, block: Block, layer: Layer, x: Tensor | None, d: Tensor, call: int
+    ) -> None:
+        """The gradient of a call's output is here."""
+        if not self.enabled:
+            return
+        self._latest = record
+        if self.aside:
+            if not record.reached_aside:
+                record.reached_aside = True
+                self.examples_aside += record.n
+        elif not record.reached:
+            record.reached = True
+            self.examples += record.n
+        self.fired.add(block)
+        if x is None or not self.wanted(block):
+            return
+        if self.batch_dim:
+            d = d.movedim(self.batch_dim, 0)
+        keep = _keeps_graph() and not self.aside
+        record.kept |= keep
+        if record.calls[block] == 1 and not keep and not record.waiting.get(block):
+            self.receive(block, [Call(layer, x, d)], record.n)
+            return
+        waiting = record.waiting.setdefault(block, {})
+        earlier = waiting.get(call)
+        waiting[call] = Call(layer, x, d if earlier is None else earlier.d + d)
+
+    def _hand_on(self, record: Record) -> None:
+        for block, calls in record.waiting.items():
+            self.receive(block, list(calls.values()), record.n)
+        record.waiting = {}
+
+    @contextmanager
+    def statistics_aside(self) -> Iterator[None]:
+        """Backward passes inside are not the training loss's: they are captured apart from its examples."""
+        self.aside = True
+        try:
+            yield
+            for record in self._records:
+                self._hand_on(record)
+        finally:
+            self.aside = False
+
+
+def inside_backward() -> bool:
+    """Whether this thread is executing a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass under way keeps its graph, so that a second one may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested arguments, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+class _Hook:
+    """A hook that does not keep the capture alive, nor drag it along when a model is copied or saved."""
+
+    def __init__(self, capture: weakref.ref[Capture]) -> None:
+        self._capture = capture
+
+    @property
+    def capture(self) -> Capture | None:
+        return self._capture()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return type(self)(self._capture)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (_nothing,))
+
+
+def _nothing() -> None:
+    """Stands for the capture in a hook that was unpickled: there is none."""
+
+
+class _ForwardHook(_Hook):
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if self.capture is not None:
+            self.capture.called(module, inputs, output)
+
+
+class _BeginHook(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.capture is not None and module is self.capture.model:
+            self.capture.begin(args, kwargs)
+
+
+class _EndHook(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.capture is not None and module is self.capture.model:
+            self.capture.end()

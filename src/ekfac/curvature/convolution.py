@@ -1,0 +1,180 @@
+"""Convolutions of one to three dimensions, plain and transposed, with groups, and their SUA form.
+
+h is the flattened receptive field at each output position, padding included. A transposed convolution is the plain
+one of its input with stride - 1 zeros put between the pixels, so its receptive field is defined the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ekfac.curvature.layers import Layer, with_ones
+from ekfac.curvature.shapes import BlockShape
+
+Convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TransposedConvs = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """All receptive fields of x ``[M, channels, *size]`` as a view ``[M, channels, *positions, *kernel]``."""
+    steps = x.stride()[2:]
+    out = [(length - d * (k - 1) - 1) // s + 1
+           for length, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]  # fmt: skip
+    return x.as_strided(
+        (*x.shape[:2], *out, *kernel),
+        (
+            *x.stride()[:2],
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+            *(step * d for step, d in zip(steps, dilation, strict=True)),
+        ),
+    )
+
+
+class _ConvolutionBase(Layer):
+    """What plain and transposed convolutions share: windows to positions, weights to columns."""
+
+    module: Any
+
+    def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
+        super().__init__(module, roles, sua=sua)
+        m = self.module
+        self.kernel: tuple[int, ...] = tuple(m.kernel_size)
+        self.groups: int = m.groups
+        self.channels: int = m.in_channels // m.groups
+        self.taps = 1
+        for k in self.kernel:
+            self.taps *= k
+        bias = "bias" in roles
+        out = m.out_channels // m.groups
+        self.weight_columns = self.taps * self.channels if "weight" in roles else 0
+        if self.sua and "weight" in roles:
+            self.shape = BlockShape(m.groups, out, self.channels, taps=self.taps, extra=int(bias))
+        else:
+            self.sua = False
+            self.shape = BlockShape(m.groups, out, self.weight_columns + bias)
+
+    def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        """The input as the windows see it: padded, and for a transposed convolution spread out."""
+        raise NotImplementedError
+
+    def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        """Receptive fields ``[M, channels, *positions, *kernel]`` in the order of the weight's taps."""
+        raise NotImplementedError
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        dims = len(self.kernel)
+        m, out = d.shape[0], d.shape[2:]
+        delta = d.reshape(m, self.groups, self.shape.out, -1).permute(0, 3, 1, 2)
+        delta = delta.reshape(n, -1, self.groups, self.shape.out)
+        if not self.weight_columns:
+            return delta.new_ones(n, delta.shape[1], self.groups, 1), delta
+        fields = self.fields(x, out).reshape(m, self.groups, self.channels, *out, *self.kernel)
+        at = list(range(3, 3 + dims))
+        taps = list(range(3 + dims, 3 + 2 * dims))
+        order = [0, *at, 1, *taps, 2] if self.sua else [0, *at, 1, 2, *taps]
+        h = fields.permute(order).reshape(n, -1, self.groups, self.weight_columns)
+        return (with_ones(h) if "bias" in self.roles else h), delta
+
+    def _columns(self, weight: Tensor) -> Tensor:
+        """``[G, O, channels, taps]`` to ``[G, O, C]``: tap-major under SUA, the weight's own order otherwise."""
+        return (weight.transpose(2, 3) if self.sua else weight).reshape(self.groups, self.shape.out, -1)
+
+    def _weight(self, columns: Tensor) -> Tensor:
+        """Undo :meth:`_columns`."""
+        if self.sua:
+            return columns.reshape(self.groups, self.shape.out, self.taps, self.channels).transpose(2, 3)
+        return columns.reshape(self.groups, self.shape.out, self.channels, self.taps)
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        """The weight as ``[G, O, channels, taps]``."""
+        raise NotImplementedError
+
+    def ungrouped(self, weight: Tensor) -> Tensor:
+        """Undo :meth:`grouped`."""
+        raise NotImplementedError
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        parts = [self._columns(self.grouped(tensors["weight"]))] if self.weight_columns else []
+        if "bias" in self.roles:
+            parts.append(tensors["bias"].reshape(self.groups, self.shape.out, 1))
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        out = {}
+        if self.weight_columns:
+            out["weight"] = self.ungrouped(self._weight(matrix[..., : self.weight_columns]))
+        if "bias" in self.roles:
+            out["bias"] = matrix[..., -1].reshape(-1)
+        return out
+
+
+class ConvolutionLayer(_ConvolutionBase):
+    """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d``."""
+
+    def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
+        return F.pad(x, self.module._reversed_padding_repeated_twice, mode=mode)
+
+    def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        return windows(self.padded(x, out), self.kernel, self.module.stride, self.module.dilation)
+
+    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int] | None:
+        """SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
+        if not self.sua:
+            return None
+        x = self.padded(x, ())
+        meets = x.new_ones(())
+        positions = 1
+        for axis, k in enumerate(self.kernel):
+            length, s, d = x.shape[2 + axis], self.module.stride[axis], self.module.dilation[axis]
+            out = (length - d * (k - 1) - 1) // s + 1
+            positions *= out
+            hits = [0] * length
+            for tap in range(k):
+                for position in range(out):
+                    hits[position * s + tap * d] += 1
+            meets = meets[..., None] * x.new_tensor(hits)
+        rows = (x * meets.sqrt()).reshape(x.shape[0], self.groups, self.channels, -1)
+        rows = rows.permute(1, 2, 0, 3).reshape(self.groups, self.channels, -1)
+        return rows @ rows.mT, x.shape[0] * positions * self.taps
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.groups, self.shape.out, self.channels, self.taps)
+
+    def ungrouped(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.module.weight.shape)
+
+
+class TransposedConvolutionLayer(_ConvolutionBase):
+    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``."""
+
+    def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        m = self.module
+        spread = x.new_zeros(
+            *x.shape[:2], *((length - 1) * s + 1 for length, s in zip(x.shape[2:], m.stride, strict=True))
+        )
+        spread[(slice(None), slice(None), *(slice(None, None, s) for s in m.stride))] = x
+        pads: list[int] = []
+        for axis in reversed(range(len(self.kernel))):
+            reach = m.dilation[axis] * (self.kernel[axis] - 1)
+            before = reach - m.padding[axis]
+            # What is left over comes from output_padding or from an explicit output_size.
+            pads += [before, out[axis] + reach - before - spread.shape[2 + axis]]
+        return F.pad(spread, pads)
+
+    def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        dims = len(self.kernel)
+        view = windows(self.padded(x, out), self.kernel, (1,) * dims, self.module.dilation)
+        return view.flip(tuple(range(-dims, 0)))  # a transposed convolution applies its kernel reversed
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        by_group = weight.reshape(self.groups, self.channels, self.shape.out, self.taps)
+        return by_group.transpose(1, 2)
+
+    def ungrouped(self, weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2).reshape(self.module.weight.shape)

@@ -1,0 +1,187 @@
+"""The Kronecker-factored eigenbasis: solving for it, projecting into it, and carrying state to a new one.
+
+A = U_A S_A U_A^T, B = U_B S_B U_B^T. Into the basis: ``U_B^T G U_A``; back: ``U_B X U_A^T``.
+A side that is kept diagonal has no matrix: its U is ``None`` and stands for the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature.shapes import BlockShape
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A block's eigenbasis U_A, U_B and the eigenvalues S_A ``[G, I]``, S_B ``[G, O]`` that came with it."""
+
+    shape: BlockShape
+    U_A: Tensor | None
+    U_B: Tensor | None
+    S_A: Tensor
+    S_B: Tensor
+
+    def project(self, matrix: Tensor) -> Tensor:
+        """``U_B^T G U_A``."""
+        return rotate_columns(rotate_rows(matrix, self.U_B), self.U_A, self.shape)
+
+    def unproject(self, matrix: Tensor) -> Tensor:
+        """``U_B X U_A^T``."""
+        U_A = None if self.U_A is None else self.U_A.mT
+        U_B = None if self.U_B is None else self.U_B.mT
+        return rotate_columns(rotate_rows(matrix, U_B), U_A, self.shape)
+
+    def column_values(self) -> Tensor:
+        """S_A of each of the C columns: repeated for every tap, 1 for the extra bias column."""
+        values = self.S_A.repeat(1, self.shape.taps)
+        return torch.cat([values, values.new_ones(values.shape[0], 1)], 1) if self.shape.extra else values
+
+    def kronecker(self) -> Tensor:
+        """S_B x S_A, the eigenvalues that KFAC assigns to the basis, ``[G, O, C]``."""
+        return self.S_B[:, :, None] * self.column_values()[:, None, :]
+
+    def to(self, *args: object, **kwargs: object) -> Basis:
+        """Move or cast all tensors, as ``Tensor.to``."""
+        move: Callable[[Tensor | None], Tensor | None] = lambda t: (
+            None if t is None else t.to(*args, **kwargs)
+        )  # type: ignore[call-overload]  # noqa: E731
+        return replace(self, **{k: move(getattr(self, k)) for k in ("U_A", "U_B", "S_A", "S_B")})  # type: ignore[arg-type]
+
+
+def rotate_rows(matrix: Tensor, U: Tensor | None) -> Tensor:
+    """``U^T X`` for X ``[G, O, C]``."""
+    return matrix if U is None else U.mT @ matrix
+
+
+def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape) -> Tensor:
+    """``X U`` for X ``[G, rows, C]``: every tap is turned by U, the extra column stays."""
+    if U is None:
+        return matrix
+    if shape.taps == 1 and not shape.extra:
+        return matrix @ U
+    g, rows, _ = matrix.shape
+    width = shape.taps * shape.inputs
+    turned = (matrix[..., :width].reshape(g, rows * shape.taps, shape.inputs) @ U).reshape(g, rows, width)
+    return torch.cat([turned, matrix[..., width:]], dim=-1) if shape.extra else turned
+
+
+def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """R = V^T U from the old basis U to the new basis V."""
+    if old is None and new is None:
+        return None
+    if old is None:
+        return new.mT  # type: ignore[union-attr]
+    return old if new is None else new.mT @ old
+
+
+def carry_second_moment(s: Tensor, old: Basis, new: Basis) -> Tensor:
+    """The diagonal, in the new basis, of the old approximation: (R_B * R_B) s (R_A * R_A)^T.
+
+    Non-negative, keeps the sum, and does not depend on the order or sign of eigenvectors.
+    """
+    R_B, R_A = change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
+    s = rotate_rows(s, None if R_B is None else R_B.square().mT)
+    return rotate_columns(s, None if R_A is None else R_A.square().mT, old.shape)
+
+
+def carry_moment(m: Tensor, old: Basis, new: Basis) -> Tensor:
+    """A mean that lives in the basis, turned into the new one: R_B m R_A^T."""
+    R_B, R_A = change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
+    return rotate_columns(
+        rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape
+    )
+
+
+# --- the solver -------------------------------------------------------------------------------------------------
+
+#: What is tried in turn, and counted by these names in ``opt.stats()``.
+RUNGS = ("plain", "shifted", "float64", "other_device", "kept")
+
+
+@dataclass(frozen=True)
+class Eigendecomposition:
+    """U ``[G, D, D]``, its eigenvalues ``[G, D]`` (clamped at zero), and the rung of the ladder that gave it."""
+
+    U: Tensor
+    values: Tensor
+    rung: str
+
+
+def eigh_with_fallback(matrix: Tensor, previous: Tensor | None = None) -> Eigendecomposition:
+    """Eigendecomposition of symmetric ``[G, D, D]`` that does not give up.
+
+    ``torch.linalg.eigh`` fails on real training matrices: it raises, or returns NaN without raising. Every answer is
+    checked (finite, residual, orthogonality), and the ladder climbs: as it is, shifted by 1e-6 mean(diag), float64,
+    the other device, and last the previous basis (the identity at the start) with the eigenvalues diag(U^T A U).
+
+    Args:
+        matrix: The factor; it is symmetrised here.
+        previous: The basis in use, kept when nothing else works.
+    """
+    matrix = (matrix + matrix.mT) / 2
+    if bool(torch.isfinite(matrix).all()):
+        for rung, attempt in _LADDER:
+            if rung == "other_device" and not (matrix.is_cuda or torch.cuda.is_available()):
+                continue
+            try:
+                values, U = attempt(matrix)
+            except (torch.linalg.LinAlgError, RuntimeError):
+                continue
+            values, U = values.to(matrix), U.to(matrix)
+            if is_eigendecomposition(matrix, U, values):
+                return Eigendecomposition(U, values.clamp(min=0), rung)
+    U = (
+        torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix).contiguous()
+        if previous is None
+        else previous
+    )
+    return Eigendecomposition(U, rayleigh(matrix, U).nan_to_num(0.0, 0.0, 0.0).clamp(min=0), "kept")
+
+
+def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
+    """Whether A U = U S and U^T U = 1 hold to working precision, and all is finite (one host sync)."""
+    tolerance = 1e3 * torch.finfo(matrix.dtype).eps
+    size = matrix.shape[-1] ** 0.5
+    residual = (matrix @ U - U * values[:, None, :]).norm(dim=(-2, -1))
+    bound = matrix.norm(dim=(-2, -1)) * tolerance + torch.finfo(matrix.dtype).tiny
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    drift = (U.mT @ U - eye).norm(dim=(-2, -1))
+    return bool(((residual <= bound) & (drift <= tolerance * size)).all())
+
+
+def rayleigh(matrix: Tensor, U: Tensor) -> Tensor:
+    """diag(U^T A U), ``[G, D]``: the eigenvalues that belong to a basis that is not A's own."""
+    return ((matrix @ U) * U).sum(-2)
+
+
+def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
+    """||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
+    turned = U.mT @ matrix @ U
+    off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+    return off.norm(dim=(-2, -1)) / matrix.norm(dim=(-2, -1)).clamp(min=torch.finfo(matrix.dtype).tiny)
+
+
+def _plain(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, U = torch.linalg.eigh(matrix)
+    return values, U
+
+
+def _shifted(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    shift = 1e-6 * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
+    values, U = torch.linalg.eigh(matrix + torch.diag_embed(shift.expand(-1, matrix.shape[-1])))
+    return values - shift, U
+
+
+def _double(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return _plain(matrix.double())
+
+
+def _other_device(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return _plain(matrix.double().to("cpu" if matrix.is_cuda else "cuda"))
+
+
+_LADDER = (("plain", _plain), ("shifted", _shifted), ("float64", _double), ("other_device", _other_device))

@@ -1,0 +1,114 @@
+"""Embeddings: an input of one-hot vectors that is never written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ekfac.curvature.eigenbasis import Basis, rotate_rows
+from ekfac.curvature.layers import Layer
+from ekfac.curvature.shapes import BlockShape
+
+
+class EmbeddingLayer(Layer):
+    """``nn.Embedding``: A is diagonal, the frequency of each token; B is that of the looked-up vectors.
+
+    Here h is the tensor of tokens ``[N, S]`` in place of its one-hot rows. Positions that hold ``padding_idx`` have
+    no gradient and count for nothing.
+    """
+
+    module: Any
+    diagonal_inputs = True
+
+    def __init__(self, module: nn.Embedding, roles: frozenset[str], *, sua: bool = False) -> None:
+        super().__init__(module, roles)
+        self.shape = BlockShape(1, module.embedding_dim, module.num_embeddings)
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Rows rescaled by their frequency are not a sum of per-example gradients; sparse ones are not dense."""
+        return isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        return x.reshape(n, -1), self._live(x, d).reshape(n, -1, 1, self.shape.out)
+
+    def _live(self, x: Tensor, d: Tensor) -> Tensor:
+        if self.module.padding_idx is None:
+            return d
+        return d * (x != self.module.padding_idx)[..., None].to(d.dtype)
+
+    def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
+        """Token counts; under "reduce", the sum of squared per-example frequencies."""
+        n, s = h.shape
+        live = torch.ones_like(h, dtype=torch.float64)
+        if self.module.padding_idx is not None:
+            live = live * (h != self.module.padding_idx)
+        if sharing == "expand":
+            counts = live.new_zeros(self.shape.inputs).index_add_(0, h.reshape(-1), live.reshape(-1))
+            return counts[None], n * s
+        tokens, frequency = _per_example_sums(h, live[..., None] / s, self.shape.inputs)
+        squares = live.new_zeros(self.shape.inputs).index_add_(0, tokens, frequency[:, 0].square())
+        return squares[None], n
+
+    def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
+        """Gradients of one token within one example are summed, then squared, then added by token."""
+        rows = rotate_rows(delta.flatten(0, 2).T[None], basis.U_B)[0].T
+        tokens, gradients = _per_example_sums(h, rows.reshape(*h.shape, -1), self.shape.inputs)
+        total = gradients.new_zeros(self.shape.inputs, self.shape.out)
+        return total.index_add_(0, tokens, gradients.square()).T[None]
+
+    def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.einsum("nsgo,go->nsg", delta, rows), columns[0][h][..., None]
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight"].T[None]
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return {"weight": matrix[0].T}
+
+
+class TransposedEmbedding(Layer):
+    """An embedding whose weight an output layer shares: as a use of that layer, rows and columns exchanged.
+
+    The looked-up vector's gradient stands in the place of h, the one-hot token in the place of delta. Its scale is
+    balanced against the direct uses where both meet, so that the joint factors do not depend on the loss's scale.
+    """
+
+    module: Any
+    transposed = True
+
+    def __init__(self, module: nn.Embedding, roles: frozenset[str], columns: int) -> None:
+        super().__init__(module, roles)
+        self.shape = BlockShape(1, module.num_embeddings, columns)
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        h = EmbeddingLayer._live(self, x, d).reshape(n, -1, 1, d.shape[-1])  # type: ignore[arg-type]
+        tokens = F.one_hot(x, self.shape.out).to(d.dtype).reshape(n, -1, 1, self.shape.out)
+        return F.pad(h, (0, self.shape.columns - h.shape[-1])), tokens
+
+    def positions_per_example(self, d: Tensor, n: int) -> int:
+        return d.numel() // (n * d.shape[-1])
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        raise AssertionError("the layer that owns the weight stacks its gradient")
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        raise AssertionError("the layer that owns the weight unstacks its gradient")
+
+
+def _per_example_sums(tokens: Tensor, values: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Sum values ``[N, S, D]`` over equal tokens of one example: the token and the sum of each distinct pair.
+
+    There are at most N S pairs; the rest of the rows is zero, so that no size has to be read from the device.
+    """
+    n, s = tokens.shape
+    pairs = (torch.arange(n, device=tokens.device)[:, None] * vocabulary + tokens).reshape(-1)
+    pairs, order = pairs.sort()
+    where = torch.cat([pairs.new_zeros(1), (pairs[1:] != pairs[:-1]).long().cumsum(0)])
+    sums = values.new_zeros(n * s, values.shape[-1])
+    sums.index_add_(0, where, values.reshape(n * s, -1)[order])
+    return torch.zeros_like(pairs).scatter_(0, where, pairs % vocabulary), sums

@@ -1,0 +1,74 @@
+"""The Kronecker factors A and B: sums over a batch, in full precision.
+
+With h ``[N, S, G, C]`` and delta ``[N, S, G, O]``:
+
+* ``sharing="expand"``: A = mean over n and s of h h^T, B = mean over n, sum over s, of delta delta^T;
+* ``sharing="reduce"``: A = mean_n (mean_s h)(mean_s h)^T, B = mean_n (sum_s delta)(sum_s delta)^T.
+
+Here only the sums are taken; what they are divided by is known when all examples of a step are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature.shapes import BlockShape
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Full float32 products, without autocast, whatever the user's flags say.
+
+    In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
+    """
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cuda":
+            yield
+            return
+        matmul: Any = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        if before == "tf32":
+            matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            if before == "tf32":
+                matmul.fp32_precision = before
+
+
+def outer_sum(rows: Tensor, diagonal: bool = False) -> Tensor:
+    """Sum of r r^T over rows ``[M, G, D]``: ``[G, D, D]``, or its diagonal ``[G, D]``."""
+    if diagonal:
+        return rows.square().sum(0)
+    if rows.shape[1] == 1:
+        flat = rows[:, 0]
+        return (flat.T @ flat)[None]
+    by_group = rows.transpose(0, 1)
+    return by_group.mT @ by_group
+
+
+def input_sum(h: Tensor, shape: BlockShape, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
+    """Sum that gives A, and how many terms it has.
+
+    SUA's channel vectors are summed over taps too; its extra bias column has A = [1] and no part in this.
+    """
+    n, s, g, _ = h.shape
+    if sharing == "reduce":
+        return outer_sum(h.mean(1), diagonal), n
+    if shape.taps == 1 and not shape.extra:
+        return outer_sum(h.reshape(n * s, g, shape.inputs), diagonal), n * s
+    channels = h[..., : shape.taps * shape.inputs].reshape(n * s, g, shape.taps, shape.inputs)
+    rows = channels.transpose(1, 2).reshape(n * s * shape.taps, g, shape.inputs)
+    return outer_sum(rows, diagonal), n * s * shape.taps
+
+
+def output_sum(delta: Tensor, sharing: str, diagonal: bool) -> Tensor:
+    """Sum that gives B once it is divided by N (over positions it is a sum in both conventions)."""
+    if sharing == "reduce":
+        return outer_sum(delta.sum(1), diagonal)
+    return outer_sum(delta.flatten(0, 1), diagonal)

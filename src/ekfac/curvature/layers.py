@@ -1,0 +1,156 @@
+"""What a layer makes of its input and of its output's gradient: h, delta and the layout of its gradient.
+
+Every covered layer is brought into one form. Its gradient is a stack of matrices ``[G, O, C]``:
+
+* ``G`` groups: 1, or the groups of a grouped convolution, or the units of a normalisation layer;
+* ``O`` outputs of a group;
+* ``C = T * I + E`` columns: ``T`` taps (1 unless SUA) of ``I`` inputs each, and ``E = 1`` extra column, used only for
+  the bias under SUA, where it has a basis of its own. Otherwise a bias is the last of the ``I`` inputs.
+
+An example's gradient is the sum over positions ``s`` of ``delta_s h_s^T``, with ``h`` of shape ``[N, S, G, C]`` and
+``delta`` of shape ``[N, S, G, O]``. A new kind of layer is one subclass of :class:`Layer` and one line in
+``blocks.KINDS``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature import factors, scaling
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.shapes import BlockShape
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: its input, the gradient of its output, and the layer that reads them."""
+
+    layer: Layer
+    x: Tensor
+    d: Tensor
+
+
+class Layer(ABC):
+    """One kind of module, seen as ``delta h^T`` summed over positions.
+
+    Args:
+        module: The module whose calls are read.
+        roles: Names of the module's parameters that are trained ("weight", "bias").
+        sua: Whether a convolution's taps are taken as uncorrelated.
+    """
+
+    #: The bias column is last in I; E is 1 only where SUA gives the bias a basis of its own.
+    shape: BlockShape
+    #: A is diagonal by construction, so its basis is the identity and it is kept as a vector.
+    diagonal_inputs: ClassVar[bool] = False
+    #: This use enters the weight transposed (an embedding tied to an output layer).
+    transposed: ClassVar[bool] = False
+    #: Examples can be read a few at a time (not where they meet in the batch's statistics).
+    splittable: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
+        self.module = module
+        self.roles = roles
+        self.sua = sua
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Whether this class can represent the module exactly."""
+        return True
+
+    @abstractmethod
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Return h ``[n, S, G, C]`` and delta ``[n, S, G, O]`` of ``n`` examples (leading dimension k n)."""
+
+    @abstractmethod
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Bring tensors shaped like the trained parameters into the form ``[G, O, C]``."""
+
+    @abstractmethod
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Undo :meth:`stack`."""
+
+    def describe(self) -> str:
+        """Say in a few words how the block is represented."""
+        s = self.shape
+        inputs = f"{s.inputs}" + (f" (x {s.taps} taps)" if s.taps > 1 else "")
+        return f"kronecker {inputs} x {s.out}" + (f", {s.groups} groups" if s.groups > 1 else "")
+
+    def positions_per_example(self, d: Tensor, n: int) -> int:
+        """The number S of positions that one example has in this call."""
+        return d.numel() // (n * self.shape.groups * self.shape.out)
+
+    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int] | None:
+        """Sum of h h^T and its number of terms without forming h, where the kind knows a cheaper way."""
+        return None
+
+    def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
+        """Sum of h h^T over examples (and positions and taps) and the number of its terms."""
+        return factors.input_sum(h, self.shape, sharing, diagonal)
+
+    def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
+        """Sum over examples of the squared gradient in the basis, ``[G, O, C]``."""
+        return scaling.scaling_sum(h, delta, basis, memory)
+
+    def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Terms of ``sum_n rows^T (delta h^T) columns``: the factors ``delta·rows`` and ``h·columns``."""
+        return torch.einsum("nsgo,go->nsg", delta, rows), torch.einsum("nsgc,gc->nsg", h, columns)
+
+
+def with_ones(h: Tensor) -> Tensor:
+    """Append the bias column of ones."""
+    return torch.cat([h, h.new_ones(*h.shape[:-1], 1)], dim=-1)
+
+
+class LinearLayer(Layer):
+    """``nn.Linear`` on input of any rank: the middle dimensions are positions."""
+
+    def __init__(self, module: nn.Linear, roles: frozenset[str], *, sua: bool = False) -> None:
+        super().__init__(module, roles)
+        self.weight_columns = module.in_features if "weight" in roles else 0
+        self.shape = BlockShape(1, module.out_features, self.weight_columns + ("bias" in roles))
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        h = x.reshape(n, -1, 1, x.shape[-1])[..., : self.weight_columns]
+        return (with_ones(h) if "bias" in self.roles else h), d.reshape(n, -1, 1, d.shape[-1])
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        parts = [tensors["weight"]] if "weight" in self.roles else []
+        if "bias" in self.roles:
+            parts.append(tensors["bias"][:, None])
+        return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])[None]
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        out = {}
+        if "weight" in self.roles:
+            out["weight"] = matrix[0, :, : self.weight_columns]
+        if "bias" in self.roles:
+            out["bias"] = matrix[0, :, -1]
+        return out
+
+
+class ElementwiseLayer(Layer):
+    """A parameter without a Kronecker block: every entry is a unit of its own, in the identity basis."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(nn.Identity(), frozenset({"parameter"}))
+        self.parameter_shape = parameter.shape
+        self.shape = BlockShape(1, 1, parameter.numel())
+
+    def describe(self) -> str:
+        return "diagonal"
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a parameter without a layer has no positions")
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["parameter"].reshape(1, 1, -1)
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return {"parameter": matrix.reshape(self.parameter_shape)}

@@ -1,0 +1,120 @@
+"""A table of which block covers each parameter, its factor sizes and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ekfac.curvature.blocks import Block, find_blocks
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block: its name, parameters, representation and the bytes of its state."""
+
+    name: str
+    parameters: tuple[str, ...]
+    numbers: int
+    block: str
+    A: str
+    B: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The blocks of a model; ``print`` it, or read ``rows``."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of state of all blocks (momentum not counted)."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("block", "parameters", "numbers", "A", "B", "state", "how")
+        body = [
+            (r.name or "(model)", ", ".join(p.rpartition(".")[2] for p in r.parameters), f"{r.numbers:,}", r.A, r.B,
+             human(r.bytes), r.block)
+            for r in self.rows
+        ]  # fmt: skip
+        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+        right = {2, 3, 4, 5}
+        lines = [
+            "  ".join(
+                c.rjust(w) if i in right else c.ljust(w)
+                for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in [head, tuple("-" * w for w in widths), *body]
+        ]
+        numbers = sum(r.numbers for r in self.rows)
+        covered = sum(r.numbers for r in self.rows if r.block != "diagonal")
+        share = 100 * covered / max(1, numbers)
+        lines.append(
+            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}"
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def human(size: float) -> str:
+    """Bytes as a person writes them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def summarise(blocks: Iterable[Block]) -> Summary:
+    """The table of given blocks."""
+
+    def side(dim: int, diagonal: bool, groups: int) -> str:
+        text = f"{dim}" if diagonal else f"{dim} x {dim}"
+        return f"{groups} x ({text})" if groups > 1 else text
+
+    rows = []
+    for b in blocks:
+        s = b.shape
+        rows.append(
+            Row(
+                b.name,
+                tuple(b.parameter_names.values()),
+                s.numel,
+                b.describe(),
+                side(s.inputs, b.diagonal_A, s.groups) if b.covered else "-",
+                side(s.out, b.diagonal_B, s.groups) if b.covered else "-",
+                b.state_numbers() * torch.finfo(b.dtype).bits // 8,
+            )
+        )
+    return Summary(tuple(rows))
+
+
+def summary(
+    model: nn.Module,
+    *,
+    sua: bool = False,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    max_factor_dim: int | None = None,
+) -> Summary:
+    """Which block would cover each trainable parameter of a model, its factor sizes and its memory.
+
+    Example:
+        >>> import torch, ekfac
+        >>> print(ekfac.summary(torch.nn.Linear(3, 2)))  # doctest: +ELLIPSIS
+        block    parameters    numbers      A      B  state  how...
+
+    Args:
+        model: The model.
+        sua: Take the taps of convolutions as uncorrelated.
+        include: Names or patterns of layers to cover; all by default.
+        exclude: Names or patterns of layers to leave to the diagonal method.
+        max_factor_dim: A side wider than this is kept diagonal.
+    """
+    return summarise(
+        find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim)
+    )

@@ -1,0 +1,1 @@
+"""Training: optimizers and preconditioners built on :mod:`ekfac.curvature`."""

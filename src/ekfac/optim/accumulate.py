@@ -1,0 +1,99 @@
+"""Sums over the examples of one step, over all backward passes and all processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers import Call
+from ekfac.curvature.statistics import FactorSums
+
+
+@dataclass
+class BlockSums:
+    """What a step has gathered for one block."""
+
+    factors: FactorSums | None = None
+    scaling: Tensor | None = None
+    probe: Tensor | None = None
+    #: Calls that wait for the new basis of a step that refreshes it.
+    held: list[tuple[list[Call], int]] = field(default_factory=list)
+
+    def add_factors(self, new: FactorSums) -> None:
+        """Add another batch's sums."""
+        if self.factors is None:
+            self.factors = new
+        else:
+            old = self.factors
+            self.factors = FactorSums(old.A + new.A, old.terms + new.terms, old.B + new.B)
+
+    def add_scaling(self, new: Tensor) -> None:
+        """Add another batch's squared gradients."""
+        self.scaling = new if self.scaling is None else self.scaling + new
+
+    def add_probe(self, new: Tensor) -> None:
+        """Add another batch's probe."""
+        self.probe = new if self.probe is None else self.probe + new
+
+
+def world_size() -> int:
+    """The number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What every process gathers for a block at this step; known to all without asking."""
+
+    factors: bool
+    scaling: bool
+    probe: bool
+
+
+def reduce_over_processes(
+    sums: dict[Block, BlockSums], expected: dict[Block, Expected], counts: list[int]
+) -> list[Tensor]:
+    """Sum factors, scalings, probes and counts over all processes: one reduction a dtype, none read by the host.
+
+    A process in which a layer saw no example contributes zeros, so that all take part in the same reduction.
+    """
+    parts: dict[torch.dtype, list[Tensor]] = {}
+    device = next(iter(expected)).key.device
+    for block, what in expected.items():
+        entry = sums.setdefault(block, BlockSums())
+        shape = block.shape
+        options = {"dtype": block.dtype, "device": block.key.device}
+        mine = parts.setdefault(block.dtype, [])
+        if what.factors:
+            if entry.factors is None:
+                sides = [(shape.inputs, block.diagonal_A), (shape.out, block.diagonal_B)]
+                A, B = (torch.zeros(shape.groups, *([d] if diag else [d, d]), **options) for d, diag in sides)
+                entry.factors = FactorSums(A, 0, B)
+            old = entry.factors
+            terms = torch.as_tensor(float(old.terms), **options)
+            entry.factors = FactorSums(old.A.contiguous(), terms, old.B.contiguous())
+            mine += [entry.factors.A, terms, entry.factors.B]
+        if what.scaling:
+            entry.scaling = reduced_zeros(block) if entry.scaling is None else entry.scaling.contiguous()
+            mine.append(entry.scaling)
+        if what.probe:
+            entry.probe = torch.zeros(2, **options) if entry.probe is None else entry.probe
+            mine.append(entry.probe)
+    totals = [torch.tensor(float(c), dtype=torch.float64, device=device) for c in counts]
+    parts.setdefault(torch.float64, []).extend(totals)
+    for tensors in parts.values():
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return totals
+
+
+def reduced_zeros(block: Block) -> Tensor:
+    """The scaling sum of a process that saw no example."""
+    s = block.shape
+    return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)

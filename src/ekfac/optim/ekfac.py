@@ -1,0 +1,340 @@
+"""EKFAC: natural gradient descent in a Kronecker-factored eigenbasis, as a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, Unpack
+
+from ekfac.curvature.summary import Summary, summarise
+from ekfac.optim import checkpoint, options
+from ekfac.optim.engine import Direction, Engine
+from ekfac.optim.factory import build_engine, check_model
+from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.stats import engine_stats
+
+Groups = Iterable[dict[str, Any]]
+
+
+class EKFAC(torch.optim.Optimizer):
+    r"""Natural gradient descent in a Kronecker-factored eigenbasis (George et al., 2018).
+
+    For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
+
+    .. math::
+        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
+            && \text{every } \texttt{refresh\_every} \text{ steps} \\
+        &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2 && \text{``running''} \\
+        &p = U_B \, (g / (s + \epsilon)) \, U_A^T, \quad v \leftarrow \mu v + p, \quad \theta \leftarrow \theta - \eta v
+
+    Example:
+        >>> import torch, ekfac
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> opt = ekfac.EKFAC(model, lr=0.01)
+        >>> x, y = torch.randn(32, 4), torch.randint(2, (32,))
+        >>> for _ in range(3):
+        ...     opt.zero_grad()
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...     opt.step()
+
+    Args:
+        model: The model; its forward counts the examples.
+        params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
+            of their own; all trainable parameters by default.
+        lr: Learning rate, a number or a one-element tensor.
+        damping: epsilon, a positive number or a function of the step.
+        momentum: mu, as in torch's SGD.
+        nesterov: Use Nesterov's form of momentum.
+        weight_decay: Weight decay.
+        decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
+        maximize: Ascend instead.
+        kl_clip: Bound on lr^2 sum g^2 / damped s, over all parameters; directions are shortened to keep it.
+        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        params: Groups | None = None,
+        lr: float | Tensor = 0.01,
+        damping: Damping = 1e-3,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = True,
+        maximize: bool = False,
+        kl_clip: float | None = None,
+        **arguments: Unpack[CurvatureArguments],
+    ) -> None:
+        self._build(
+            model,
+            params,
+            {
+                "lr": lr,
+                "damping": damping,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+                "decoupled_weight_decay": decoupled_weight_decay,
+                "maximize": maximize,
+            },
+            kl_clip,
+            dict(arguments),
+        )
+
+    def _build(
+        self,
+        model: nn.Module,
+        params: Groups | None,
+        defaults: dict[str, Any],
+        kl_clip: float | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        check_model(model)
+        check_update_options(defaults)
+        if kl_clip is not None:
+            options.number("kl_clip", kl_clip, above=0)
+        self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
+        self._damping_functions: dict[int, Callable[[int], float]] = {}
+        self.model = model
+        self.kl_clip = kl_clip
+        self.kl_clip_hits: Tensor | float = 0.0
+        groups = (
+            [{"params": [p for p in model.parameters() if p.requires_grad]}]
+            if params is None
+            else list(params)
+        )
+        self._groups_checked = [self._named_group(dict(group), defaults) for group in groups]
+        # A number per group, so that checkpoints stay plain data; a function lives in _damping_functions.
+        first = {**defaults, "damping": options.damping("damping", defaults["damping"])}
+        super().__init__(self._groups_checked, first)
+        self.engine = self._make_engine(model, arguments)
+        self._check_damping_within_layers()
+
+    def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
+        return build_engine(type(self).__name__, model, self._all_parameters(), self.state, arguments)
+
+    # --- parameter groups -----------------------------------------------------------------------------------------
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _named_group(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        """A group with names, checked, its damping function kept apart."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        given = group["params"]
+        items = [given] if isinstance(given, Tensor) else list(given)
+        parameters = [item[1] if isinstance(item, tuple) else item for item in items]
+        for p in parameters:
+            if p not in names:
+                raise ValueError(
+                    f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model"
+                )
+        check_update_options({**defaults, **group})
+        damping = group.get("damping", defaults["damping"])
+        index = len(getattr(self, "param_groups", [])) + getattr(self, "_groups_named", 0)
+        if callable(damping):
+            self._damping_functions[index] = damping
+            group["damping"] = options.damping("damping", damping)
+        self._groups_named = getattr(self, "_groups_named", 0) + 1
+        group["params"] = [(names[p], p) for p in parameters]
+        return group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the model, with options of their own; see torch's method of that name."""
+        if hasattr(self, "engine"):
+            self._groups_named = 0
+            param_group = self._named_group(dict(param_group), self._arguments)
+        super().add_param_group(param_group)
+        if hasattr(self, "engine"):
+            self.engine.set_parameters(self._all_parameters())
+            self._check_damping_within_layers()
+
+    def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return {p: group for group in self.param_groups for p in group["params"]}
+
+    def _check_damping_within_layers(self) -> None:
+        group_of = self._group_of()
+        for block in self.engine.blocks:
+            values = {group_of[p]["damping"] for p in block.parameters.values()}
+            if len(values) > 1:
+                raise ValueError(
+                    f"damping={sorted(values)} within layer '{block.name}': the parameters of a layer must agree"
+                )
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of Algorithm 1: basis, scaling, direction (see :mod:`ekfac.optim.engine`), then the update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._current_damping()
+        group_of = self._group_of()
+        directions = self.engine.directions(
+            damping_of=lambda block: float(group_of[block.key]["damping"]),
+            l2_of=lambda p: 0.0 if group_of[p]["decoupled_weight_decay"] else group_of[p]["weight_decay"],
+            maximize_of=lambda p: bool(group_of[p]["maximize"]),
+        )
+        if directions:
+            steps = self._clipped(directions, group_of)
+            for group in self.param_groups:
+                self._update_parameters(group, steps)
+        return loss
+
+    def _current_damping(self) -> None:
+        """Write the current number of a damping function into its group."""
+        self.engine.settle()
+        for index, function in self._damping_functions.items():
+            self.param_groups[index]["damping"] = options.damping(
+                "damping", function, self.engine.applied_steps
+            )
+
+    def _clipped(
+        self, directions: list[Direction], group_of: dict[nn.Parameter, dict[str, Any]]
+    ) -> dict[nn.Parameter, Tensor]:
+        """All directions by parameter, shortened by nu = min(1, sqrt(kl_clip / sum lr^2 g^2 / damped s))."""
+        steps = {
+            p: step
+            for d in directions
+            for p, step in zip(d.block.parameters.values(), d.steps, strict=True)
+            if p.grad is not None
+        }
+        if self.kl_clip is None:
+            return steps
+        gradients = {
+            p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)
+        }
+        # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
+        terms = [(gradients[p] * step).sum() * group_of[p]["lr"] ** 2 for p, step in steps.items()]
+        size = torch.stack([term.to(terms[0]) for term in terms]).sum()
+        nu = (self.kl_clip / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
+        self.kl_clip_hits = self.kl_clip_hits + (nu < 1).float()
+        return {p: step * nu.to(step) for p, step in steps.items()}
+
+    def _update_parameters(self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor]) -> None:
+        """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
+        parameters = [p for p in group["params"] if p in steps]
+        if not parameters:
+            return
+        p_steps = [steps[p] for p in parameters]
+        lr, mu, ok = group["lr"], group["momentum"], self.engine.ok
+        if ok is not None:
+            lr = lr * ok
+        if group["weight_decay"] and group["decoupled_weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        if mu:
+            velocities = []
+            for p, step in zip(parameters, p_steps, strict=True):
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)
+                velocities.append(state["momentum_buffer"])
+            torch._foreach_mul_(velocities, mu if ok is None else 1 + (mu - 1) * ok)
+            torch._foreach_add_(velocities, p_steps)
+            p_steps = (
+                list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
+            )
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
+        else:
+            torch._foreach_add_(parameters, p_steps, alpha=-lr)
+
+    # --- around it ------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients and drop what was captured and not used."""
+        super().zero_grad(set_to_none)
+        self.engine.drop()
+
+    def statistics(self) -> AbstractContextManager[None]:
+        """Backward passes inside give factors and s* in place of the training loss's; ``.grad`` is left alone.
+
+        For the true Fisher: ``with opt.statistics(): sampled_loss.backward(retain_graph=True)``.
+        """
+        return self.engine.statistics()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Forwards and backwards inside are not captured."""
+        return self.engine.capture.paused()
+
+    def summary(self) -> Summary:
+        """Which block covers each parameter, its factor sizes and its memory."""
+        return summarise(self.engine.blocks)
+
+    def stats(self) -> dict[str, float]:
+        """Scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""
+        stats = engine_stats(self.engine)
+        stats["damping"] = float(self.param_groups[0]["damping"])
+        stats["kl_clip_hits"] = float(self.kl_clip_hits)
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict, and under "ekfac" the counters and the model's parameter names; all plain data."""
+        extra = checkpoint.engine_state(self.engine)
+        extra["kl_clip_hits"] = float(self.kl_clip_hits)
+        return {**super().state_dict(), "ekfac": extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
+        saved = checkpoint.check(self.engine, state_dict.get("ekfac"))
+        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+        ours = self._all_parameters()
+        if len(theirs) != len(ours):
+            raise ValueError(f"state_dict trains {len(theirs)} parameters, this optimizer {len(ours)}")
+        # torch casts state to the parameter's dtype; factors under half-precision parameters must stay float32.
+        state = {
+            p: checkpoint.on_device(state_dict["state"][index], p.device)
+            for index, p in zip(theirs, ours, strict=True)
+            if index in state_dict["state"]
+        }
+        checkpoint.adopt(self.engine, saved, state)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.clear()
+        self.state.update(state)
+        self.engine.state = self.state
+        self.kl_clip_hits = saved["kl_clip_hits"]
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        model = copy.deepcopy(self.model, memo)
+        parameters = dict(model.named_parameters())
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            if index in self._damping_functions:
+                settings["damping"] = self._damping_functions[index]
+            groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
+        new = type(self)(model, params=groups, **self._arguments)
+        new.load_state_dict(self.state_dict())
+        memo[id(self)] = new
+        return new
+
+
+def check_update_options(values: dict[str, Any]) -> None:
+    """Check what belongs to the update of the parameters, for the defaults and for every group."""
+    options.number("lr", values["lr"], least=0)
+    options.damping("damping", values["damping"])
+    options.number("momentum", values["momentum"], least=0, below=1)
+    options.number("weight_decay", values["weight_decay"], least=0)
+    for name in ("nesterov", "decoupled_weight_decay", "maximize"):
+        options.flag(name, values[name])
+    if values["nesterov"] and not values["momentum"]:
+        raise ValueError(f"nesterov=True needs momentum > 0, not momentum={values['momentum']!r}")

@@ -1,0 +1,492 @@
+"""From what the backward passes left to a direction for every parameter: Algorithm 1 without its last line.
+
+    batch -> capture -> factors -> basis -> scaling -> direction
+             h, delta   A, B       U_A,U_B   s          U_B (g / s) U_A^T
+
+The engine owns no hyper-parameter of the update; EKFAC, KFAC and Preconditioner are built on it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from ekfac.curvature import statistics
+from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.capture import Capture
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.layers import Call
+from ekfac.optim import options
+from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, reduced_zeros, world_size
+from ekfac.optim.eigen import EigenMethod, Step
+from ekfac.optim.gradients import GradientWatch
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.refresh import EveryN, Refresher
+from ekfac.optim.rules import State
+from ekfac.optim.skipping import Verdicts
+
+
+class Method(Protocol):
+    """How one block's gradient becomes a direction; EKFAC's is :class:`EigenMethod`."""
+
+    needs_examples: bool
+
+    def refresh(
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher
+    ) -> None:
+        """Renew what is derived from the factors."""
+
+    def basis(self, block: Block, state: State) -> Basis | None:
+        """The basis that s* is to be taken in."""
+
+    def direction(self, block: Block, state: State, gradient: Tensor, step: Step) -> Tensor:
+        """The preconditioned gradient, ``[G, O, C]``."""
+
+    def undo(self, state: State) -> None:
+        """Take back what the host counted in a step that turns out to have changed nothing."""
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A block's gradient and preconditioned gradient, as lists in the order of its parameters."""
+
+    block: Block
+    gradients: list[Tensor]
+    steps: list[Tensor]
+
+
+class Engine:
+    """Turns the gradients of a model into directions.
+
+    Args:
+        model: The model; its forward counts examples.
+        parameters: Those that are trained.
+        settings: Checked options.
+        method: What is done with blocks that a layer covers.
+        elementwise: What is done with the rest.
+        state: Where each block keeps its tensors, by parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        settings: EngineOptions,
+        method: Method,
+        elementwise: EigenMethod,
+        state: dict[nn.Parameter, State],
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.method = method
+        self.elementwise = elementwise
+        self.state = state
+        self.schedule = EveryN(settings.refresh_every)
+        self.refresher = Refresher()
+        self.verdicts = Verdicts()
+        self.applied_steps = 0
+        self.skipped_steps = 0
+        #: The mask of the step under way, see :mod:`ekfac.optim.skipping`.
+        self.ok: Tensor | None = None
+        self.parameters: list[nn.Parameter] = []
+        self.blocks: list[Block] = []
+        self._layout: tuple[bool, ...] = ()
+        self.silent: set[nn.Parameter] = set()
+        self._unprobed: set[Block] = set()
+        self._sums: dict[Block, BlockSums] = {}
+        self._aside_used = False
+        self.capture = Capture(model, [], self._receive, self._wanted, self.check_layout, settings.batch_dim)
+        self.watch = GradientWatch([])
+        self.set_parameters(parameters)
+
+    # --- what is covered ------------------------------------------------------------------------------------------
+
+    def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Assign the trained parameters to blocks. Blocks that stay as they were keep their state."""
+        s = self.settings
+        chosen = list(parameters)
+        blocks = find_blocks(
+            self.model,
+            chosen,
+            include=s.include,
+            exclude=s.exclude,
+            sua=s.sua,
+            max_factor_dim=s.max_factor_dim,
+            identity=s.basis == "identity",
+            unsupported=s.unsupported,
+            silent=self.silent,
+        )
+        before = {tuple(b.parameters.values()): b for b in self.blocks}
+        for i, block in enumerate(blocks):
+            known = before.get(tuple(block.parameters.values()))
+            if known is not None and known.covered == block.covered:
+                blocks[i] = known
+            else:
+                for parameter in block.parameters.values():
+                    self._forget(parameter)
+        self.parameters = chosen
+        self.blocks = blocks
+        self._unprobed |= {b for b in blocks if b.covered and b not in before.values()}
+        self._layout = tuple(p.requires_grad for p in chosen)
+        self.capture.attach(blocks)
+        self.watch.attach(chosen)
+        self._sums = {b: s for b, s in self._sums.items() if b in set(blocks)}
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        momentum = self.state.get(parameter, {}).get("momentum_buffer")
+        self.state.pop(parameter, None)
+        if momentum is not None:
+            self.state[parameter]["momentum_buffer"] = momentum
+
+    def check_layout(self) -> None:
+        """Follow parameters that were frozen or unfrozen; such a layer starts anew."""
+        if tuple(p.requires_grad for p in self.parameters) != self._layout:
+            self.set_parameters(self.parameters)
+
+    def method_of(self, block: Block) -> Method:
+        """The method that serves a block."""
+        return self.method if block.covered else self.elementwise
+
+    # --- capture --------------------------------------------------------------------------------------------------
+
+    def _due(self, block: Block) -> bool:
+        return block.covered and ("S_A" not in self.state[block.key] or self.schedule.due(self.applied_steps))
+
+    def _wants_factors(self, block: Block) -> bool:
+        return self.settings.factor_decay > 0 or self._due(block)
+
+    def _wanted(self, block: Block) -> bool:
+        return self.method.needs_examples or self._wants_factors(block) or block in self._unprobed
+
+    @torch.no_grad()
+    def _receive(self, block: Block, calls: list[Call], n: int) -> None:
+        """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
+        if self._aside_used and not self.capture.aside:
+            return
+        sums = self._sums.setdefault(block, BlockSums())
+        memory = self.settings.memory_limit
+        if self._wants_factors(block):
+            sums.add_factors(statistics.factor_sums(block, calls, n, self.settings.sharing, memory))
+        if block in self._unprobed and not self.capture.aside:
+            sums.add_probe(statistics.probe_sum(block, calls, n, memory, *self._probe_vectors(block)))
+        if self.method.needs_examples:
+            if self._due(block):
+                sums.held.append((calls, n))
+            else:
+                basis = self.method.basis(block, self.state[block.key])
+                assert basis is not None
+                sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
+
+    @contextmanager
+    def statistics(self) -> Iterator[None]:
+        """Backward passes inside give factors and s*, in place of the training loss's, and leave ``.grad`` alone."""
+        saved = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        if not self._aside_used:
+            self._sums = {}
+            self._aside_used = True
+        self.watch.enabled = False
+        try:
+            with self.capture.statistics_aside():
+                yield
+        finally:
+            self.watch.enabled = True
+            for p, grad in zip(self.parameters, saved, strict=True):
+                p.grad = grad
+
+    def drop(self) -> None:
+        """Forget what was captured and not used."""
+        self.capture.drop()
+        self.watch.forget()
+        self._sums = {}
+        self._aside_used = False
+
+    def close(self) -> None:
+        """Remove all hooks from the model and let go of what was captured."""
+        self.drop()
+        self.capture.close()
+        self.watch.close()
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Correct the host's counts if the last step turns out to have been skipped."""
+        if self.verdicts.settle():
+            self.applied_steps -= 1
+            self.skipped_steps += 1
+            for block in self.blocks:
+                self.method_of(block).undo(self.state[block.key])
+
+    @torch.no_grad()
+    def directions(
+        self,
+        damping_of: Callable[[Block], float],
+        l2_of: Callable[[nn.Parameter], float] = lambda p: 0.0,
+        maximize_of: Callable[[nn.Parameter], bool] = lambda p: False,
+    ) -> list[Direction] | None:
+        """One pass of Algorithm 1 over all layers; None if the step is skipped because a gradient is not finite."""
+        self.settle()
+        self.check_layout()
+        live = [p for p in self.parameters if p.grad is not None]
+        if not live:
+            self.drop()
+            return []
+        self._check_gradients(live)
+        self.capture.finish()
+        self._check_captured()
+        sizes, left = self.watch.sizes(live)
+        refreshing = self.schedule.due(self.applied_steps) or any(map(self._due, self.blocks))
+        go, self.ok = self.verdicts.judge(sizes, at_once=refreshing)
+        if not go:
+            self.skipped_steps += 1
+            self.drop()
+            return None
+        n, n_statistics = self._gather()
+        self._check_probes()
+        rescaled = self._rescaling(live, sizes, left)
+
+        self._update_factors(n_statistics)
+        results = []
+        for block in self.blocks:
+            if all(p.grad is None for p in block.parameters.values()):
+                continue
+            state, damping = self.state[block.key], damping_of(block)
+            due = self._due(block)
+            if due:
+                self._compute_eigenbasis(block, state, damping)
+            s_star = self._compute_scaling(block, state, n_statistics, due)
+            gradients = self._gradients(block, n)
+            G = block.stack(gradients)
+            G_left = None
+            ratio = None
+            if any(p in rescaled for p in block.parameters.values()):
+                if len(block.parameters) == 1:
+                    ratio = rescaled[block.key].to(block.dtype)
+                else:
+                    G_left = block.stack(
+                        [
+                            g * rescaled.get(p, 1.0)
+                            for p, g in zip(block.parameters.values(), gradients, strict=True)
+                        ]
+                    )
+            if any(maximize_of(p) or l2_of(p) for p in block.parameters.values()):
+                # Neither the sign nor the penalty is part of the gradient that the scaling is fed with.
+                if ratio is not None:
+                    G_left, ratio = G * ratio, None
+                elif G_left is None:
+                    G_left = G
+                G = block.stack(
+                    [
+                        (-g if maximize_of(p) else g) + l2_of(p) * p
+                        for p, g in zip(block.parameters.values(), gradients, strict=True)
+                    ]
+                )
+            if self.ok is not None:
+                G = torch.where(self.ok > 0, G, 0.0)
+                G_left = None if G_left is None else torch.where(self.ok > 0, G_left, 0.0)
+                ratio = None if ratio is None else torch.where(self.ok > 0, ratio, 0.0)
+            step = Step(n, s_star, self.ok, damping, ratio, G_left)
+            P = self.method_of(block).direction(block, state, G, step)
+            results.append(Direction(block, block.unstack(G), block.unstack(P)))
+        self.drop()
+        self.applied_steps += 1
+        return results
+
+    def _check_gradients(self, live: list[nn.Parameter]) -> None:
+        names = {p: name for b in self.blocks for p, name in zip(b.parameters.values(), b.parameter_names.values(),
+                                                                strict=True)}  # fmt: skip
+        for p in live:
+            assert p.grad is not None
+            options.gradient(names.get(p, "?"), p.grad)
+
+    def _check_captured(self) -> None:
+        """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
+        if self.capture.examples == 0:
+            raise RuntimeError(
+                "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
+                "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
+            )
+        missing = [
+            b
+            for b in self.blocks
+            if b.covered
+            and b not in self.capture.fired
+            and any(p.grad is not None for p in b.parameters.values())
+        ]
+        if not missing or world_size() > 1:
+            return
+        warnings.warn(
+            "these layers have gradients but their forward was never called, so they get the diagonal method: "
+            + ", ".join(b.name for b in missing),
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self.silent.update(p for b in missing for p in b.parameters.values())
+        self.set_parameters(self.parameters)
+
+    def _expected(self, block: Block) -> Expected:
+        aside = self._aside_used
+        scaling = self.method.needs_examples and not self._due(block)
+        return Expected(self._wants_factors(block), scaling, block in self._unprobed and not aside)
+
+    def _gather(self) -> tuple[float | Tensor, float | Tensor]:
+        """N of the gradient and N of the statistics, over all processes, after summing the statistics over them."""
+        counts = [
+            self.capture.examples,
+            self.capture.examples_aside if self._aside_used else self.capture.examples,
+        ]
+        if world_size() == 1:
+            return float(counts[0]), float(counts[1])
+        expected = {b: self._expected(b) for b in self.blocks if b.covered}
+        n, n_statistics = reduce_over_processes(self._sums, expected, counts)
+        return n, n_statistics
+
+    def _loss_scale(self) -> float | Tensor:
+        scaler = self.settings.grad_scaler
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        return scaler.scale(torch.ones((), device=self.parameters[0].device))
+
+    def _delta_square(self, n: float | Tensor) -> float | Tensor:
+        """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
+
+        Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
+        W processes it is N / W times. Under a sum it is the captured gradient itself.
+        """
+        scale = self._loss_scale()
+        if self.settings.loss_reduction == "sum":
+            return 1 / (n * scale * scale)
+        w = world_size()
+        return n / (w * w * scale * scale)
+
+    def _update_factors(self, n: float | Tensor) -> None:
+        """A and B as averages over steps, each batch weighted by its N; numerators and denominator are kept apart."""
+        rho = self.settings.factor_decay
+        square = self._delta_square(n)
+        totals: list[Tensor] = []
+        batch: list[Tensor] = []
+        for block in self.blocks:
+            sums = self._sums.get(block)
+            if sums is None or sums.factors is None:
+                continue
+            state, f = self.state[block.key], sums.factors
+            weight: float | Tensor = n
+            terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
+            if isinstance(terms, Tensor):
+                weight, terms = n * (terms > 0), terms.clamp(min=1)
+            A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
+            W = torch.as_tensor(weight, dtype=block.dtype, device=A.device)
+            if self.ok is not None:
+                A, B, W = (torch.where(self.ok > 0, t, 0.0) for t in (A, B, W))
+            if "A" not in state:
+                state.update(A=A, B=B, factor_weight=W.clone())
+            else:
+                totals += [state["A"], state["B"], state["factor_weight"]]
+                batch += [A, B, W]
+        if totals:
+            if self.ok is None:
+                torch._foreach_mul_(totals, rho)
+            else:
+                torch._foreach_mul_(totals, [1 + (rho - 1) * self.ok.to(t) for t in totals])
+            torch._foreach_add_(totals, batch)
+
+    def _compute_eigenbasis(self, block: Block, state: State, damping: float) -> None:
+        """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors."""
+        A, B = self.factors(block)
+        self.method.refresh(block, state, A, B, damping, self.refresher)
+
+    def factors(self, block: Block) -> tuple[Tensor, Tensor]:
+        """A and B as they stand."""
+        state = self.state[block.key]
+        weight = state["factor_weight"].clamp(min=torch.finfo(block.dtype).tiny)
+        return state["A"] / weight, state["B"] / weight
+
+    def _compute_scaling(self, block: Block, state: State, n: float | Tensor, due: bool) -> Tensor | None:
+        """Algorithm 1, ComputeScalings: s* of this step's examples, in the basis that is now in use."""
+        if not (block.covered and self.method.needs_examples):
+            return None
+        sums = self._sums.setdefault(block, BlockSums())
+        if sums.held:
+            basis = self.method.basis(block, state)
+            assert basis is not None
+            for calls, count in sums.held:
+                sums.add_scaling(
+                    statistics.scaling_sum(block, calls, count, basis, self.settings.memory_limit)
+                )
+            sums.held = []
+        if world_size() > 1 and due:
+            sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
+            dist.all_reduce(sums.scaling)
+        if sums.scaling is None:
+            return None
+        s_star = sums.scaling * as_scalar(self._delta_square(n), sums.scaling)
+        return s_star if self.ok is None else torch.where(self.ok > 0, s_star, 0.0)
+
+    def _gradients(self, block: Block, n: float | Tensor) -> list[Tensor]:
+        """The mini-batch gradient: ``.grad`` as it stands, divided by N under a sum loss."""
+        grads = [
+            torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype)
+            for p in block.parameters.values()
+        ]
+        if self.settings.loss_reduction == "sum":
+            grads = [g * as_scalar(world_size() / n, g) for g in grads]
+        return grads
+
+    def _rescaling(
+        self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """For gradients that were touched since backward: how much larger they were when it left them."""
+        scale = self._loss_scale()
+        return {
+            p: torch.where(now > 0, before / (now * scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
+            for p, now, before in zip(live, sizes, left, strict=True)
+            if self.watch.touched(p)
+        }
+
+    # --- did all of the gradient pass through the layers? -----------------------------------------------------------
+
+    def _probe_vectors(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Two fixed random vectors u, v; u^T G v is a fingerprint of the gradient."""
+        generator = torch.Generator().manual_seed(0)
+        s = block.shape
+        u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
+        v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
+        options_ = {"dtype": block.dtype, "device": block.key.device}
+        return u.to(**options_), v.to(**options_)
+
+    def _check_probes(self) -> None:
+        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block."""
+        for block in list(self._unprobed):
+            sums = self._sums.get(block)
+            if sums is None or sums.probe is None:
+                continue
+            self._unprobed.discard(block)
+            if any(p.grad is None or self.watch.touched(p) for p in block.parameters.values()):
+                continue
+            u, v = self._probe_vectors(block)
+            G = block.stack([p.grad for p in block.parameters.values() if p.grad is not None])
+            captured, size = (sums.probe / world_size()).tolist()
+            found = float(torch.einsum("go,goc,gc->", u, G, v))
+            exact = all(p.dtype == torch.float64 for p in block.parameters.values())
+            tolerance = 1e-6 if exact else 5e-2
+            if any(p.dtype in (torch.float16, torch.bfloat16) for p in block.parameters.values()):
+                tolerance = 0.2
+            if abs(captured - found) > tolerance * max(size, abs(captured), abs(found)):
+                raise RuntimeError(
+                    f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
+                    "torch.autograd.grad inside, or the weight is also used elsewhere, so its curvature cannot be "
+                    f"captured: exclude=['{block.name}'], or take statistics from another loss within opt.statistics()"
+                )
+
+
+def as_scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number, or a 0-dim tensor in the dtype and on the device of ``like``."""
+    return value.to(like) if isinstance(value, Tensor) else float(value)

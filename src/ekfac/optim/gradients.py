@@ -1,0 +1,88 @@
+"""The gradients as backward left them: their size, and whether somebody has touched them since.
+
+Clipping, unscaling or averaging rescales ``.grad`` between backward and step. What is preconditioned is ``.grad`` as it
+stands; the scaling s is fed with the gradient as backward left it, or clipping would make updates larger. The largest
+magnitude of each gradient at the end of backward is enough to undo a rescaling, and also shows NaN and infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class GradientWatch:
+    """Notes the largest magnitude of every gradient at the end of each backward pass."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.enabled = True
+        self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
+        self._task = -1
+        self._parameters: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        self.attach(parameters)
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Watch these parameters."""
+        self._remove_hooks()
+        self._parameters = list(parameters)
+        for p in self._parameters:
+            if p.requires_grad:
+                self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._remove_hooks()
+        self.forget()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._left = {}
+        self._task = -1
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if not self.enabled or task == self._task:
+            return
+        self._task = task
+        # DistributedDataParallel queues its averaging later than this: a callback queued by a callback runs after it.
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue(lambda: queue(self._backward_ended))
+
+    @torch.no_grad()
+    def _backward_ended(self) -> None:
+        self._task = -1
+        live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        grads = [p.grad for p in live if p.grad is not None]
+        sizes = largest_magnitudes(grads)
+        self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
+
+    def touched(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has been changed in place or replaced since backward left it."""
+        left = self._left.get(parameter)
+        return left is not None and (left[1] is not parameter.grad or left[2] != parameter.grad._version)
+
+    def sizes(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+        """The largest magnitude of each ``.grad`` as it stands, and as backward left it."""
+        changed = [p for p in parameters if p not in self._left or self.touched(p)]
+        now = dict(
+            zip(changed, largest_magnitudes([p.grad for p in changed if p.grad is not None]), strict=True)
+        )
+        current = [now[p] if p in now else self._left[p][0] for p in parameters]
+        left = [self._left[p][0] if p in self._left else now[p] for p in parameters]
+        return current, left
+
+
+def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+    """max |x| of each tensor, NaN where it holds one."""
+    if not tensors:
+        return []
+    return list(torch._foreach_norm(tensors, float("inf")))

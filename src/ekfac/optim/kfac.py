@@ -1,0 +1,187 @@
+"""KFAC in inverse form: the rival that EKFAC is measured against, on the same engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ekfac.curvature import factors
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
+from ekfac.optim import options
+from ekfac.optim.damping import plain
+from ekfac.optim.eigen import EigenMethod, Step
+from ekfac.optim.ekfac import EKFAC, Groups
+from ekfac.optim.engine import Engine
+from ekfac.optim.factory import SCALING_DECAY
+from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
+from ekfac.optim.refresh import PATIENCE, Refresher
+from ekfac.optim.rules import Elementwise, State
+
+
+class InverseMethod:
+    """(B + sqrt(eps)/pi I)^-1 G (A + pi sqrt(eps) I)^-1: two products a step.
+
+    Args:
+        pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or take 1.
+    """
+
+    needs_examples = False
+
+    def __init__(self, pi_correction: bool) -> None:
+        self.pi_correction = pi_correction
+
+    def basis(self, block: Block, state: State) -> Basis | None:
+        """There is none."""
+        return None
+
+    def refresh(
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher
+    ) -> None:
+        """Keep the factors of this refresh and invert them."""
+        # S_A stands for "has been refreshed" in the engine; here it is the factor that the inverse was made of.
+        state["S_A"], state["S_B"] = A, B
+        self._invert(block, state, damping, refresher)
+
+    def _invert(self, block: Block, state: State, damping: float, refresher: Refresher | None = None) -> None:
+        started = time.perf_counter()
+        A, B = state["S_A"], state["S_B"]
+        pi = (
+            pi_of(A, B, block)
+            if self.pi_correction
+            else torch.ones_like(A[:, 0] if A.dim() == 2 else A[:, 0, 0])
+        )
+        root = math.sqrt(damping)
+        with factors.full_precision(A.device):
+            inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"))
+            inverse_B, good_B = damped_inverse(B, root / pi, state.get("inverse_B"))
+        failures = 0 if good_A and good_B else state.get("failed_refreshes", 0) + 1
+        if failures >= PATIENCE:
+            raise RuntimeError(
+                f"layer '{block.name}': no inverse of its factors in {failures} refreshes in a row. "
+                "Its activations or gradients are likely not finite: lower lr, raise damping, or exclude the layer"
+            )
+        state.update(
+            inverse_A=inverse_A,
+            inverse_B=inverse_B,
+            inverse_extra=1 / (1 + pi * root),
+            inverted_at=damping,
+            failed_refreshes=failures,
+        )
+        if refresher is not None:
+            refresher.refreshes += 1
+            refresher.seconds += time.perf_counter() - started
+            if failures:
+                refresher.fallbacks["kept"] += 1
+
+    def direction(self, block: Block, state: State, gradient: Tensor, step: Step) -> Tensor:
+        """The two products; a change of damping re-inverts first."""
+        if state["inverted_at"] != step.damping:
+            self._invert(block, state, step.damping)
+        A, B, shape = state["inverse_A"], state["inverse_B"], block.shape
+        X = gradient * B[:, :, None] if block.diagonal_B else rotate_rows(gradient, B)
+        if block.diagonal_A:
+            columns = A.repeat(1, shape.taps)
+            if shape.extra:
+                columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1)], 1)
+            X = X * columns[:, None, :]
+        else:
+            X = rotate_columns(X, A, shape)
+        if shape.extra:
+            # The bias column's own factor is A = [1].
+            X = torch.cat([X[..., :-1], X[..., -1:] * state["inverse_extra"][:, None, None]], -1)
+        return X
+
+    def undo(self, state: State) -> None:
+        """Nothing is counted."""
+
+
+def pi_of(A: Tensor, B: Tensor, block: Block) -> Tensor:
+    """sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite."""
+    mean_A = A.mean(-1) if block.diagonal_A else A.diagonal(dim1=-2, dim2=-1).mean(-1)
+    mean_B = B.mean(-1) if block.diagonal_B else B.diagonal(dim1=-2, dim2=-1).mean(-1)
+    pi = (mean_A / mean_B).sqrt()
+    return torch.where(torch.isfinite(pi) & (pi > 0), pi, 1.0)
+
+
+def damped_inverse(matrix: Tensor, damping: Tensor, previous: Tensor | None) -> tuple[Tensor, bool]:
+    """(M + damping I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the previous one.
+
+    A side that is kept diagonal (``[G, D]``) is inverted entry by entry.
+    """
+    if matrix.dim() == 2:
+        return 1 / (matrix + damping[:, None]), True
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    damped = (matrix + matrix.mT) / 2 + damping[:, None, None] * eye
+    for attempt in (damped, damped.double()):
+        factor, info = torch.linalg.cholesky_ex(attempt)
+        inverse = torch.cholesky_inverse(factor)
+        if bool((info == 0).all() & torch.isfinite(inverse).all()):
+            return inverse.to(matrix), True
+    return (eye.expand_as(matrix) / damping[:, None, None] if previous is None else previous), False
+
+
+class KFAC(EKFAC):
+    r"""KFAC in inverse form (Martens and Grosse, 2015; Grosse and Martens, 2016).
+
+    .. math::
+        P = (B + \sqrt{\epsilon} / \pi \, I)^{-1} \, G \, (A + \pi \sqrt{\epsilon} \, I)^{-1}, \quad
+        \pi = \sqrt{\frac{\operatorname{tr} A / \dim A}{\operatorname{tr} B / \dim B}}
+
+    With ``pi_correction=False`` it equals ``EKFAC(scaling="kronecker", damping_mode="factored")``.
+
+    Args:
+        model: The model; its forward counts the examples.
+        params: torch's parameter groups over the model's parameters.
+        lr: Learning rate.
+        damping: epsilon, a positive number or a function of the step; a change re-inverts at once.
+        momentum: mu, as in torch's SGD.
+        nesterov: Use Nesterov's form of momentum.
+        weight_decay: Weight decay.
+        decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
+        maximize: Ascend instead.
+        kl_clip: Bound on lr^2 times the inner product of gradient and direction.
+        pi_correction: Balance the damping between A and B.
+        **arguments: See :class:`ekfac.optim.options.CaptureArguments`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        params: Groups | None = None,
+        lr: float | Tensor = 0.01,
+        damping: Damping = 1e-3,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = True,
+        maximize: bool = False,
+        kl_clip: float | None = None,
+        pi_correction: bool = True,
+        **arguments: Unpack[CaptureArguments],
+    ) -> None:
+        options.flag("pi_correction", pi_correction)
+        update = {
+            "lr": lr,
+            "damping": damping,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+        }
+        self._build(model, params, update, kl_clip, {"pi_correction": pi_correction, **arguments})
+
+    def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
+        settings = EngineOptions.from_arguments("KFAC", arguments, also=("pi_correction",))
+        if settings.basis != "kronecker":
+            raise TypeError("KFAC has no argument 'basis': its inverse form has no basis")
+        elementwise = EigenMethod(Elementwise(SCALING_DECAY), plain, "carry")
+        method = InverseMethod(arguments["pi_correction"])
+        return Engine(model, self._all_parameters(), settings, method, elementwise, self.state)

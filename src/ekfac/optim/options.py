@@ -1,0 +1,193 @@
+"""Checks of arguments: every error names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """A name from a list."""
+    options = list(allowed)
+    if value not in options:
+        raise ValueError(f"{name}={value!r} is not known. Allowed: {', '.join(map(repr, options))}")
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+) -> None:
+    """A finite number within bounds; a one-element tensor counts as its number where the host can read it freely."""
+    allowed = "a finite number"
+    if above is not None:
+        allowed += f" > {above:g}"
+    if least is not None:
+        allowed += f" >= {least:g}"
+    if below is not None:
+        allowed += f" and < {below:g}"
+    given = value
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name}={value!r} must be {allowed}, not a tensor of shape {tuple(value.shape)}"
+            )
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = good and (above is None or value > above) and (least is None or value >= least)
+    if not (good and (below is None or value < below)):
+        raise ValueError(f"{name}={given!r} must be {allowed}")
+
+
+def integer(name: str, value: Any, *, least: int) -> None:
+    """A whole number from ``least`` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+
+
+def flag(name: str, value: Any) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def damping(name: str, value: Any, step: int = 0) -> float:
+    """A positive number, or a function of the step that gives one; returns the number for ``step``."""
+    if callable(value):
+        current = value(step)
+        number(f"{name}({step})", current, above=0)
+        return float(current)
+    number(name, value, above=0)
+    return float(value)
+
+
+def patterns(name: str, value: Any) -> list[str]:
+    """A name or pattern, or a sequence of them."""
+    items = [value] if isinstance(value, str) else list(value)
+    for item in items:
+        if not isinstance(item, str):
+            raise ValueError(f"{name}={value!r} must be a name or pattern of layers, or a list of them")
+    return items
+
+
+def gradient(name: str, grad: Tensor) -> None:
+    """A dense real gradient."""
+    if grad.is_sparse or grad.layout != torch.strided:
+        raise ValueError(
+            f"parameter '{name}': its gradient is sparse ({grad.layout}). Allowed: dense gradients"
+        )
+
+
+Damping = float | Callable[[int], float]
+
+
+class CaptureArguments(TypedDict, total=False):
+    """Arguments that EKFAC, KFAC and Preconditioner share: what is captured, and when bases are renewed.
+
+    Attributes:
+        refresh_every: Renew the bases (inverses) every so many applied steps. Default 50.
+        factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
+        sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
+        sua: Take the taps of a convolution as uncorrelated. Default False.
+        loss_reduction: "mean" (default) or "sum", over examples.
+        batch_dim: The dimension of the model's input that counts examples. Default 0.
+        include: Names or patterns of layers to cover; all by default.
+        exclude: Names or patterns of layers to leave to the diagonal method.
+        unsupported: "diagonal" (default), or "error" to refuse parameters that no block covers.
+        max_factor_dim: A side wider than this is kept diagonal. Default None, no limit.
+        memory_limit: Bytes that temporary tensors of the statistics may take. Default 256 MiB.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+    """
+
+    refresh_every: int
+    factor_decay: float
+    sharing: str
+    sua: bool
+    loss_reduction: str
+    batch_dim: int
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str]
+    unsupported: str
+    max_factor_dim: int | None
+    memory_limit: int
+    grad_scaler: torch.amp.GradScaler | None
+
+
+class CurvatureArguments(CaptureArguments, total=False):
+    """Arguments that EKFAC and Preconditioner share besides those of :class:`CaptureArguments`.
+
+    Attributes:
+        scaling: "running" (EKFAC-ra, default), "per_example" (EKFAC) or "kronecker" (KFAC in its eigenbasis).
+        damping_mode: "plain" (default), "factored" (the paper's appendix) or "relative" (to the layer's mean s).
+        scaling_decay: Weight of the past in s. Default 0.95, and 0 for "per_example".
+        on_refresh: "carry" (default) takes s to the new basis, "kronecker" restarts it at S_B x S_A.
+        basis: "kronecker" (default), or "identity" for the plain diagonal method.
+    """
+
+    scaling: str
+    damping_mode: str
+    scaling_decay: float | None
+    on_refresh: str
+    basis: str
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The checked form of :class:`CaptureArguments`, with its defaults."""
+
+    refresh_every: int = 50
+    factor_decay: float = 0.95
+    sharing: str = "expand"
+    sua: bool = False
+    basis: str = "kronecker"
+    loss_reduction: str = "mean"
+    batch_dim: int = 0
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] = ()
+    unsupported: str = "diagonal"
+    max_factor_dim: int | None = None
+    memory_limit: int = 2**28
+    grad_scaler: torch.amp.GradScaler | None = None
+
+    def __post_init__(self) -> None:
+        integer("refresh_every", self.refresh_every, least=1)
+        number("factor_decay", self.factor_decay, least=0, below=1)
+        one_of("sharing", self.sharing, ("expand", "reduce"))
+        flag("sua", self.sua)
+        one_of("basis", self.basis, ("kronecker", "identity"))
+        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        integer("batch_dim", self.batch_dim, least=0)
+        one_of("unsupported", self.unsupported, ("diagonal", "error"))
+        if self.max_factor_dim is not None:
+            integer("max_factor_dim", self.max_factor_dim, least=1)
+        integer("memory_limit", self.memory_limit, least=1)
+        if self.sua and self.sharing == "reduce":
+            raise ValueError(
+                "sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'"
+            )
+        if self.include is not None:
+            object.__setattr__(self, "include", patterns("include", self.include))
+        object.__setattr__(self, "exclude", patterns("exclude", self.exclude))
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
+            raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+
+    @classmethod
+    def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:
+        """Take what belongs here from keyword arguments; unknown names are refused with a list of the known."""
+        own = {f.name for f in fields(cls)}
+        unknown = sorted(set(arguments) - own - set(also))
+        if unknown:
+            raise TypeError(
+                f"{who} has no argument {', '.join(map(repr, unknown))}. Allowed: {', '.join(sorted(own | set(also)))}"
+            )
+        return cls(**{name: value for name, value in arguments.items() if name in own})

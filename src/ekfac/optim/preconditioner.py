@@ -1,0 +1,132 @@
+"""EKFAC without the update: for use with any torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from typing_extensions import Self, Unpack
+
+from ekfac.curvature.summary import Summary, summarise
+from ekfac.optim import checkpoint, options
+from ekfac.optim.factory import build_engine, check_model
+from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.rules import State
+from ekfac.optim.stats import engine_stats
+
+
+class Preconditioner:
+    r"""Replaces ``.grad`` by the gradient preconditioned in a Kronecker-factored eigenbasis.
+
+    For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
+
+    .. math::
+        A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
+        G \leftarrow U_B \, \frac{U_B^T G U_A}{s + \epsilon} \, U_A^T
+
+    Example:
+        >>> import torch, ekfac
+        >>> model = torch.nn.Linear(3, 2)
+        >>> pre = ekfac.Preconditioner(model)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        >>> model(torch.randn(8, 3)).square().mean().backward()
+        >>> pre.step()
+        True
+        >>> sgd.step()
+
+    Args:
+        model: The model; its forward counts the examples.
+        damping: epsilon, a positive number or a function of the step.
+        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, damping: Damping = 1e-3, **arguments: Unpack[CurvatureArguments]
+    ) -> None:
+        check_model(model)
+        options.damping("damping", damping)
+        self._arguments: dict[str, Any] = {"damping": damping, **arguments}
+        self.model = model
+        self.damping = damping
+        self.state: dict[nn.Parameter, State] = defaultdict(dict)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.engine = build_engine("Preconditioner", model, trained, self.state, dict(arguments))
+
+    def step(self) -> bool:
+        """Replace every ``.grad`` by its preconditioned form, in place.
+
+        Returns:
+            Whether it was done. If a gradient is not finite all are set to None, so that the optimizer that follows
+            leaves the parameters alone; on a GPU they are set to zero, as the host does not wait to know.
+        """
+        epsilon = options.damping("damping", self.damping, self.engine.applied_steps)
+        directions = self.engine.directions(lambda block: epsilon)
+        if directions is None:
+            for p in self.engine.parameters:
+                p.grad = None
+            return False
+        for direction in directions:
+            for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
+                if p.grad is not None:
+                    p.grad.copy_(step)
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients and drop what was captured and not used."""
+        self.model.zero_grad(set_to_none)
+        self.engine.drop()
+
+    def statistics(self) -> AbstractContextManager[None]:
+        """Backward passes inside give factors and s* in place of the training loss's; ``.grad`` is left alone."""
+        return self.engine.statistics()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Forwards and backwards inside are not captured."""
+        return self.engine.capture.paused()
+
+    def summary(self) -> Summary:
+        """Which block covers each parameter."""
+        return summarise(self.engine.blocks)
+
+    def stats(self) -> dict[str, float]:
+        """Scalars for any logger."""
+        stats = engine_stats(self.engine)
+        stats["damping"] = options.damping("damping", self.damping, self.engine.applied_steps)
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, keyed by parameter name, as plain data."""
+        extra = checkpoint.engine_state(self.engine)
+        names = {p: n for n, p in self.model.named_parameters()}
+        return {"state": {names[p]: dict(s) for p, s in self.state.items() if p in names}, "ekfac": extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
+        saved = checkpoint.check(self.engine, state_dict.get("ekfac"))
+        parameters = dict(self.model.named_parameters())
+        state = {
+            parameters[n]: checkpoint.on_device(s, parameters[n].device)
+            for n, s in state_dict["state"].items()
+        }
+        checkpoint.adopt(self.engine, saved, state)
+        self.state.clear()
+        self.state.update(state)
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)
+        new.load_state_dict(self.state_dict())
+        memo[id(self)] = new
+        return new

@@ -1,0 +1,22 @@
+"""Scalars about what the engine does, for any logger."""
+
+from __future__ import annotations
+
+from ekfac.curvature.eigenbasis import RUNGS
+from ekfac.optim.engine import Engine
+
+
+def engine_stats(engine: Engine) -> dict[str, float]:
+    """Steps, refreshes, drift of the bases and fallbacks of the solver, as plain numbers (reads the device)."""
+    engine.settle()
+    refresher = engine.refresher
+    stats = {
+        "steps": float(engine.applied_steps),
+        "skipped_steps": float(engine.skipped_steps),
+        "refreshes": float(refresher.refreshes),
+        "refresh_seconds": refresher.seconds,
+        "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
+    }
+    stats["solver_fallbacks"] = float(sum(refresher.fallbacks.values()))
+    stats.update({f"solver_{rung}": float(refresher.fallbacks[rung]) for rung in RUNGS[1:]})
+    return stats
