@@ -90,9 +90,7 @@ def check(problem: dict[str, Any], **options: Any) -> None:
 @pytest.mark.parametrize(("rule", "damping_mode"), CASES)
 @settings(max_examples=5)
 @given(problem=linear_problems(), loss_reduction=st.sampled_from(["mean", "sum"]))
-def test_linear(
-    rule: str, damping_mode: str, sharing: str, problem: dict[str, Any], loss_reduction: str
-) -> None:
+def test_linear(rule: str, damping_mode: str, sharing: str, problem: dict[str, Any], loss_reduction: str) -> None:
     check(problem, damping_mode=damping_mode, sharing=sharing, loss_reduction=loss_reduction, **RULES[rule])
 
 
@@ -100,9 +98,7 @@ def test_linear(
 @pytest.mark.parametrize(("rule", "damping_mode"), CASES)
 @settings(max_examples=5)
 @given(problem=convolution_problems(), loss_reduction=st.sampled_from(["mean", "sum"]))
-def test_conv2d(
-    rule: str, damping_mode: str, sharing: str, problem: dict[str, Any], loss_reduction: str
-) -> None:
+def test_conv2d(rule: str, damping_mode: str, sharing: str, problem: dict[str, Any], loss_reduction: str) -> None:
     check(problem, damping_mode=damping_mode, sharing=sharing, loss_reduction=loss_reduction, **RULES[rule])
 
 
@@ -292,9 +288,7 @@ def test_statistics_of_another_loss(rule: str) -> None:
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
         (0.5 * (output - y).square().sum() / len(x)).backward()
         opt.step()
-        expected = oracle.step(
-            [(x, y)], bases=bases_of(opt, model), statistics=(LOSSES["mean"], [(x, sampled)])
-        )
+        expected = oracle.step([(x, y)], bases=bases_of(opt, model), statistics=(LOSSES["mean"], [(x, sampled)]))
         assert_same_weights(parameters_of(model), expected, 1e-9)
 
 

@@ -1,0 +1,197 @@
+"""Everything is in the state dict: a run continued in a new process is the run that was never stopped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ekfac import EKFAC, KFAC
+from helpers import mean_loss
+
+# Imported by the test and run as a program in the new process: trains from a checkpoint, or from the start.
+WORKER = """
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ekfac
+
+METHODS = {
+    "per_example": (ekfac.EKFAC, {"scaling": "per_example", "scaling_decay": 0.9}),
+    "running": (ekfac.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
+    "restarted": (ekfac.EKFAC, {"scaling": "running", "on_refresh": "kronecker", "sharing": "reduce"}),
+    "kronecker": (ekfac.EKFAC, {"scaling": "kronecker", "damping_mode": "factored"}),
+    "kfac": (ekfac.KFAC, {}),
+}
+
+
+def build(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 4), nn.PReLU(),
+        nn.Linear(4, 3),
+    )
+    kind, own = METHODS[method]
+    return model, kind(model, lr=0.02, momentum=0.9, weight_decay=0.01, refresh_every=4, **own)
+
+
+def go(model, opt, first, last):
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(16, 2, 3, 3, generator=generator)
+        y = torch.randint(3, (16,), generator=generator)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def main(method, checkpoint, first, last, out):
+    torch.set_num_threads(1)
+    model, opt = build(method)
+    saved = torch.load(checkpoint, weights_only=True)
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+    go(model, opt, int(first), int(last))
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+worker: dict[str, Any] = {"__name__": "worker"}
+exec(WORKER, worker)
+
+
+def assert_same_data(one: Any, two: Any, where: str = "state") -> None:
+    """Bit-equal tensors and equal numbers, through dicts and lists."""
+    assert type(one) is type(two), where
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            assert_same_data(one[key], two[key], f"{where}[{key!r}]")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two), where
+        for i, (a, b) in enumerate(zip(one, two, strict=True)):
+            assert_same_data(a, b, f"{where}[{i}]")
+    elif isinstance(one, Tensor):
+        assert one.dtype == two.dtype and torch.equal(one, two), where
+    else:
+        assert one == two or one != one, where
+
+
+def assert_plain(value: Any, where: str = "state") -> None:
+    """Tensors, numbers, strings, None and containers of them: nothing that needs this library to be read."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            assert isinstance(key, str | int), where
+            assert_plain(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            assert_plain(item, f"{where}[{i}]")
+    else:
+        assert value is None or isinstance(value, Tensor | int | float | str | bool), f"{where} is a {type(value)}"
+
+
+@pytest.mark.parametrize("method", worker["METHODS"])
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_resumed_in_this_process(method: str, at: int) -> None:
+    """At three points: before a refresh, at it, after it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model, opt = worker["build"](method)
+        worker["go"](model, opt, 0, at)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+        worker["go"](model, opt, at, 11)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        assert_plain(saved["opt"])
+        model_2, opt_2 = worker["build"](method)
+        model_2.load_state_dict(saved["model"])
+        opt_2.load_state_dict(saved["opt"])
+        assert_same_data(opt_2.state_dict(), saved["opt"])
+        worker["go"](model_2, opt_2, at, 11)
+        assert_same_data(model_2.state_dict(), model.state_dict())
+        assert_same_data(opt_2.state_dict(), opt.state_dict())
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("method", worker["METHODS"])
+def test_resumed_in_a_new_process(method: str, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model, opt = worker["build"](method)
+        worker["go"](model, opt, 0, 6)
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "checkpoint.pt")
+        worker["go"](model, opt, 6, 11)
+    finally:
+        torch.set_num_threads(threads)
+    (tmp_path / "worker.py").write_text(WORKER)
+    subprocess.run(
+        [sys.executable, "worker.py", method, "checkpoint.pt", "6", "11", "end.pt"], cwd=tmp_path, check=True
+    )
+    end = torch.load(tmp_path / "end.pt", weights_only=True)
+    assert_same_data(end["model"], dict(model.state_dict()))
+    assert_same_data(end["opt"], opt.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [EKFAC, KFAC])
+def test_float32_state_under_half_precision_parameters_survives_a_load(dtype: torch.dtype, kind: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.PReLU()).to(dtype)
+    opt = kind(model, lr=0.01, momentum=0.9)
+    for _ in range(3):
+        opt.zero_grad()
+        mean_loss(model, (torch.randn(8, 5, dtype=dtype), torch.zeros(8, 3, dtype=dtype))).backward()
+        opt.step()
+    for p in model.parameters():
+        for key, value in opt.state[p].items():
+            if isinstance(value, Tensor) and value.is_floating_point() and key != "momentum_buffer":
+                assert value.dtype == torch.float32, key
+    saved = copy.deepcopy(opt.state_dict())
+    other = kind(copy.deepcopy(model), lr=0.01, momentum=0.9)
+    other.load_state_dict(saved)
+    assert_same_data(other.state_dict(), saved)
+
+
+def test_a_damping_function_stays_outside_the_checkpoint() -> None:
+    model = nn.Linear(3, 2)
+    opt = EKFAC(model, lr=0.1, damping=lambda step: 1.0 / (step + 1))
+    for _ in range(3):
+        opt.zero_grad()
+        mean_loss(model, (torch.randn(4, 3), torch.zeros(4, 2))).backward()
+        opt.step()
+    saved = opt.state_dict()
+    assert_plain(saved)
+    assert saved["param_groups"][0]["damping"] == pytest.approx(1 / 3)
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    other = EKFAC(twin, lr=0.1, damping=lambda step: 1.0 / (step + 1))
+    other.load_state_dict(saved)
+    mean_loss(twin, (torch.randn(4, 3), torch.zeros(4, 2))).backward()
+    other.step()
+    assert other.param_groups[0]["damping"] == pytest.approx(1 / 4)
+
+
+def test_a_load_takes_the_checkpoints_options_as_torch_does() -> None:
+    model = nn.Linear(3, 2)
+    opt = EKFAC(model, lr=0.1, damping=0.5)
+    saved = opt.state_dict()
+    opt.close()
+    other = EKFAC(model, lr=0.2, damping=0.7)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.1 and other.param_groups[0]["damping"] == 0.5
