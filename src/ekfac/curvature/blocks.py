@@ -178,16 +178,12 @@ def find_blocks(
             f"unsupported='error', and no layer that can be preconditioned covers: "
             f"{', '.join(names[p] for p in rest)}. Allowed: unsupported='diagonal', or freeze them"
         )
-    blocks += [
-        Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}) for p in rest
-    ]
+    blocks += [Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}) for p in rest]
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
 
 
-def _check_patterns(
-    modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]
-) -> None:
+def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]) -> None:
     for argument, patterns in (("include", include or ()), ("exclude", exclude)):
         for pattern in patterns:
             if not any(matches(name, [pattern]) for name in modules):
@@ -217,7 +213,7 @@ def _layer_block(
         return None
     cls = layer_class(owner)
     assert cls is not None
-    layer = cls(owner, frozenset(roles), sua=sua)  # type: ignore[call-arg]
+    layer = cls(owner, frozenset(roles), sua=sua)
     uses: dict[nn.Module, Layer] = {owner: layer}
     for _, module in sharing:
         if module is owner:
@@ -227,7 +223,7 @@ def _layer_block(
                 return None
             uses[module] = TransposedEmbedding(module, frozenset({"weight"}), layer.shape.columns)
         elif layer_class(module) is cls:
-            other = cls(module, frozenset(roles), sua=sua)  # type: ignore[call-arg]
+            other = cls(module, frozenset(roles), sua=sua)
             if other.shape != layer.shape:
                 return None
             uses[module] = other

@@ -94,9 +94,7 @@ class Capture:
         self.fired &= {block for uses in self._uses.values() for block, _ in uses}
         me = weakref.ref(self)
         self._handles = [module.register_forward_hook(_ForwardHook(me)) for module in self._uses]
-        self._handles.append(
-            self.model.register_forward_pre_hook(_BeginHook(me), with_kwargs=True, prepend=True)
-        )
+        self._handles.append(self.model.register_forward_pre_hook(_BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(_EndHook(me), always_call=True))
 
     def close(self) -> None:
@@ -178,9 +176,7 @@ class Capture:
             call = record.calls[block]
             record.calls[block] += 1
 
-            def hook(
-                d: Tensor, b: Block = block, la: Layer = layer, x: Tensor | None = x, c: int = call
-            ) -> None:
+            def hook(d: Tensor, b: Block = block, la: Layer = layer, x: Tensor | None = x, c: int = call) -> None:
                 self.arrived(record, b, la, x, d.detach(), c)
 
             output.register_hook(hook)
@@ -204,9 +200,7 @@ class Capture:
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
-    def arrived(
-        self, record: Record, block: Block, layer: Layer, x: Tensor | None, d: Tensor, call: int
-    ) -> None:
+    def arrived(self, record: Record, block: Block, layer: Layer, x: Tensor | None, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
         if not self.enabled:
             return

@@ -6,8 +6,7 @@ A side that is kept diagonal has no matrix: its U is ``None`` and stands for the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,12 +43,10 @@ class Basis:
         """S_B x S_A, the eigenvalues that KFAC assigns to the basis, ``[G, O, C]``."""
         return self.S_B[:, :, None] * self.column_values()[:, None, :]
 
-    def to(self, *args: object, **kwargs: object) -> Basis:
-        """Move or cast all tensors, as ``Tensor.to``."""
-        move: Callable[[Tensor | None], Tensor | None] = lambda t: (
-            None if t is None else t.to(*args, **kwargs)
-        )  # type: ignore[call-overload]  # noqa: E731
-        return replace(self, **{k: move(getattr(self, k)) for k in ("U_A", "U_B", "S_A", "S_B")})  # type: ignore[arg-type]
+    def to(self, like: Tensor) -> Basis:
+        """The same basis in the dtype and on the device of a tensor."""
+        move = {k: None if t is None else t.to(like) for k, t in (("U_A", self.U_A), ("U_B", self.U_B))}
+        return Basis(self.shape, move["U_A"], move["U_B"], self.S_A.to(like), self.S_B.to(like))
 
 
 def rotate_rows(matrix: Tensor, U: Tensor | None) -> Tensor:
@@ -91,9 +88,7 @@ def carry_second_moment(s: Tensor, old: Basis, new: Basis) -> Tensor:
 def carry_moment(m: Tensor, old: Basis, new: Basis) -> Tensor:
     """A mean that lives in the basis, turned into the new one: R_B m R_A^T."""
     R_B, R_A = change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
-    return rotate_columns(
-        rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape
-    )
+    return rotate_columns(rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape)
 
 
 # --- the solver -------------------------------------------------------------------------------------------------
@@ -129,16 +124,12 @@ def eigh_with_fallback(matrix: Tensor, previous: Tensor | None = None) -> Eigend
                 continue
             try:
                 values, U = attempt(matrix)
-            except (torch.linalg.LinAlgError, RuntimeError):
+            except RuntimeError:  # torch.linalg.LinAlgError is one
                 continue
             values, U = values.to(matrix), U.to(matrix)
             if is_eigendecomposition(matrix, U, values):
                 return Eigendecomposition(U, values.clamp(min=0), rung)
-    U = (
-        torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix).contiguous()
-        if previous is None
-        else previous
-    )
+    U = torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix).contiguous() if previous is None else previous
     return Eigendecomposition(U, rayleigh(matrix, U).nan_to_num(0.0, 0.0, 0.0).clamp(min=0), "kept")
 
 
@@ -162,7 +153,9 @@ def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
     """||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
     turned = U.mT @ matrix @ U
     off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
-    return off.norm(dim=(-2, -1)) / matrix.norm(dim=(-2, -1)).clamp(min=torch.finfo(matrix.dtype).tiny)
+    size: Tensor = matrix.norm(dim=(-2, -1)).clamp(min=torch.finfo(matrix.dtype).tiny)
+    residual: Tensor = off.norm(dim=(-2, -1)) / size
+    return residual
 
 
 def _plain(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ class EmbeddingLayer(Layer):
     def _live(self, x: Tensor, d: Tensor) -> Tensor:
         if self.module.padding_idx is None:
             return d
-        return d * (x != self.module.padding_idx)[..., None].to(d.dtype)
+        live: Tensor = (x != self.module.padding_idx)[..., None].to(d.dtype)
+        return d * live
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
         """Token counts; under "reduce", the sum of squared per-example frequencies."""

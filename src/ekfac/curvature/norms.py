@@ -56,9 +56,7 @@ class NormLayer(Layer):
         return gradient.new_ones(n, 1, self.shape.groups, 1), gradient
 
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([tensors[r].reshape(-1) for r in ("weight", "bias") if r in self.roles], -1)[
-            ..., None
-        ]
+        return torch.stack([tensors[r].reshape(-1) for r in ("weight", "bias") if r in self.roles], -1)[..., None]
 
     def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
         roles = [r for r in ("weight", "bias") if r in self.roles]

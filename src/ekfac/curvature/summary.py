@@ -46,17 +46,14 @@ class Summary:
         right = {2, 3, 4, 5}
         lines = [
             "  ".join(
-                c.rjust(w) if i in right else c.ljust(w)
-                for i, (c, w) in enumerate(zip(line, widths, strict=True))
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
             )
             for line in [head, tuple("-" * w for w in widths), *body]
         ]
         numbers = sum(r.numbers for r in self.rows)
         covered = sum(r.numbers for r in self.rows if r.block != "diagonal")
         share = 100 * covered / max(1, numbers)
-        lines.append(
-            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}"
-        )
+        lines.append(f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -115,6 +112,4 @@ def summary(
         exclude: Names or patterns of layers to leave to the diagonal method.
         max_factor_dim: A side wider than this is kept diagonal.
     """
-    return summarise(
-        find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim)
-    )
+    return summarise(find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim))

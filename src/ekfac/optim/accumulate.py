@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def reduce_over_processes(
     for block, what in expected.items():
         entry = sums.setdefault(block, BlockSums())
         shape = block.shape
-        options = {"dtype": block.dtype, "device": block.key.device}
+        options: dict[str, Any] = {"dtype": block.dtype, "device": block.key.device}
         mine = parts.setdefault(block.dtype, [])
         if what.factors:
             if entry.factors is None:

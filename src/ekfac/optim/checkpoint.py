@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim.engine import Engine
@@ -42,9 +42,7 @@ def parameter_shapes(blocks: Iterable[Block]) -> dict[str, list[int]]:
 def check(engine: Engine, saved: Any) -> dict[str, Any]:
     """Refuse a checkpoint that is not this kind's or not this model's."""
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
-        raise ValueError(
-            f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)"
-        )
+        raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
     ours, theirs = parameter_shapes(engine.blocks), dict(saved["parameters"])
     if ours != theirs:
         missing = [n for n in theirs if n not in ours]
@@ -58,7 +56,7 @@ def check(engine: Engine, saved: Any) -> dict[str, Any]:
     return dict(saved)
 
 
-def check_blocks(engine: Engine, state_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse state whose blocks are laid out in another way (sua, max_factor_dim, include, ... differ)."""
     for block in engine.blocks:
         s = state_of.get(block.key, {}).get("s")
@@ -67,9 +65,7 @@ def check_blocks(engine: Engine, state_of: Mapping[nn.Parameter, Mapping[str, An
         expected = (shape.groups, shape.out, shape.columns)
         wrong = isinstance(s, Tensor) and tuple(s.shape) != expected
         if isinstance(A, Tensor):
-            wrong |= tuple(A.shape) != (shape.groups, shape.inputs) + (
-                () if block.diagonal_A else (shape.inputs,)
-            )
+            wrong |= tuple(A.shape) != (shape.groups, shape.inputs) + (() if block.diagonal_A else (shape.inputs,))
         if wrong or (A is not None and not block.covered):
             raise ValueError(
                 f"state_dict holds another layout of block '{block.name}'. Construct the optimizer with the same sua, "
@@ -77,7 +73,7 @@ def check_blocks(engine: Engine, state_of: Mapping[nn.Parameter, Mapping[str, An
             )
 
 
-def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Put the counters back, after a last check that the blocks are laid out as they were."""
     before = engine.silent
     engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}

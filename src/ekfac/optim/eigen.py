@@ -55,9 +55,7 @@ class EigenMethod:
             return None
         return Basis(block.shape, state["U_A"], state["U_B"], state["S_A"], state["S_B"])
 
-    def refresh(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher
-    ) -> None:
+    def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Solve for a new basis and take the rule's state there, or start it there."""
         old = self.basis(block, state) if "S_A" in state else None
         new, state["failed_refreshes"] = refresher.solve(block, A, B, old, state.get("failed_refreshes", 0))

@@ -105,15 +105,11 @@ class EKFAC(torch.optim.Optimizer):
         self.model = model
         self.kl_clip = kl_clip
         self.kl_clip_hits: Tensor | float = 0.0
-        groups = (
-            [{"params": [p for p in model.parameters() if p.requires_grad]}]
-            if params is None
-            else list(params)
-        )
-        self._groups_checked = [self._named_group(dict(group), defaults) for group in groups]
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}] if params is None else list(params)
+        named = [self._named_group(dict(group), defaults, index) for index, group in enumerate(groups)]
         # A number per group, so that checkpoints stay plain data; a function lives in _damping_functions.
         first = {**defaults, "damping": options.damping("damping", defaults["damping"])}
-        super().__init__(self._groups_checked, first)
+        super().__init__(named, first)
         self.engine = self._make_engine(model, arguments)
         self._check_damping_within_layers()
 
@@ -125,32 +121,27 @@ class EKFAC(torch.optim.Optimizer):
     def _all_parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _named_group(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    def _named_group(self, group: dict[str, Any], defaults: dict[str, Any], index: int) -> dict[str, Any]:
         """A group with names, checked, its damping function kept apart."""
-        names = {p: name for name, p in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         given = group["params"]
         items = [given] if isinstance(given, Tensor) else list(given)
         parameters = [item[1] if isinstance(item, tuple) else item for item in items]
         for p in parameters:
             if p not in names:
-                raise ValueError(
-                    f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model"
-                )
+                raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         check_update_options({**defaults, **group})
         damping = group.get("damping", defaults["damping"])
-        index = len(getattr(self, "param_groups", [])) + getattr(self, "_groups_named", 0)
         if callable(damping):
             self._damping_functions[index] = damping
             group["damping"] = options.damping("damping", damping)
-        self._groups_named = getattr(self, "_groups_named", 0) + 1
         group["params"] = [(names[p], p) for p in parameters]
         return group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, with options of their own; see torch's method of that name."""
         if hasattr(self, "engine"):
-            self._groups_named = 0
-            param_group = self._named_group(dict(param_group), self._arguments)
+            param_group = self._named_group(dict(param_group), self._arguments, len(self.param_groups))
         super().add_param_group(param_group)
         if hasattr(self, "engine"):
             self.engine.set_parameters(self._all_parameters())
@@ -171,7 +162,7 @@ class EKFAC(torch.optim.Optimizer):
     # --- the step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of Algorithm 1: basis, scaling, direction (see :mod:`ekfac.optim.engine`), then the update."""
         loss = None
         if closure is not None:
@@ -194,9 +185,7 @@ class EKFAC(torch.optim.Optimizer):
         """Write the current number of a damping function into its group."""
         self.engine.settle()
         for index, function in self._damping_functions.items():
-            self.param_groups[index]["damping"] = options.damping(
-                "damping", function, self.engine.applied_steps
-            )
+            self.param_groups[index]["damping"] = options.damping("damping", function, self.engine.applied_steps)
 
     def _clipped(
         self, directions: list[Direction], group_of: dict[nn.Parameter, dict[str, Any]]
@@ -210,9 +199,7 @@ class EKFAC(torch.optim.Optimizer):
         }
         if self.kl_clip is None:
             return steps
-        gradients = {
-            p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)
-        }
+        gradients = {p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * group_of[p]["lr"] ** 2 for p, step in steps.items()]
         size = torch.stack([term.to(terms[0]) for term in terms]).sum()
@@ -240,9 +227,7 @@ class EKFAC(torch.optim.Optimizer):
                 velocities.append(state["momentum_buffer"])
             torch._foreach_mul_(velocities, mu if ok is None else 1 + (mu - 1) * ok)
             torch._foreach_add_(velocities, p_steps)
-            p_steps = (
-                list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
-            )
+            p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
@@ -291,7 +276,7 @@ class EKFAC(torch.optim.Optimizer):
         if len(theirs) != len(ours):
             raise ValueError(f"state_dict trains {len(theirs)} parameters, this optimizer {len(ours)}")
         # torch casts state to the parameter's dtype; factors under half-precision parameters must stay float32.
-        state = {
+        state: dict[Tensor, dict[str, Any]] = {
             p: checkpoint.on_device(state_dict["state"][index], p.device)
             for index, p in zip(theirs, ours, strict=True)
             if index in state_dict["state"]
@@ -300,7 +285,6 @@ class EKFAC(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         self.state.update(state)
-        self.engine.state = self.state
         self.kl_clip_hits = saved["kl_clip_hits"]
 
     def close(self) -> None:

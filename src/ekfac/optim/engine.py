@@ -9,7 +9,7 @@ The engine owns no hyper-parameter of the update; EKFAC, KFAC and Preconditioner
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,9 +38,7 @@ class Method(Protocol):
 
     needs_examples: bool
 
-    def refresh(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher
-    ) -> None:
+    def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Renew what is derived from the factors."""
 
     def basis(self, block: Block, state: State) -> Basis | None:
@@ -81,7 +79,7 @@ class Engine:
         settings: EngineOptions,
         method: Method,
         elementwise: EigenMethod,
-        state: dict[nn.Parameter, State],
+        state: MutableMapping[Tensor, State],
     ) -> None:
         self.model = model
         self.settings = settings
@@ -263,37 +261,8 @@ class Engine:
             if due:
                 self._compute_eigenbasis(block, state, damping)
             s_star = self._compute_scaling(block, state, n_statistics, due)
-            gradients = self._gradients(block, n)
-            G = block.stack(gradients)
-            G_left = None
-            ratio = None
-            if any(p in rescaled for p in block.parameters.values()):
-                if len(block.parameters) == 1:
-                    ratio = rescaled[block.key].to(block.dtype)
-                else:
-                    G_left = block.stack(
-                        [
-                            g * rescaled.get(p, 1.0)
-                            for p, g in zip(block.parameters.values(), gradients, strict=True)
-                        ]
-                    )
-            if any(maximize_of(p) or l2_of(p) for p in block.parameters.values()):
-                # Neither the sign nor the penalty is part of the gradient that the scaling is fed with.
-                if ratio is not None:
-                    G_left, ratio = G * ratio, None
-                elif G_left is None:
-                    G_left = G
-                G = block.stack(
-                    [
-                        (-g if maximize_of(p) else g) + l2_of(p) * p
-                        for p, g in zip(block.parameters.values(), gradients, strict=True)
-                    ]
-                )
-            if self.ok is not None:
-                G = torch.where(self.ok > 0, G, 0.0)
-                G_left = None if G_left is None else torch.where(self.ok > 0, G_left, 0.0)
-                ratio = None if ratio is None else torch.where(self.ok > 0, ratio, 0.0)
-            step = Step(n, s_star, self.ok, damping, ratio, G_left)
+            G, ratio, left_G = self._gradient(block, n, rescaled, l2_of, maximize_of)
+            step = Step(n, s_star, self.ok, damping, ratio, left_G)
             P = self.method_of(block).direction(block, state, G, step)
             results.append(Direction(block, block.unstack(G), block.unstack(P)))
         self.drop()
@@ -317,9 +286,7 @@ class Engine:
         missing = [
             b
             for b in self.blocks
-            if b.covered
-            and b not in self.capture.fired
-            and any(p.grad is not None for p in b.parameters.values())
+            if b.covered and b not in self.capture.fired and any(p.grad is not None for p in b.parameters.values())
         ]
         if not missing or world_size() > 1:
             return
@@ -418,9 +385,7 @@ class Engine:
             basis = self.method.basis(block, state)
             assert basis is not None
             for calls, count in sums.held:
-                sums.add_scaling(
-                    statistics.scaling_sum(block, calls, count, basis, self.settings.memory_limit)
-                )
+                sums.add_scaling(statistics.scaling_sum(block, calls, count, basis, self.settings.memory_limit))
             sums.held = []
         if world_size() > 1 and due:
             sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
@@ -430,15 +395,39 @@ class Engine:
         s_star = sums.scaling * as_scalar(self._delta_square(n), sums.scaling)
         return s_star if self.ok is None else torch.where(self.ok > 0, s_star, 0.0)
 
-    def _gradients(self, block: Block, n: float | Tensor) -> list[Tensor]:
-        """The mini-batch gradient: ``.grad`` as it stands, divided by N under a sum loss."""
-        grads = [
-            torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype)
-            for p in block.parameters.values()
-        ]
+    def _gradient(
+        self,
+        block: Block,
+        n: float | Tensor,
+        rescaled: dict[nn.Parameter, Tensor],
+        l2_of: Callable[[nn.Parameter], float],
+        maximize_of: Callable[[nn.Parameter], bool],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
+
+        The first is ``.grad`` as it stands (divided by N under a sum loss), with L2 penalty and sign. If it was
+        rescaled as a whole, the second is the factor that undoes it; if it differs in other ways, the third is the
+        gradient as backward left it. The scaling is fed with that, so that clipping never enlarges an update.
+        """
+        parameters = list(block.parameters.values())
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype) for p in parameters]
         if self.settings.loss_reduction == "sum":
-            grads = [g * as_scalar(world_size() / n, g) for g in grads]
-        return grads
+            gradients = [g * as_scalar(world_size() / n, g) for g in gradients]
+        G = block.stack(gradients)
+        ratio = left = None
+        if len(parameters) == 1 and parameters[0] in rescaled:
+            ratio = rescaled[parameters[0]].to(block.dtype)
+        elif any(p in rescaled for p in parameters):
+            left = block.stack(g * rescaled.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True))
+        if any(maximize_of(p) or l2_of(p) for p in parameters):
+            left, ratio = left if left is not None else G if ratio is None else G * ratio, None
+            G = block.stack(
+                (-g if maximize_of(p) else g) + l2_of(p) * p for p, g in zip(parameters, gradients, strict=True)
+            )
+        if self.ok is None:
+            return G, ratio, left
+        masked = [None if t is None else torch.where(self.ok > 0, t, 0.0) for t in (ratio, left)]
+        return torch.where(self.ok > 0, G, 0.0), masked[0], masked[1]
 
     def _rescaling(
         self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor]
@@ -459,8 +448,8 @@ class Engine:
         s = block.shape
         u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
         v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
-        options_ = {"dtype": block.dtype, "device": block.key.device}
-        return u.to(**options_), v.to(**options_)
+        like = torch.empty(0, dtype=block.dtype, device=block.key.device)
+        return u.to(like), v.to(like)
 
     def _check_probes(self) -> None:
         """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ekfac.optim import options
 from ekfac.optim.damping import DAMPING_MODES
@@ -34,7 +34,7 @@ def build_engine(
     who: str,
     model: nn.Module,
     parameters: Iterable[nn.Parameter],
-    state: dict[nn.Parameter, State],
+    state: MutableMapping[Tensor, State],
     arguments: dict[str, Any],
 ) -> Engine:
     """Check :class:`CurvatureArguments` and build the engine with its rule."""

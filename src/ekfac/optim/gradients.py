@@ -54,7 +54,7 @@ class GradientWatch:
             return
         self._task = task
         # DistributedDataParallel queues its averaging later than this: a callback queued by a callback runs after it.
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._backward_ended))
 
     @torch.no_grad()
@@ -73,9 +73,7 @@ class GradientWatch:
     def sizes(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         """The largest magnitude of each ``.grad`` as it stands, and as backward left it."""
         changed = [p for p in parameters if p not in self._left or self.touched(p)]
-        now = dict(
-            zip(changed, largest_magnitudes([p.grad for p in changed if p.grad is not None]), strict=True)
-        )
+        now = dict(zip(changed, largest_magnitudes([p.grad for p in changed if p.grad is not None]), strict=True))
         current = [now[p] if p in now else self._left[p][0] for p in parameters]
         left = [self._left[p][0] if p in self._left else now[p] for p in parameters]
         return current, left

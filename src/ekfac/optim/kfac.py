@@ -40,9 +40,7 @@ class InverseMethod:
         """There is none."""
         return None
 
-    def refresh(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher
-    ) -> None:
+    def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Keep the factors of this refresh and invert them."""
         # S_A stands for "has been refreshed" in the engine; here it is the factor that the inverse was made of.
         state["S_A"], state["S_B"] = A, B
@@ -51,11 +49,7 @@ class InverseMethod:
     def _invert(self, block: Block, state: State, damping: float, refresher: Refresher | None = None) -> None:
         started = time.perf_counter()
         A, B = state["S_A"], state["S_B"]
-        pi = (
-            pi_of(A, B, block)
-            if self.pi_correction
-            else torch.ones_like(A[:, 0] if A.dim() == 2 else A[:, 0, 0])
-        )
+        pi = pi_of(A, B, block) if self.pi_correction else torch.ones_like(A[:, 0] if A.dim() == 2 else A[:, 0, 0])
         root = math.sqrt(damping)
         with factors.full_precision(A.device):
             inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"))

@@ -37,9 +37,7 @@ def number(
     given = value
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(
-                f"{name}={value!r} must be {allowed}, not a tensor of shape {tuple(value.shape)}"
-            )
+            raise ValueError(f"{name}={value!r} must be {allowed}, not a tensor of shape {tuple(value.shape)}")
         if value.device.type != "cpu":
             return
         value = value.item()
@@ -83,9 +81,7 @@ def patterns(name: str, value: Any) -> list[str]:
 def gradient(name: str, grad: Tensor) -> None:
     """A dense real gradient."""
     if grad.is_sparse or grad.layout != torch.strided:
-        raise ValueError(
-            f"parameter '{name}': its gradient is sparse ({grad.layout}). Allowed: dense gradients"
-        )
+        raise ValueError(f"parameter '{name}': its gradient is sparse ({grad.layout}). Allowed: dense gradients")
 
 
 Damping = float | Callable[[int], float]
@@ -172,9 +168,7 @@ class EngineOptions:
             integer("max_factor_dim", self.max_factor_dim, least=1)
         integer("memory_limit", self.memory_limit, least=1)
         if self.sua and self.sharing == "reduce":
-            raise ValueError(
-                "sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'"
-            )
+            raise ValueError("sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'")
         if self.include is not None:
             object.__setattr__(self, "include", patterns("include", self.include))
         object.__setattr__(self, "exclude", patterns("exclude", self.exclude))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from ekfac.curvature.summary import Summary, summarise
@@ -43,15 +43,13 @@ class Preconditioner:
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
 
-    def __init__(
-        self, model: nn.Module, *, damping: Damping = 1e-3, **arguments: Unpack[CurvatureArguments]
-    ) -> None:
+    def __init__(self, model: nn.Module, *, damping: Damping = 1e-3, **arguments: Unpack[CurvatureArguments]) -> None:
         check_model(model)
         options.damping("damping", damping)
         self._arguments: dict[str, Any] = {"damping": damping, **arguments}
         self.model = model
         self.damping = damping
-        self.state: dict[nn.Parameter, State] = defaultdict(dict)
+        self.state: defaultdict[Tensor, State] = defaultdict(dict)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.engine = build_engine("Preconditioner", model, trained, self.state, dict(arguments))
 
@@ -100,16 +98,15 @@ class Preconditioner:
     def state_dict(self) -> dict[str, Any]:
         """Everything, keyed by parameter name, as plain data."""
         extra = checkpoint.engine_state(self.engine)
-        names = {p: n for n, p in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
         return {"state": {names[p]: dict(s) for p, s in self.state.items() if p in names}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict.get("ekfac"))
         parameters = dict(self.model.named_parameters())
-        state = {
-            parameters[n]: checkpoint.on_device(s, parameters[n].device)
-            for n, s in state_dict["state"].items()
+        state: dict[Tensor, State] = {
+            parameters[n]: checkpoint.on_device(s, parameters[n].device) for n, s in state_dict["state"].items()
         }
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()

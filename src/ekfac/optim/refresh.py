@@ -38,9 +38,7 @@ class Refresher:
         self.drift: Tensor | None = None
         self._warned: set[str] = set()
 
-    def solve(
-        self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int
-    ) -> tuple[Basis, int]:
+    def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
         """U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
         started = time.perf_counter()
         with factors.full_precision(A.device):

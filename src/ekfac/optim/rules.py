@@ -46,9 +46,7 @@ class Rule(ABC):
         state["s"] = kronecker
 
     @abstractmethod
-    def observe(
-        self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None
-    ) -> None:
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         """Take in the gradient as backward left it, over n examples, and s* where the rule needs it."""
 
     def direction(self, state: State, g: Tensor, damp: Callable[[Tensor], Tensor]) -> Tensor:
@@ -57,6 +55,7 @@ class Rule(ABC):
 
     def undo(self, state: State) -> None:
         """Take back what the host counted in a step that turned out to have changed nothing."""
+        return
 
 
 class PerExample(Rule):
@@ -68,9 +67,7 @@ class PerExample(Rule):
         state["s"] = kronecker
         state["observed"] = 0
 
-    def observe(
-        self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None
-    ) -> None:
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         if s_star is None:
             return
         # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
@@ -85,9 +82,7 @@ class PerExample(Rule):
 class Running(Rule):
     """EKFAC-ra: starts at S_B x S_A, then s <- rho s + (1 - rho) N g^2."""
 
-    def observe(
-        self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None
-    ) -> None:
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         s = state["s"]
         if ok is None and isinstance(n, float):
             s.mul_(self.decay).addcmul_(g, g, value=(1 - self.decay) * n)
@@ -100,18 +95,14 @@ class Kronecker(Rule):
 
     follows_factors = True
 
-    def observe(
-        self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None
-    ) -> None:
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         """Nothing to learn between refreshes."""
 
 
 class Elementwise(Running):
     """Parameters without a Kronecker block: :class:`Running` in the identity basis, started at the first N g^2."""
 
-    def observe(
-        self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None
-    ) -> None:
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         if "s" not in state:
             state["s"] = torch.zeros_like(g)
             blend(state["s"], g.square() * n, 1.0, ok)
