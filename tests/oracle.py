@@ -41,9 +41,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 # -------------------------------------------------------------------------------------- per-example gradients
 
 
-def per_example_gradients(
-    model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor
-) -> dict[str, Tensor]:
+def per_example_gradients(model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Gradient of every example's own loss, by torch.func.
 
     Name -> [N, *shape]. Examples must not interact.
@@ -462,7 +460,7 @@ def damped(s: Tensor, eps: float, mode: str, s_a: Tensor | None = None, s_b: Ten
     if mode == "plain":
         return s + eps
     if mode == "relative":
-        return s + eps * s.mean()
+        return s + (eps * s.mean()).clamp(min=torch.finfo(s.dtype).tiny)  # a layer without gradient stays put
     assert mode == "factored"
     if s_a is None or s_b is None:
         return s + eps
@@ -625,8 +623,7 @@ class OracleEKFAC:
 
         if self.kl_clip is not None:
             total = sum(
-                self.option(name, "lr") ** 2 * float((wanted[name] * p).sum())
-                for name, p in directions.items()
+                self.option(name, "lr") ** 2 * float((wanted[name] * p).sum()) for name, p in directions.items()
             )
             nu = min(1.0, (self.kl_clip / total) ** 0.5) if total > 0 else 1.0
             directions = {name: nu * p for name, p in directions.items()}
@@ -668,10 +665,10 @@ class OracleEKFAC:
         state.b = rho * state.b + (1 - rho) * n_measured * b
         state.weight = rho * state.weight + (1 - rho) * n_measured
         eps = self.option(layer.key, "damping")
-        due = self.steps % self.refresh_every == 0 or state.s_a is None
+        due = self.steps % self.refresh_every == 0 or (state.s_a is None and state.frozen_a is None)
 
         if self.scaling == "inverse":
-            if due or state.frozen_a is None:
+            if due:
                 state.frozen_a, state.frozen_b = state.mean_a, state.mean_b
             assert state.frozen_a is not None and state.frozen_b is not None
             return self._kfac_direction(layer, g, state.frozen_a, state.frozen_b, eps)
@@ -709,9 +706,7 @@ class OracleEKFAC:
             u_a = u_a if given_a is None else given_a
             u_b = u_b if given_b is None else given_b
             for given, diagonal, factor in ((given_a, diagonal_a, a), (given_b, diagonal_b, b)):
-                assert (given is None) == diagonal or factor.shape[-1] == 1, (
-                    "a side is wrongly diagonal or not"
-                )
+                assert (given is None) == diagonal or factor.shape[-1] == 1, "a side is wrongly diagonal or not"
             check_basis(a, u_a, diagonal_a)
             check_basis(b, u_b, diagonal_b)
         new = (over_columns(layer, u_a), u_b)

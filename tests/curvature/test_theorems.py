@@ -47,7 +47,7 @@ def after_one_step(
     for layer in layers:
         state = opt.state[named[layer.key]]
         packed = torch.stack([layer.pack({p: gradients[p][n] for p in layer.names}) for n in range(len(x))])
-        u = torch.kron(state["U_B"][0], over_columns(layer, state["U_A"])[0])
+        u = torch.kron(state["U_B"][0].contiguous(), over_columns(layer, state["U_A"])[0].contiguous())
         kronecker = torch.outer(state["S_B"][0], state["S_A"][0]).reshape(-1)
         out.append((dense_fisher(packed[:, 0]), u, state["s"][0].reshape(-1), kronecker, packed[:, 0]))
     return out
@@ -66,9 +66,7 @@ def test_ekfac_is_never_further_from_the_fisher_than_kfac(
 
 @settings(max_examples=40)
 @given(problem=problems(), sharing=st.sampled_from(["expand", "reduce"]))
-def test_s_is_the_diagonal_of_the_rotated_fisher(
-    problem: tuple[nn.Module, Tensor, Tensor], sharing: str
-) -> None:
+def test_s_is_the_diagonal_of_the_rotated_fisher(problem: tuple[nn.Module, Tensor, Tensor], sharing: str) -> None:
     for fisher, u, s, _, gradients in after_one_step(*problem, sharing=sharing):
         torch.testing.assert_close(s, torch.diagonal(u.T @ fisher @ u), rtol=1e-9, atol=1e-12)
         # ... which is the second moment of the gradient's coordinates in the basis.

@@ -128,7 +128,8 @@ def test_in_the_identity_basis_each_rule_is_its_direct_formula(scaling: str) -> 
     )
     s = None
     for number, ((x, y),) in enumerate(steps):
-        gradients = per_example_gradients(model, half_square, x, y)
+        with opt.paused():
+            gradients = per_example_gradients(model, half_square, x, y)
         g_n = torch.cat([gradients["0.weight"], gradients["0.bias"].unsqueeze(-1)], -1)
         g = g_n.mean(0)
         with torch.no_grad():

@@ -98,8 +98,8 @@ def micro_batches_of_a_sum(method: str) -> Ends:
 
 def loss_scaled(scale: float) -> Callable[[str], Ends]:
     def entry(method: str) -> Ends:
-        plain = Run(method, damping_mode="relative")
-        scaled = Run(method, damping_mode="relative", lr=plain.options["lr"] * scale)
+        plain = Run(method, damping_mode="relative", damping=0.5, lr=0.02)
+        scaled = Run(method, damping_mode="relative", damping=0.5, lr=0.02 * scale)
         return plain.train(), scaled.train(loss=lambda output, y: scale * half_square(output, y))
 
     return entry

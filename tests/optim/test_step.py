@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ekfac import EKFAC
+from ekfac import EKFAC, KFAC
 from helpers import (
     LOSSES,
     assert_same_weights,
@@ -249,26 +249,23 @@ def test_flattened_sequences(rule: str) -> None:
     assert oracle.blocks["inner.0.weight"].a.shape == (1, 4, 4)
 
 
-def test_batch_dim_names_the_dimension_of_examples() -> None:
-    class SequenceFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp(3, 4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.transpose(0, 1))
-
-    torch.manual_seed(3)
-    model, twin = jittered(SequenceFirst()), jittered(mlp(3, 4, 2))
-    twin.load_state_dict({k.removeprefix("inner."): v for k, v in model.state_dict().items()})
-    a, b = EKFAC(model, batch_dim=1, **COMMON), EKFAC(twin, **COMMON)
-    for ((x, y),) in batches_for(twin, (5, 3), n=6, steps=4):
-        for net, opt, given_x in ((model, a, x.transpose(0, 1)), (twin, b, x)):
+@pytest.mark.parametrize("rule", ["running", "per_example", "KFAC"])
+def test_batch_dim_names_the_dimension_of_examples(rule: str) -> None:
+    """Sequence-first data and layers give the weights of the same data with examples first."""
+    model, twin = mlp(3, 4, 2), mlp(3, 4, 2)
+    twin.load_state_dict(model.state_dict())
+    options = {**COMMON, **({**RULES, **KFACS}[rule])}
+    kind = KFAC if options.pop("optimizer", "EKFAC") == "KFAC" else EKFAC
+    first, second = kind(model, batch_dim=1, **options), kind(twin, **options)
+    for ((x, y),) in batches_for(twin, (5, 3), n=6, steps=5):
+        for net, opt, given_x, given_y in (
+            (model, first, x.transpose(0, 1), y.transpose(0, 1)),
+            (twin, second, x, y),
+        ):
             opt.zero_grad()
-            (0.5 * (net(given_x) - y).square().sum() / len(y)).backward()
+            (0.5 * (net(given_x) - given_y).square().sum() / len(x)).backward()
             opt.step()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+    assert_same_weights(parameters_of(model), parameters_of(twin), 1e-12)
 
 
 @pytest.mark.parametrize("rule", ["running", "per_example", "kronecker"])
