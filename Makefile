@@ -21,9 +21,10 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements-rivals.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[lab,dev]'
+	$(PY) -m pip install --quiet --no-deps -r requirements-rivals.txt
 	touch $@
 
 run: setup
