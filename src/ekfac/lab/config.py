@@ -35,9 +35,7 @@ class TrainConfig:
     optimizer: str = _option(str, "optimizer, by name", "ekfac-ra")
     batch_norm: bool = _option(bool, "put batch-norm into the network", False)
     dataset: str | None = _option(str, "dataset, by name [default: the task's]")
-    width: int | None = _option(
-        int, "width of the first layer; the others shrink with it [default: the paper's]"
-    )
+    width: int | None = _option(int, "width of the first layer; the others shrink with it [default: the paper's]")
     limit: int | None = _option(int, "train on the first so many examples only")
     batch_size: int | None = _option(int, "examples a step [default: the task's]")
     epochs: int | None = _option(int, "passes over the training data [default: the task's]")
@@ -75,9 +73,7 @@ class TrainConfig:
             kind = known[name].metadata.get("kind")
             if kind is not None and value is not None and not _is(value, kind):
                 raise LabError(f"{name} must be of type {kind.__name__}, not {value!r}")
-        return cls(
-            **{**data, "plugins": tuple(data.get("plugins", ())), "options": dict(data.get("options", {}))}
-        )
+        return cls(**{**data, "plugins": tuple(data.get("plugins", ())), "options": dict(data.get("options", {}))})
 
     def optimizer_options(self) -> dict[str, Any]:
         """Return what is passed to the optimizer."""
@@ -103,14 +99,8 @@ class TrainConfig:
         own = {f.name for f in fields(self)}
         # An option that has a field of its own, like lr, is kept there and nowhere else.
         set_fields = {name: value for name, value in self.options.items() if name in OPTIMIZER_FIELDS}
-        missing = {
-            name: value for name, value in usual.items() if name in own and getattr(self, name) is None
-        }
-        options = {
-            name: value
-            for name, value in {**usual, **self.options}.items()
-            if name not in {*own, *set_fields}
-        }
+        missing = {name: value for name, value in usual.items() if name in own and getattr(self, name) is None}
+        options = {name: value for name, value in {**usual, **self.options}.items() if name not in {*own, *set_fields}}
         config = replace(self, **{**missing, **set_fields}, options=options, device=_device(self.device))
         config._check()
         return config

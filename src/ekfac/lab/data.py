@@ -94,17 +94,13 @@ def _mnist_5k(folder: Path) -> Dataset:
     import numpy
 
     text = files.read("mnist-5k", "all", folder)
-    table = torch.from_numpy(
-        numpy.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=numpy.uint8)
-    )
+    table = torch.from_numpy(numpy.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=numpy.uint8))
     table = table.view(-1, 785)
     x, y = _pixels(table[:, :-1]), table[:, -1].long()
     train, validation = hold_out(y, one_in=5)
     # Sorted by digit in the file; mixed here so that the first few hundred hold every class.
     train = train.view(10, -1).T.flatten()
-    return Dataset(
-        "mnist-5k", {"train": Split(x[train], y[train]), "validation": Split(x[validation], y[validation])}
-    )
+    return Dataset("mnist-5k", {"train": Split(x[train], y[train]), "validation": Split(x[validation], y[validation])})
 
 
 def _idx(role: str, folder: Path, magic: int) -> Tensor:

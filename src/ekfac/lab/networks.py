@@ -93,9 +93,7 @@ def resnet34(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _conv(
-    channels_in: int, channels: int, kernel: int, stride: int, batch_norm: bool, gain: float
-) -> nn.Module:
+def _conv(channels_in: int, channels: int, kernel: int, stride: int, batch_norm: bool, gain: float) -> nn.Module:
     conv = nn.Conv2d(channels_in, channels, kernel, stride, padding=kernel // 2, bias=not batch_norm)
     _normal(conv, gain)
     return nn.Sequential(conv, nn.BatchNorm2d(channels)) if batch_norm else conv

@@ -148,25 +148,22 @@ def muon(
     )
 
 
-register_optimizer(
-    "sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9"
-)
+register_optimizer("sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9")
 register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam")
 register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
 if hasattr(torch.optim, "Muon"):
     register_optimizer("muon", muon, about="Muon for hidden matrices, AdamW for the rest")
-if hasattr(ekfac, "EKFAC"):
-    register_optimizer("kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9}, "KFAC, inverse form")
-    register_optimizer(
-        "ekfac",
-        ekfac.EKFAC,
-        {"scaling": "per_example", "lr": 0.01, "damping": 1e-2},
-        "EKFAC: second moments of each batch's examples",
-    )
-    register_optimizer(
-        "ekfac-ra",
-        ekfac.EKFAC,
-        {"scaling": "running", "lr": 0.01, "damping": 1e-3},
-        "EKFAC-ra: running average of squared gradients",
-    )
-    register_optimizer("ekfac-default", ekfac.EKFAC, about="EKFAC(model) with the library's own defaults")
+register_optimizer("kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9}, "KFAC, inverse form")
+register_optimizer(
+    "ekfac",
+    ekfac.EKFAC,
+    {"scaling": "per_example", "lr": 0.01, "damping": 1e-2},
+    "EKFAC: second moments of each batch's examples",
+)
+register_optimizer(
+    "ekfac-ra",
+    ekfac.EKFAC,
+    {"scaling": "running", "lr": 0.01, "damping": 1e-3},
+    "EKFAC-ra: running average of squared gradients",
+)
+register_optimizer("ekfac-default", ekfac.EKFAC, about="EKFAC(model) with the library's own defaults")

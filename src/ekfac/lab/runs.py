@@ -61,9 +61,7 @@ def machine() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
     return {
         "system": platform.system(),
@@ -111,9 +109,7 @@ class RunFolder:
     def start(self, config: TrainConfig, about: Mapping[str, Any], history: list[dict[str, Any]]) -> None:
         """Write config.json and exactly this history, then open the TensorBoard events."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(
-            {"format": FORMAT, "config": config.to_dict(), "about": about}, indent=2, allow_nan=False
-        )
+        text = json.dumps({"format": FORMAT, "config": config.to_dict(), "about": about}, indent=2, allow_nan=False)
         _replace(self.config_file, (text + "\n").encode())
         _replace(self.metrics_file, "".join(_line(record) for record in history).encode())
         try:
@@ -130,11 +126,7 @@ class RunFolder:
             os.fsync(stream.fileno())
         if self._board is not None:
             for name, value in record.items():
-                scalars = (
-                    {f"{name}/{key}": v for key, v in value.items()}
-                    if isinstance(value, dict)
-                    else {name: value}
-                )
+                scalars = {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
                 for tag, scalar in scalars.items():
                     if isinstance(scalar, int | float) and not isinstance(scalar, bool):
                         self._board.add_scalar(tag, scalar, record["epoch"])

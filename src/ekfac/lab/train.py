@@ -114,12 +114,8 @@ def parser() -> argparse.ArgumentParser:
         flag, kind = f"--{item.name.replace('_', '-')}", item.metadata["kind"]
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         parse.add_argument(flag, default=None, help=item.metadata["help"].replace("%", "%%"), **how)
-    parse.add_argument(
-        "--set", action="append", metavar="NAME=VALUE", default=[], help="any option of the optimizer"
-    )
-    parse.add_argument(
-        "--plugin", action="append", default=[], help="your file or module that registers more"
-    )
+    parse.add_argument("--set", action="append", metavar="NAME=VALUE", default=[], help="any option of the optimizer")
+    parse.add_argument("--plugin", action="append", default=[], help="your file or module that registers more")
     parse.add_argument("--out", help="folder to record the run in")
     parse.add_argument("--data-dir", help="folder of the data files")
     parse.add_argument("--resume", action="store_true", help="go on with the run in --out")

@@ -47,20 +47,14 @@ class Trainer:
         _check_data(config, data, self.task.input_shape)
         self.floors = {}
         if self.task.floor is not None:
-            self.floors = {
-                name: self.task.floor(split.x.double()).mean().item() for name, split in data.splits.items()
-            }
+            self.floors = {name: self.task.floor(split.x.double()).mean().item() for name, split in data.splits.items()}
         self.data = data.to(self.device, DTYPES[config.dtype])
         torch.manual_seed(config.seed)
         # Initialised on the CPU, so that the same seed gives the same weights on every device.
-        self.model = self.task.build(given(config.width), config.batch_norm).to(
-            self.device, DTYPES[config.dtype]
-        )
+        self.model = self.task.build(given(config.width), config.batch_norm).to(self.device, DTYPES[config.dtype])
         self.optimizer = build_optimizer(config.optimizer, self.model, config.optimizer_options())
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self._forward: Callable[[Tensor], Tensor] = (
-            torch.compile(self.model) if config.compile else self.model
-        )
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
 
     @property
     def parameters(self) -> int:
@@ -79,9 +73,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
     def _sum(self) -> Tensor:
-        return torch.zeros(
-            (), device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64
-        )
+        return torch.zeros((), device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
 
     def train_epoch(self, on_step: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         """Train one epoch, evaluate, and return the record.
@@ -202,9 +194,7 @@ def _check_data(config: TrainConfig, data: Dataset, shape: tuple[int, ...]) -> N
     if found != shape:
         raise LabError(f"task {config.task} takes examples of shape {shape}; dataset {data.name} has {found}")
     if len(data.train.x) < given(config.batch_size):
-        raise LabError(
-            f"batch_size {config.batch_size} is more than the {len(data.train.x)} training examples"
-        )
+        raise LabError(f"batch_size {config.batch_size} is more than the {len(data.train.x)} training examples")
 
 
 def given(value: Any) -> Any:

@@ -64,9 +64,7 @@ def train(
             trainer.load_state_dict(checkpoint["trainer"])
             run.history = list(checkpoint["history"])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            raise LabError(
-                f"{run.path}/checkpoint.pt does not fit this run: {str(error).splitlines()[0]}"
-            ) from error
+            raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {str(error).splitlines()[0]}") from error
     run.about = about(config, trainer)
     if folder is not None:
         if overwrite:

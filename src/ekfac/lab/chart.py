@@ -1,0 +1,67 @@
+"""A line chart in plain text, for the terminal."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+MARKS = "sakerx*o+#"
+
+
+def chart(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    width: int = 72,
+    height: int = 16,
+) -> str:
+    """Draw curves over a common x axis, y on a logarithmic scale.
+
+    Args:
+        series: Points (x, y) by name; those whose y is not positive and finite are left out.
+        x_label: What x is.
+        y_label: What y is.
+        width: Columns of the plot itself.
+        height: Rows of the plot itself.
+
+    Returns:
+        Lines of text: the plot, its axes, and which mark is which curve.
+    """
+    curves = {
+        name: [(x, math.log10(y)) for x, y in points if math.isfinite(y) and y > 0] for name, points in series.items()
+    }
+    flat = [point for points in curves.values() for point in points]
+    if not flat:
+        return "(nothing to draw)"
+    x_low, x_high = min(x for x, _ in flat), max(x for x, _ in flat)
+    y_low, y_high = min(y for _, y in flat), max(y for _, y in flat)
+    grid = [[" "] * width for _ in range(height)]
+    for mark, points in zip(MARKS, curves.values(), strict=False):
+        for column, y in _columns(points, x_low, x_high, width):
+            row = round((y_high - y) / ((y_high - y_low) or 1) * (height - 1))
+            grid[row][column] = mark
+    lines = [f"{y_label} (log scale)"]
+    for row, cells in enumerate(grid):
+        y = y_high - (y_high - y_low) * row / (height - 1)
+        tick = f"{10**y:8.3g}" if row % 5 == 0 or row == height - 1 else " " * 8
+        lines.append(f"{tick} |{''.join(cells)}")
+    lines.append(" " * 9 + "+" + "-" * width)
+    ends = f"{x_low:.4g}", f"{x_high:.4g}"
+    lines.append(" " * 10 + ends[0] + x_label.center(width - len(ends[0]) - len(ends[1])) + ends[1])
+    lines.append(" " * 10 + "   ".join(f"{mark} {name}" for mark, name in zip(MARKS, curves, strict=False)))
+    return "\n".join(lines)
+
+
+def _columns(points: Sequence[tuple[float, float]], x_low: float, x_high: float, width: int) -> list[tuple[int, float]]:
+    """Return the value at each column that a curve reaches, on straight lines between its points."""
+    found = []
+    span = (x_high - x_low) or 1.0
+    for column in range(width):
+        x = x_low + span * column / (width - 1)
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if x0 <= x <= x1:
+                share = (x - x0) / (x1 - x0) if x1 > x0 else 0.0
+                found.append((column, y0 + share * (y1 - y0)))
+                break
+    return found
