@@ -1,0 +1,126 @@
+"""Whole networks: the curvature of every layer against per-example gradients, and training that works."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ekfac import EKFAC, Preconditioner
+from oracle import per_example_gradients
+from zoo import PROBLEMS
+
+MODELS = ("gpt", "vit", "mobilenet", "unet", "resnet")
+#: What the mean loss of the last 20 of 200 steps has to be below, as a share of the first loss.
+LEARNT = {"gpt": 0.6, "vit": 0.4, "mobilenet": 0.1, "unet": 0.2, "resnet": 0.1}
+
+
+def train(model: nn.Module, name: str, opt: torch.optim.Optimizer, steps: int, size: int) -> list[float]:
+    problem = PROBLEMS[name]
+    losses = []
+    for (x, y), _ in zip(problem.batches(size, 0), range(steps), strict=False):
+        opt.zero_grad()
+        loss = problem.loss(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_all_moved(model: nn.Module, before: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        assert bool(torch.isfinite(p).all()), f"{name} is not finite"
+        assert not torch.equal(p, before[name]), f"{name} did not move"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_second_moment_is_that_of_the_per_example_gradients(name: str) -> None:
+    """s* of every block, tied and grouped and transposed ones too, and the direction that follows from it."""
+    problem = PROBLEMS[name]
+    model = problem.build().double()
+    x, y = next(problem.batches(5, 3))
+    x = x.double() if x.is_floating_point() else x
+    y = y.double() if y.is_floating_point() else y
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)  # running statistics of batch-norm that are not the special first ones
+    model.eval()  # where no example meets another
+    gradients = per_example_gradients(copy.deepcopy(model), problem.loss, x, y)
+    epsilon = 1e-3
+    pre = Preconditioner(model, scaling="per_example", refresh_every=1, factor_decay=0.0, damping=epsilon)
+    problem.loss(model(x), y).backward()
+    mean = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for parameter, g in gradients.items():
+        torch.testing.assert_close(g.mean(0), mean[parameter], rtol=1e-8, atol=1e-12)
+    assert pre.step()
+    for block in pre.engine.blocks:
+        names = list(block.parameter_names.values())
+        G = block.stack([mean[n] for n in names])
+        if not block.covered:
+            expected = G.square() * len(x)  # the diagonal method, started at N g^2
+            direction = G / (expected + epsilon)
+            torch.testing.assert_close(pre.state[block.key]["s"], expected, rtol=1e-8, atol=1e-16)
+        else:
+            basis = pre.engine.method.basis(block, pre.state[block.key])
+            assert basis is not None
+            each = [basis.project(block.stack([gradients[n][i] for n in names])) for i in range(len(x))]
+            expected = torch.stack(each).square().mean(0)
+            size = float(expected.max())
+            torch.testing.assert_close(pre.state[block.key]["s"], expected, rtol=1e-7, atol=1e-11 * size)
+            direction = basis.unproject(basis.project(G) / (expected + epsilon))
+        for n, step in zip(names, block.unstack(direction), strict=True):
+            got = dict(model.named_parameters())[n].grad
+            torch.testing.assert_close(got, step, rtol=1e-6, atol=1e-9 * float(step.abs().max()), msg=n)
+
+
+@pytest.mark.parametrize("scaling", ["running", "per_example"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_few_steps_move_every_parameter(name: str, scaling: str) -> None:
+    model = PROBLEMS[name].build()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-2, kl_clip=0.01, refresh_every=4)
+    losses = train(model, name, opt, steps=8, size=16)
+    assert_all_moved(model, before)
+    assert min(losses[-4:]) < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_steps_train(name: str) -> None:
+    model = PROBLEMS[name].build()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    opt = EKFAC(model, lr=0.1, kl_clip=0.01, refresh_every=10)
+    losses = train(model, name, opt, steps=200, size=64)
+    assert_all_moved(model, before)
+    assert sum(losses[-20:]) / 20 < LEARNT[name] * losses[0]
+
+
+def test_summary_says_which_layers_share_a_weight() -> None:
+    rows = {row.name: row for row in EKFAC(PROBLEMS["gpt"].build()).summary().rows}
+    assert "tokens" not in rows
+    assert "shared with tokens" in rows["head"].block
+
+
+def test_positions_without_examples_are_refused_by_name_and_can_be_excluded() -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Embedding(7, 4)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + self.places(torch.arange(x.shape[1])))
+
+    x = torch.randn(3, 7, 4)
+    with EKFAC(Places()) as opt, pytest.raises(ValueError, match=r"layer 'places'.*exclude=\['places'\]"):
+        opt.model(torch.randn(5, 7, 4))
+    model = Places()
+    opt = EKFAC(model, lr=0.1, exclude=["places"])
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for _ in range(2):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    assert_all_moved(model, before)
