@@ -45,6 +45,7 @@ class Block:
         parameter_names: Their names in the model.
         diagonal_A: Whether A is kept as a vector.
         diagonal_B: Whether B is kept as a vector.
+        note: What else a reader of the summary should know.
     """
 
     name: str
@@ -229,4 +230,6 @@ def _layer_block(
             uses[module] = other
         else:
             return None
-    return Block(name, layer, uses, roles, {role: names[p] for role, p in roles.items()})
+    others = ", ".join(n for n, m in sharing if m is not owner)
+    note = f"shared with {others}" if others else ""
+    return Block(name, layer, uses, roles, {role: names[p] for role, p in roles.items()}, note=note)
