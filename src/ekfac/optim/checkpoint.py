@@ -39,8 +39,11 @@ def parameter_shapes(blocks: Iterable[Block]) -> dict[str, list[int]]:
     }
 
 
-def check(engine: Engine, saved: Any) -> dict[str, Any]:
-    """Refuse a checkpoint that is not this kind's or not this model's."""
+def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
+    """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
+    saved = state_dict.get("ekfac")
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
     ours, theirs = parameter_shapes(engine.blocks), dict(saved["parameters"])

@@ -111,7 +111,11 @@ class EKFAC(torch.optim.Optimizer):
         first = {**defaults, "damping": options.damping("damping", defaults["damping"])}
         super().__init__(named, first)
         self.engine = self._make_engine(model, arguments)
-        self._check_damping_within_layers()
+        try:
+            self._check_damping_within_layers()
+        except ValueError:
+            self.close()
+            raise
 
     def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
         return build_engine(type(self).__name__, model, self._all_parameters(), self.state, arguments)
@@ -182,10 +186,13 @@ class EKFAC(torch.optim.Optimizer):
         return loss
 
     def _current_damping(self) -> None:
-        """Write the current number of a damping function into its group."""
+        """Write the current number of a damping function into its group, and check what stands in the groups."""
         self.engine.settle()
         for index, function in self._damping_functions.items():
             self.param_groups[index]["damping"] = options.damping("damping", function, self.engine.applied_steps)
+        for group in self.param_groups:  # schedulers and users write into the groups
+            options.number("lr", group["lr"], least=0)
+            options.damping("damping", group["damping"])
 
     def _clipped(
         self, directions: list[Direction], group_of: dict[nn.Parameter, dict[str, Any]]
@@ -270,7 +277,7 @@ class EKFAC(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
-        saved = checkpoint.check(self.engine, state_dict.get("ekfac"))
+        saved = checkpoint.check(self.engine, state_dict)
         theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
         ours = self._all_parameters()
         if len(theirs) != len(ours):
@@ -285,6 +292,7 @@ class EKFAC(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         self.state.update(state)
+        self.engine.state = self.state  # torch has put a new mapping in the place of the old one
         self.kl_clip_hits = saved["kl_clip_hits"]
 
     def close(self) -> None:

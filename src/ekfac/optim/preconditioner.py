@@ -103,7 +103,7 @@ class Preconditioner:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
-        saved = checkpoint.check(self.engine, state_dict.get("ekfac"))
+        saved = checkpoint.check(self.engine, state_dict)
         parameters = dict(self.model.named_parameters())
         state: dict[Tensor, State] = {
             parameters[n]: checkpoint.on_device(s, parameters[n].device) for n, s in state_dict["state"].items()
