@@ -149,11 +149,12 @@ def demo(
         console.print(f"recorded in {out}", soft_wrap=True)
 
 
-@app.command(epilog="Examples:\n\n`ekfac summary autoencoder`\n\n`ekfac summary vgg11 --width 8 --json`")
+@app.command(epilog="Examples:\n\n`ekfac summary autoencoder`\n\n`ekfac summary vgg11 --sua --json`")
 def summary(
     task: str = typer.Argument(help=_TASK_HELP, autocompletion=_complete(TASKS)),
     width: int | None = typer.Option(None, help="Width of the first layer."),
     batch_norm: bool = typer.Option(False, help="With batch-norm."),
+    sua: bool = typer.Option(False, help="With the spatially uncorrelated approximation of convolutions."),
     plugin: list[str] = _PLUGIN,
     json: bool = _JSON,
 ) -> None:
@@ -166,7 +167,7 @@ def summary(
     model = chosen.build(width or chosen.width, batch_norm)
     parameters = sum(p.numel() for p in model.parameters())
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    table = ekfac.summary(model)
+    table = ekfac.summary(model, sua=sua)
     if json:
         display.show_json({"task": task, "parameters": parameters, "shapes": shapes, "summary": str(table)})
         return

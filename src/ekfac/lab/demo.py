@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data import Dataset, load_dataset
 from ekfac.lab.runs import Run, RunFolder
 from ekfac.lab.trainer import Trainer, given
 from ekfac.lab.training import about
@@ -71,11 +71,14 @@ def race(
         on_epoch: Called after each epoch of each.
     """
     trainers: dict[str, Trainer] = {}
+    data: dict[str, Dataset] = {}
     runs: dict[str, Run] = {}
     folders: dict[str, RunFolder] = {}
     for name, given_config in entrants.items():
         config = replace(given_config, seed=seed, epochs=max_epochs).resolved()
-        trainers[name] = Trainer(config, load_dataset(given(config.dataset), data_dir))
+        dataset = given(config.dataset)
+        data[dataset] = data.get(dataset) or load_dataset(dataset, data_dir)
+        trainers[name] = Trainer(config, data[dataset])
         runs[name] = Run(config, about=about(config, trainers[name]))
         if out is not None:
             runs[name].path = Path(out) / name.replace(" ", "").lower()

@@ -93,22 +93,30 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._synchronize()
         start = time.perf_counter()
-        for step in range(steps):
-            index = order[step * batch : (step + 1) * batch]
-            batch_x, batch_y = x[index], y[index]
-            self.optimizer.zero_grad()
-            loss = self.task.losses(self._output(batch_x), batch_x, batch_y).mean()
-            loss.backward()
-            self.optimizer.step()
-            total += loss.detach()
-            if on_step is not None:
-                on_step(step + 1, steps)
+        try:
+            for step in range(steps):
+                index = order[step * batch : (step + 1) * batch]
+                total += self._step(x[index], y[index])
+                if on_step is not None:
+                    on_step(step + 1, steps)
+        except RuntimeError:
+            # An optimizer may give up on numbers that are no longer finite; then the run has diverged.
+            if math.isfinite(total.item()):
+                raise
         self._synchronize()
         seconds = time.perf_counter() - start
         self.epoch += 1
         self.steps_done += steps
         self.seconds += seconds
         return self._record(total.item() / steps, steps * batch / seconds, _peak_memory(self.device))
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Change the parameters by one batch and return its mean loss before the change, still on the device."""
+        self.optimizer.zero_grad()
+        loss = self.task.losses(self._output(x), x, y).mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
     def initial_record(self) -> dict[str, Any]:
         """Evaluate the untrained network."""
