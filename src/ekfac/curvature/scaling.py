@@ -19,44 +19,48 @@ def scaling_sum(h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
 
     Args:
         h: Inputs ``[N, S, G, C]``.
-        delta: Output gradients ``[N, S, G, O]``.
+        delta: Output gradients ``[N, S, G, O]``, or of several backward passes over the same inputs
+            ``[passes, N, S, G, O]``; their squares are summed.
         basis: The basis to project into.
         memory: Bytes that temporary tensors may take.
     """
+    delta = _by_pass(delta)
     h, delta = project_positions(h, delta, basis)
-    s = h.shape[1]
-    if s * (s + 1) // 2 <= s + ELEMENTWISE_COST:
+    s, passes = h.shape[1], delta.shape[0]
+    if s * (s + 1) // 2 <= passes * (s + ELEMENTWISE_COST):
         return by_gram(h, delta, memory)
     return by_examples(h, delta, memory)
 
 
 def project_positions(h: Tensor, delta: Tensor, basis: Basis) -> tuple[Tensor, Tensor]:
     """Bring h and delta into the basis: rows h^T U_A (per tap) and delta^T U_B."""
-    n, s, g, c = h.shape
-    h_rows = h.permute(2, 0, 1, 3).reshape(g, n * s, c)
-    d_rows = delta.permute(2, 0, 1, 3).reshape(g, n * s, delta.shape[-1])
+    g = h.shape[2]
+    h_rows = h.movedim(-2, 0).reshape(g, -1, h.shape[-1])
+    d_rows = delta.movedim(-2, 0).reshape(g, -1, delta.shape[-1])
     h_rows = rotate_columns(h_rows, basis.U_A, basis.shape)
     d_rows = rotate_rows(d_rows.mT, basis.U_B).mT
     return (
-        h_rows.reshape(g, n, s, c).permute(1, 2, 0, 3),
-        d_rows.reshape(g, n, s, delta.shape[-1]).permute(1, 2, 0, 3),
+        h_rows.reshape(g, *h.shape[:2], h.shape[-1]).movedim(0, -2),
+        d_rows.reshape(g, *delta.shape[:-2], delta.shape[-1]).movedim(0, -2),
     )
 
 
 def by_gram(h: Tensor, delta: Tensor, memory: int) -> Tensor:
-    """The square multiplied out over pairs of positions: one product of N S (S + 1) / 2 rows.
+    """The square multiplied out over pairs of positions: one product of N S (S + 1) / 2 rows, whatever the passes.
 
     (sum_s d_s h_s)^2 = sum over s <= s' of w (d_s d_s')(h_s h_s'), w = 1 on the diagonal and 2 off it.
     For S = 1 this is (delta^2)^T (h^2).
     """
+    delta = _by_pass(delta)
     n, s, g, c = h.shape
-    total = h.new_zeros(g, delta.shape[-1], c)
-    for start, stop in chunks(n, 2 * s * g * (c + delta.shape[-1]) * h.element_size(), memory):
+    passes, o = delta.shape[0], delta.shape[-1]
+    total = h.new_zeros(g, o, c)
+    for start, stop in chunks(n, 2 * s * g * (c + (passes + 1) // 2 * o) * h.element_size(), memory):
         for offset in range(s):
             hh = h[start:stop, offset:] * h[start:stop, : s - offset]
-            dd = delta[start:stop, offset:] * delta[start:stop, : s - offset]
+            dd = delta[:, start:stop, offset:] * delta[:, start:stop, : s - offset]
             rows_h = hh.flatten(0, 1).transpose(0, 1)
-            rows_d = dd.flatten(0, 1).transpose(0, 1)
+            rows_d = (dd[0] if passes == 1 else dd.sum(0)).flatten(0, 1).transpose(0, 1)
             total.baddbmm_(rows_d.mT, rows_h, alpha=1.0 if offset == 0 else 2.0)
     return total
 
@@ -67,9 +71,15 @@ def by_examples(h: Tensor, delta: Tensor, memory: int) -> Tensor:
     o = delta.shape[-1]
     total = h.new_zeros(g, o, c)
     for start, stop in chunks(n, 2 * g * o * c * h.element_size(), memory):
-        gradients = delta[start:stop].permute(0, 2, 3, 1) @ h[start:stop].transpose(1, 2)
-        total += gradients.square_().sum(0)
+        for d in _by_pass(delta):
+            gradients = d[start:stop].permute(0, 2, 3, 1) @ h[start:stop].transpose(1, 2)
+            total += gradients.square_().sum(0)
     return total
+
+
+def _by_pass(delta: Tensor) -> Tensor:
+    """One backward pass or several: ``[passes, N, S, G, O]``."""
+    return delta if delta.dim() == 5 else delta[None]
 
 
 def chunks(n: int, bytes_each: int, memory: int) -> list[tuple[int, int]]:
