@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ekfac.curvature.layers import Layer, with_ones
+from ekfac.curvature.layers import Layer
 from ekfac.curvature.shapes import BlockShape
 
 Convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -66,19 +66,26 @@ class _ConvolutionBase(Layer):
         """Receptive fields ``[M, channels, *positions, *kernel]`` in the order of the weight's taps."""
         raise NotImplementedError
 
+    def aligned(self, d: Tensor) -> Tensor:
+        """The output's gradient with its positions in the order of :meth:`fields`."""
+        return d
+
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        dims = len(self.kernel)
-        m, out = d.shape[0], d.shape[2:]
-        delta = d.reshape(m, self.groups, self.shape.out, -1).permute(0, 3, 1, 2)
-        delta = delta.reshape(n, -1, self.groups, self.shape.out)
+        m, out, s = d.shape[0], d.shape[2:], self.shape
+        delta = self.aligned(d).reshape(m, s.groups, s.out, -1).permute(0, 3, 1, 2).reshape(n, -1, s.groups, s.out)
         if not self.weight_columns:
-            return delta.new_ones(n, delta.shape[1], self.groups, 1), delta
-        fields = self.fields(x, out).reshape(m, self.groups, self.channels, *out, *self.kernel)
-        at = list(range(3, 3 + dims))
-        taps = list(range(3 + dims, 3 + 2 * dims))
+            return delta.new_ones(n, delta.shape[1], s.groups, 1), delta
+        fields = self.fields(x, out).unflatten(1, (s.groups, self.channels))
+        dims = len(self.kernel)
+        at, taps = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
         order = [0, *at, 1, *taps, 2] if self.sua else [0, *at, 1, 2, *taps]
-        h = fields.permute(order).reshape(n, -1, self.groups, self.weight_columns)
-        return (with_ones(h) if "bias" in self.roles else h), delta
+        columns = (*self.kernel, self.channels) if self.sua else (self.channels, *self.kernel)
+        # Written once, the bias column with it: h is the largest tensor there is, and a copy would double it.
+        h = x.new_empty(m, *out, s.groups, s.columns)
+        h[..., : self.weight_columns].unflatten(-1, columns).copy_(fields.permute(order))
+        if "bias" in self.roles:
+            h[..., -1] = 1
+        return h.view(n, -1, s.groups, s.columns), delta
 
     def _columns(self, weight: Tensor) -> Tensor:
         """``[G, O, channels, taps]`` to ``[G, O, C]``: tap-major under SUA, the weight's own order otherwise."""
@@ -168,9 +175,14 @@ class TransposedConvolutionLayer(_ConvolutionBase):
         return F.pad(spread, pads)
 
     def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        # A transposed convolution applies its kernel reversed. Reversing space instead turns the taps round without
+        # a copy of all receptive fields; the positions are then reversed too, here and in the output's gradient.
         dims = len(self.kernel)
-        view = windows(self.padded(x, out), self.kernel, (1,) * dims, self.module.dilation)
-        return view.flip(tuple(range(-dims, 0)))  # a transposed convolution applies its kernel reversed
+        reverse = self.padded(x, out).flip(tuple(range(2, 2 + dims)))
+        return windows(reverse, self.kernel, (1,) * dims, self.module.dilation)
+
+    def aligned(self, d: Tensor) -> Tensor:
+        return d.flip(tuple(range(2, d.dim())))
 
     def grouped(self, weight: Tensor) -> Tensor:
         by_group = weight.reshape(self.groups, self.channels, self.shape.out, self.taps)

@@ -68,6 +68,10 @@ class Layer(ABC):
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Return h ``[n, S, G, C]`` and delta ``[n, S, G, O]`` of ``n`` examples (leading dimension k n)."""
 
+    def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
+        """Delta alone, for callers that have h already or do not need it."""
+        return self.positions(x, d, n)[1]
+
     @abstractmethod
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Bring tensors shaped like the trained parameters into the form ``[G, O, C]``."""
@@ -85,6 +89,10 @@ class Layer(ABC):
     def positions_per_example(self, d: Tensor, n: int) -> int:
         """The number S of positions that one example has in this call."""
         return d.numel() // (n * self.shape.groups * self.shape.out)
+
+    def numbers_per_position(self) -> int:
+        """How many numbers h and delta take at one position of one example."""
+        return self.shape.groups * (self.shape.columns + self.shape.out)
 
     def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int] | None:
         """Sum of h h^T and its number of terms without forming h, where the kind knows a cheaper way."""

@@ -34,7 +34,7 @@ def factor_sums(block: Block, calls: Sequence[Call], n: int, sharing: str, memor
             direct = calls[0].layer.input_sum_directly(calls[0].x.to(block.dtype), n)
         if direct is not None:
             A, terms = direct
-            delta = _deltas_only(block, calls[0], n)
+            delta = calls[0].layer.deltas(calls[0].x, calls[0].d.to(block.dtype), n)
             return FactorSums(A, terms, factors.output_sum(delta, sharing, block.diagonal_B))
         for h, delta in positions(block, calls, n, memory):
             a, count = block.layer.input_sum(h, sharing, block.diagonal_A)
@@ -95,12 +95,6 @@ def _examples(tensor: Tensor, start: int, stop: int, n: int, dtype: torch.dtype)
     k = tensor.shape[0] // n
     part = tensor if (start, stop) == (0, n) else tensor[start * k : stop * k]
     return part.to(dtype) if part.is_floating_point() else part
-
-
-def _deltas_only(block: Block, call: Call, n: int) -> Tensor:
-    d = call.d.to(block.dtype)
-    d = d.reshape(d.shape[0], block.shape.groups, block.shape.out, -1).permute(0, 3, 1, 2)
-    return d.reshape(n, -1, block.shape.groups, block.shape.out)
 
 
 def _balanced(calls: Sequence[Call], parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
