@@ -43,11 +43,10 @@ Receiver = Callable[[Block, list[Call], int], None]
 
 
 class Capture:
-    """Hooks on a model that hand h and delta to a receiver.
+    """Hooks on a model that hand h and delta to a receiver; :meth:`attach` puts them on.
 
     Args:
         model: The model whose forward counts the examples.
-        blocks: The blocks whose modules are read.
         receive: Called with all calls of a block in one record.
         wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
         before_forward: Called when a forward of the model is about to be captured.
@@ -57,7 +56,6 @@ class Capture:
     def __init__(
         self,
         model: nn.Module,
-        blocks: Iterable[Block],
         receive: Receiver,
         wanted: Callable[[Block], bool] = lambda block: True,
         before_forward: Callable[[], None] = lambda: None,
@@ -80,7 +78,6 @@ class Capture:
         self._depth = 0
         self._handles: list[RemovableHandle] = []
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
-        self.attach(blocks)
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 

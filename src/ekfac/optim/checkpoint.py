@@ -23,7 +23,6 @@ def engine_state(engine: Engine) -> dict[str, Any]:
         "applied_steps": engine.applied_steps,
         "skipped_steps": engine.skipped_steps,
         "refreshes": refresher.refreshes,
-        "refresh_seconds": refresher.seconds,
         "fallbacks": dict(refresher.fallbacks),
         "parameters": parameter_shapes(engine.blocks),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.silent],
@@ -92,7 +91,6 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
     engine.refresher.refreshes = saved["refreshes"]
-    engine.refresher.seconds = saved["refresh_seconds"]
     engine.refresher.fallbacks.clear()
     engine.refresher.fallbacks.update(saved["fallbacks"])
 

@@ -292,6 +292,7 @@ class EKFAC(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         self.state.update(state)
+        self.engine.state = self.state  # torch has put a new dict there
         self.engine.state = self.state  # torch has put a new mapping in the place of the old one
         self.kl_clip_hits = saved["kl_clip_hits"]
 

@@ -100,7 +100,7 @@ class Engine:
         self._unprobed: set[Block] = set()
         self._sums: dict[Block, BlockSums] = {}
         self._aside_used = False
-        self.capture = Capture(model, [], self._receive, self._wanted, self.check_layout, settings.batch_dim)
+        self.capture = Capture(model, self._receive, self._wanted, self.check_layout, settings.batch_dim)
         self.watch = GradientWatch([])
         self.set_parameters(parameters)
 
