@@ -70,9 +70,14 @@ class _ConvolutionBase(Layer):
         """The output's gradient with its positions in the order of :meth:`fields`."""
         return d
 
+    def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
+        s = self.shape
+        by_group = self.aligned(d).reshape(d.shape[0], s.groups, s.out, -1)
+        return by_group.permute(0, 3, 1, 2).reshape(n, -1, s.groups, s.out)
+
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         m, out, s = d.shape[0], d.shape[2:], self.shape
-        delta = self.aligned(d).reshape(m, s.groups, s.out, -1).permute(0, 3, 1, 2).reshape(n, -1, s.groups, s.out)
+        delta = self.deltas(x, d, n)
         if not self.weight_columns:
             return delta.new_ones(n, delta.shape[1], s.groups, 1), delta
         fields = self.fields(x, out).unflatten(1, (s.groups, self.channels))
@@ -130,10 +135,12 @@ class ConvolutionLayer(_ConvolutionBase):
     def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
         return windows(self.padded(x, out), self.kernel, self.module.stride, self.module.dilation)
 
-    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int] | None:
+    @property
+    def direct_inputs(self) -> bool:
+        return self.sua
+
+    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int]:
         """SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
-        if not self.sua:
-            return None
         x = self.padded(x, ())
         meets = x.new_ones(())
         positions = 1

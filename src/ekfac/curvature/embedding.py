@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ekfac.curvature.eigenbasis import Basis, rotate_rows
-from ekfac.curvature.layers import Layer
+from ekfac.curvature.layers import Layer, square_sum
 from ekfac.curvature.shapes import BlockShape
 
 
@@ -34,13 +34,11 @@ class EmbeddingLayer(Layer):
         return isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        return x.reshape(n, -1), self._live(x, d).reshape(n, -1, 1, self.shape.out)
+        return x.reshape(n, -1), live_gradient(self.module, x, d).reshape(n, -1, 1, self.shape.out)
 
-    def _live(self, x: Tensor, d: Tensor) -> Tensor:
-        if self.module.padding_idx is None:
-            return d
-        live: Tensor = (x != self.module.padding_idx)[..., None].to(d.dtype)
-        return d * live
+    def numbers_per_position(self) -> int:
+        """The one-hot rows are never written; sums over equal tokens take a few copies of delta."""
+        return 4 * self.shape.out
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
         """Token counts; under "reduce", the sum of squared per-example frequencies."""
@@ -57,6 +55,8 @@ class EmbeddingLayer(Layer):
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
         """Gradients of one token within one example are summed, then squared, then added by token."""
+        if delta.dim() == 5:
+            return torch.stack([self.scaling_sum(h, one, basis, memory) for one in delta]).sum(0)
         rows = rotate_rows(delta.flatten(0, 2).T[None], basis.U_B)[0].T
         tokens, gradients = _per_example_sums(h, rows.reshape(*h.shape, -1), self.shape.inputs)
         total = gradients.new_zeros(self.shape.inputs, self.shape.out)
@@ -87,18 +87,27 @@ class TransposedEmbedding(Layer):
         self.shape = BlockShape(1, module.num_embeddings, columns)
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        h = EmbeddingLayer._live(self, x, d).reshape(n, -1, 1, d.shape[-1])  # type: ignore[arg-type]
-        tokens = F.one_hot(x, self.shape.out).to(d.dtype).reshape(n, -1, 1, self.shape.out)
+        h = live_gradient(self.module, x, d).reshape(n, -1, 1, d.shape[-1])
+        tokens = d.new_zeros(*x.shape, self.shape.out).scatter_(-1, x[..., None], 1.0)
+        tokens = tokens.reshape(n, -1, 1, self.shape.out)
         return F.pad(h, (0, self.shape.columns - h.shape[-1])), tokens
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
         return d.numel() // (n * d.shape[-1])
+
+    def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
+        return square_sum(live_gradient(self.module, x, d)), x.numel() * self.shape.columns
 
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError("the layer that owns the weight stacks its gradient")
 
     def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
         raise AssertionError("the layer that owns the weight unstacks its gradient")
+
+
+def live_gradient(module: nn.Embedding, tokens: Tensor, d: Tensor) -> Tensor:
+    """The looked-up vectors' gradient, zero where ``padding_idx`` stands."""
+    return d if module.padding_idx is None else d * (tokens != module.padding_idx)[..., None].to(d.dtype)
 
 
 def _per_example_sums(tokens: Tensor, values: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ def outer_sum(rows: Tensor, diagonal: bool = False) -> Tensor:
     if rows.shape[1] == 1:
         flat = rows[:, 0]
         return (flat.T @ flat)[None]
-    by_group = rows.transpose(0, 1)
+    by_group = rows.transpose(0, 1).contiguous()  # one copy here, or two inside the product
     return by_group.mT @ by_group
 
 

@@ -94,13 +94,22 @@ class Layer(ABC):
         """How many numbers h and delta take at one position of one example."""
         return self.shape.groups * (self.shape.columns + self.shape.out)
 
-    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int] | None:
-        """Sum of h h^T and its number of terms without forming h, where the kind knows a cheaper way."""
-        return None
+    @property
+    def direct_inputs(self) -> bool:
+        """Whether :meth:`input_sum_directly` knows a way to A without forming h."""
+        return False
+
+    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int]:
+        """Sum of h h^T over examples, positions and taps, and the number of its terms, from the input itself."""
+        raise NotImplementedError
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
         """Sum of h h^T over examples (and positions and taps) and the number of its terms."""
         return factors.input_sum(h, self.shape, sharing, diagonal)
+
+    def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
+        """Sum of h^2 over all positions and the number of its entries; for kinds that a tied weight may join."""
+        raise NotImplementedError
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
         """Sum over examples of the squared gradient in the basis, ``[G, O, C]``."""
@@ -109,6 +118,12 @@ class Layer(ABC):
     def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Terms of ``sum_n rows^T (delta h^T) columns``: the factors ``delta·rows`` and ``h·columns``."""
         return torch.einsum("nsgo,go->nsg", delta, rows), torch.einsum("nsgc,gc->nsg", h, columns)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Sum of x^2, in float32 at the least, without a copy."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm.square()
 
 
 def with_ones(h: Tensor) -> Tensor:
@@ -127,6 +142,11 @@ class LinearLayer(Layer):
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         h = x.reshape(n, -1, 1, x.shape[-1])[..., : self.weight_columns]
         return (with_ones(h) if "bias" in self.roles else h), d.reshape(n, -1, 1, d.shape[-1])
+
+    def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
+        rows = x.numel() // x.shape[-1]
+        ones = rows if "bias" in self.roles else 0
+        return square_sum(x) + ones, rows * self.shape.columns
 
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         parts = [tensors["weight"]] if "weight" in self.roles else []

@@ -22,7 +22,6 @@ class NormLayer(Layer):
     """What all normalisation layers share; a subclass says what x̂ is and where its units lie."""
 
     module: Any
-    splittable = False
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
@@ -93,6 +92,8 @@ class GroupNormLayer(ChannelNormLayer):
 
 class BatchNormLayer(ChannelNormLayer):
     """``nn.BatchNorm1d``, ``nn.BatchNorm2d``, ``nn.BatchNorm3d``; examples still meet in the batch's statistics."""
+
+    splittable = False
 
     def normalised(self, x: Tensor) -> Tensor:
         m = self.module

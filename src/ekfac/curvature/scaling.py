@@ -70,7 +70,9 @@ def by_examples(h: Tensor, delta: Tensor, memory: int) -> Tensor:
     n, _, g, c = h.shape
     o = delta.shape[-1]
     total = h.new_zeros(g, o, c)
-    for start, stop in chunks(n, 2 * g * o * c * h.element_size(), memory):
+    # A chunk's gradients, their sum, and the copy of h and delta that a batched product makes of a strided view.
+    each = 2 * g * o * c + h.shape[1] * g * (c + o)
+    for start, stop in chunks(n, each * h.element_size(), memory):
         for d in _by_pass(delta):
             gradients = d[start:stop].permute(0, 2, 3, 1) @ h[start:stop].transpose(1, 2)
             total += gradients.square_().sum(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,12 @@ from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers import Call
 from ekfac.curvature.scaling import chunks
 
+#: Further backward passes over the same forward: the same calls with other output gradients.
+Passes = Sequence[Sequence[Call]]
+
+#: Takes a few examples out of a captured tensor, in the block's dtype.
+Cut = Callable[[Tensor], Tensor]
+
 
 @dataclass
 class FactorSums:
@@ -24,33 +30,58 @@ class FactorSums:
     B: Tensor
 
 
-def factor_sums(block: Block, calls: Sequence[Call], n: int, sharing: str, memory: int) -> FactorSums:
+def factor_sums(
+    block: Block, calls: Sequence[Call], n: int, sharing: str, memory: int, further: Passes = ()
+) -> FactorSums:
     """Sum h h^T and delta delta^T over n examples; several calls of a layer are positions of the same example."""
-    A = B = None
-    terms = 0
-    with factors.full_precision(block.key.device):
-        direct = None
-        if len(calls) == 1 and sharing == "expand" and not block.diagonal_A:
-            direct = calls[0].layer.input_sum_directly(calls[0].x.to(block.dtype), n)
-        if direct is not None:
-            A, terms = direct
-            delta = calls[0].layer.deltas(calls[0].x, calls[0].d.to(block.dtype), n)
-            return FactorSums(A, terms, factors.output_sum(delta, sharing, block.diagonal_B))
-        for h, delta in positions(block, calls, n, memory):
-            a, count = block.layer.input_sum(h, sharing, block.diagonal_A)
-            b = factors.output_sum(delta, sharing, block.diagonal_B)
-            A, B, terms = (a, b, count) if A is None or B is None else (A + a, B + b, terms + count)
-    assert A is not None and B is not None
-    return FactorSums(A.to(block.dtype), terms, B)
-
-
-def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int) -> Tensor:
-    """Sum over n examples of the squared gradient in the basis, ``[G, O, C]``."""
     total = None
     with factors.full_precision(block.key.device):
-        for h, delta in positions(block, calls, n, memory // 2):
+        for part in _factor_parts(block, calls, n, sharing, memory, further):
+            if total is None:
+                total = part
+            else:
+                total.A += part.A
+                total.B += part.B
+                total.terms += part.terms
+            del part  # before the next one is made
+    assert total is not None
+    return FactorSums(total.A.to(block.dtype), total.terms, total.B)
+
+
+def _factor_parts(
+    block: Block, calls: Sequence[Call], n: int, sharing: str, memory: int, further: Passes
+) -> Iterator[FactorSums]:
+    if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
+        layer = calls[0].layer
+        for cut, count in cuts(block, calls, n, memory, further):
+            deltas = torch.cat([layer.deltas(cut(one.x), cut(one.d), count) for (one,) in (calls, *further)])
+            B = factors.output_sum(deltas, sharing, block.diagonal_B)
+            del deltas
+            part = FactorSums(*layer.input_sum_directly(cut(calls[0].x), count), B)
+            del B
+            yield part
+            del part
+        return
+    for h, delta in positions(block, calls, n, memory, further):
+        A, terms = block.layer.input_sum(h, sharing, block.diagonal_A)
+        B = factors.output_sum(delta.flatten(0, 1) if delta.dim() == 5 else delta, sharing, block.diagonal_B)
+        part = FactorSums(A, terms, B)
+        del h, delta, A, B
+        yield part
+        del part
+
+
+def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int, further: Passes = ()) -> Tensor:
+    """Sum over n examples of the squared gradient in the basis, ``[G, O, C]``.
+
+    Half of the memory is for h, delta and their projections, the other half for what is made of them.
+    """
+    total = None
+    with factors.full_precision(block.key.device):
+        for h, delta in positions(block, calls, n, memory // 2, further):
             part = block.layer.scaling_sum(h, delta, basis, memory // 2)
-            total = part if total is None else total + part
+            total = part if total is None else total.add_(part)
+            del h, delta, part  # before the next ones are made
     assert total is not None
     return total
 
@@ -69,26 +100,44 @@ def probe_sum(block: Block, calls: Sequence[Call], n: int, memory: int, u: Tenso
     return total
 
 
-def positions(block: Block, calls: Sequence[Call], n: int, memory: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """h and delta of all calls side by side, a few examples at a time so that they fit into ``memory`` bytes."""
-    s = block.shape
-    each = 2 * s.groups * (s.columns + s.out) * torch.finfo(block.dtype).bits // 8
-    each *= sum(call.layer.positions_per_example(call.d, n) for call in calls)
+def positions(
+    block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """h and delta of all calls side by side, a few examples at a time so that they fit into ``memory`` bytes.
+
+    Where there are further backward passes over the same inputs, delta is ``[passes, n, S, G, O]``.
+    """
+    if further and any(call.layer.transposed for call in calls):
+        # Here h is itself a gradient, so that no two passes share it.
+        for one in (calls, *further):
+            yield from positions(block, one, n, memory)
+        return
+    balance = balances(calls)
+    for cut, count in cuts(block, calls, n, memory, further):
+        h, delta = side_by_side(calls, cut, count, balance)
+        if further:
+            more = [torch.cat([c.layer.deltas(cut(c.x), cut(c.d), count) for c in one], 1) for one in further]
+            delta = torch.stack([delta, *more])
+            del more
+        yield h, delta
+        del h, delta  # before the next ones are made
+
+
+def cuts(block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()) -> Iterator[tuple[Cut, int]]:
+    """Split the examples so that h and delta, with one copy of each, fit into ``memory`` bytes."""
+    numbers = 0
+    for call in calls:
+        at = call.layer.positions_per_example(call.d, n)
+        numbers += at * (call.layer.numbers_per_position() + len(further) * block.shape.groups * block.shape.out)
+        numbers += (call.x.numel() + call.d.numel()) // n
+    each = 2 * numbers * torch.finfo(block.dtype).bits // 8
     splittable = all(call.layer.splittable for call in calls)
     for start, stop in chunks(n, each, memory) if splittable else [(0, n)]:
-        parts = [
-            call.layer.positions(
-                _examples(call.x, start, stop, n, block.dtype),
-                _examples(call.d, start, stop, n, block.dtype),
-                stop - start,
-            )
-            for call in calls
-        ]
-        if len(parts) == 1:
-            yield parts[0]
-            continue
-        parts = _balanced(calls, parts)
-        yield torch.cat([h for h, _ in parts], 1), torch.cat([delta for _, delta in parts], 1)
+
+        def cut(tensor: Tensor, start: int = start, stop: int = stop) -> Tensor:
+            return _examples(tensor, start, stop, n, block.dtype)
+
+        yield cut, stop - start
 
 
 def _examples(tensor: Tensor, start: int, stop: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -97,20 +146,32 @@ def _examples(tensor: Tensor, start: int, stop: int, n: int, dtype: torch.dtype)
     return part.to(dtype) if part.is_floating_point() else part
 
 
-def _balanced(calls: Sequence[Call], parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Give the transposed uses' h the mean square of the direct uses'; every product delta h^T stays as it is."""
-    direct = [h for call, (h, _) in zip(calls, parts, strict=True) if not call.layer.transposed]
-    turned = [h for call, (h, _) in zip(calls, parts, strict=True) if call.layer.transposed]
-    if not direct or not turned:
-        return parts
+def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """h and delta of several calls as positions of the same n examples."""
+    parts = [call.layer.positions(cut(call.x), cut(call.d), n) for call in calls]
+    if len(parts) == 1:
+        return parts[0]
+    if balance is not None:
+        # Every product delta h^T stays as it is.
+        parts = [
+            (h * balance, delta / balance) if call.layer.transposed else (h, delta)
+            for call, (h, delta) in zip(calls, parts, strict=True)
+        ]
+    return torch.cat([h for h, _ in parts], 1), torch.cat([delta for _, delta in parts], 1)
 
-    def mean_square(tensors: list[Tensor]) -> Tensor:
-        return torch.stack([t.square().sum() for t in tensors]).sum() / sum(t.numel() for t in tensors)
 
-    size = mean_square(turned)
-    c = torch.where(size > 0, mean_square(direct) / size.clamp(min=torch.finfo(size.dtype).tiny), 1.0).sqrt()
-    c = torch.where(c > 0, c, 1.0)
-    return [
-        (h * c, delta / c) if call.layer.transposed else (h, delta)
-        for call, (h, delta) in zip(calls, parts, strict=True)
-    ]
+def balances(calls: Sequence[Call]) -> Tensor | None:
+    """What gives the h of transposed uses the mean square of the direct uses'; None where there are not both.
+
+    It is taken over all examples at once, so that it does not depend on how they are split.
+    """
+    if len({call.layer.transposed for call in calls}) < 2:
+        return None
+    squares = []
+    for transposed in (False, True):
+        of = [call.layer.squared_inputs(call.x, call.d) for call in calls if call.layer.transposed == transposed]
+        count = sum(entries for _, entries in of)
+        squares.append(torch.stack([square for square, _ in of]).sum() / count)
+    direct, turned = squares
+    c = torch.where(turned > 0, direct / turned.clamp(min=torch.finfo(turned.dtype).tiny), 1.0).sqrt()
+    return torch.where(c > 0, c, 1.0)
