@@ -19,7 +19,7 @@ except ImportError as error:
 
 import ekfac
 from ekfac.lab import demo as lab_demo
-from ekfac.lab import display, files
+from ekfac.lab import commands_search, display, files
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS
@@ -37,6 +37,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch and verify the datasets' official files.")
 app.add_typer(data_app, name="data")
+commands_search.register(app)
 
 
 def _complete(names: Any) -> Callable[[str], list[str]]:

@@ -1,0 +1,35 @@
+"""Finding run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ekfac.lab.registry import LabError
+from ekfac.lab.runs import Run, load_run
+
+
+def find_runs(places: Iterable[str | Path], skip_broken: bool = False) -> list[Run]:
+    """Read every run in some folders and below them, in the order of their paths.
+
+    Args:
+        places: Folders of runs, or folders that hold such folders at any depth.
+        skip_broken: Leave out what cannot be read instead of complaining: for folders that are being written.
+
+    Raises:
+        LabError: If a place does not exist or holds no run.
+    """
+    found = []
+    for place in map(Path, places):
+        if not place.is_dir():
+            raise LabError(f"{place} is not a folder")
+        files = sorted(place.rglob("config.json"))
+        if not files and not skip_broken:
+            raise LabError(f"{place} holds no run: there is no config.json in it or below")
+        for file in files:
+            try:
+                found.append(load_run(file.parent))
+            except LabError:
+                if not skip_broken:
+                    raise
+    return found

@@ -1,0 +1,79 @@
+"""What a run is called in legends and tables, and what tells it from its neighbours."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.optimizers import OPTIMIZERS
+
+NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon", "kfac": "KFAC", "ekfac": "EKFAC"}
+NAMES |= {"ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
+
+# What does not change the result that a run is after, or only in name.
+_OUTSIDE = ("device", "compile", "plugins")
+
+
+def option(config: TrainConfig, name: str) -> Any:
+    """Return an option of a run's optimizer: as set, else as its signature has it, else ``None``."""
+    given = config.optimizer_options()
+    if name in given:
+        return given[name]
+    if config.optimizer not in OPTIMIZERS:
+        return None
+    parameter = inspect.signature(OPTIMIZERS.get(config.optimizer).build).parameters.get(name)
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def has_option(optimizer: str, name: str) -> bool:
+    """Tell whether an optimizer of the lab takes an option, such as ``damping``."""
+    return name in inspect.signature(OPTIMIZERS.get(optimizer).build).parameters
+
+
+def method(config: TrainConfig) -> str:
+    """Return the method's name as the paper's legends have it: ``EKFAC-ra freq=50``, ``SGD + BN``."""
+    name = NAMES.get(config.optimizer, config.optimizer)
+    if config.batch_norm:
+        name += " + BN"
+    every = option(config, "refresh_every")
+    return name if every is None else f"{name} freq={every}"
+
+
+def describe(config: TrainConfig, names: Iterable[str] = ("lr", "damping", "batch_size")) -> str:
+    """Return the settings that a search varies, in one line: ``lr 0.01, damping 0.001, batch 200``."""
+    words = {"batch_size": "batch", "refresh_every": "freq"}
+    found = []
+    for name in names:
+        value = getattr(config, name) if hasattr(config, name) else None
+        value = option(config, name) if value is None else value
+        if value is not None:
+            text = f"{value:.3g}" if isinstance(value, float) else str(value)
+            found.append(f"{words.get(name, name)} {text}")
+    return ", ".join(found)
+
+
+def key(config: TrainConfig) -> str:
+    """Return a name for a run's folder: readable, the same on every machine, and unlike for unlike settings.
+
+    Args:
+        config: The settings, resolved, so that a default and the same value written out are one run.
+    """
+    data = {name: value for name, value in config.to_dict().items() if name not in _OUTSIDE}
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    words = [config.task, config.optimizer, *(["bn"] if config.batch_norm else [])]
+    for letter, name in (("lr", "lr"), ("d", "damping"), ("b", "batch_size"), ("s", "seed")):
+        value = getattr(config, name)
+        if value is not None:
+            words.append(f"{letter}{value:.3g}" if isinstance(value, float) else f"{letter}{value}")
+    return "-".join([*words, digest])
+
+
+def without_seed(config: TrainConfig) -> tuple[Any, ...]:
+    """Return what the seeds of one setting have in common, as something to group by."""
+    data = {name: value for name, value in config.to_dict().items() if name not in (*_OUTSIDE, "seed")}
+    return tuple(json.dumps(data[f.name], sort_keys=True, default=str) for f in fields(config) if f.name in data)

@@ -1,0 +1,96 @@
+"""The settings of the paper's search: a grid, then random points around each of its points."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.labels import has_option, key
+from ekfac.lab.registry import LabError
+
+DECADES = (1e-1, 1e-2, 1e-3, 1e-4)
+RANDOM_POINTS = 20
+# The paper's batch sizes where it searches over several; elsewhere the task's own is the only one.
+BATCH_SIZES = {"autoencoder": (200, 500)}
+
+# Batch size, learning rate, damping.
+Point = tuple[int | None, float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What to search over.
+
+    Attributes:
+        lrs: Learning rates of the grid.
+        dampings: Damping values of the grid; left out for an optimizer that has none.
+        batch_sizes: Batch sizes; none stands for the task's.
+        seeds: Each point is run with each of these.
+        random_points: How many random points to try around each point of the grid.
+        reach: Random points lie within this factor of their grid point, either way. With grid values a factor
+            of 10 apart, sqrt(10) makes neighbouring cells meet.
+        draw: Seed of the random points.
+    """
+
+    lrs: Sequence[float] = DECADES
+    dampings: Sequence[float] = DECADES
+    batch_sizes: Sequence[int] = ()
+    seeds: Sequence[int] = (0,)
+    random_points: int = RANDOM_POINTS
+    reach: float = math.sqrt(10)
+    draw: int = 0
+
+
+def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
+    """Return all settings of a search, in the order in which they are to be tried.
+
+    First the grid; then one random point around each grid point, then a second around each, and so on, so that a
+    search that is cut short has still looked everywhere. Learning rate and damping are log-uniform around their
+    grid values. The same arguments give the same list on every machine.
+
+    Args:
+        base: What all of them have in common.
+        space: What to vary.
+
+    Raises:
+        LabError: If a value is impossible.
+    """
+    _check(space)
+    dampings: Sequence[float | None] = space.dampings if has_option(base.optimizer, "damping") else (None,)
+    sizes: Sequence[int | None] = space.batch_sizes or BATCH_SIZES.get(base.task, (base.batch_size,))
+    grid: list[Point] = list(itertools.product(sizes, space.lrs, dampings))
+    draw = random.Random(space.draw)
+
+    def near(value: float | None) -> float | None:
+        if value is None:
+            return None
+        # Rounded so that a plan written as JSON, a folder's name and a command line all say the same number.
+        return float(f"{value * space.reach ** draw.uniform(-1, 1):.6g}")
+
+    points = list(grid)
+    for _ in range(space.random_points):
+        points += [(size, near(lr), near(damping)) for size, lr, damping in grid]
+    found = [
+        replace(base, batch_size=size, lr=lr, damping=damping, seed=seed).resolved()
+        for (size, lr, damping), seed in itertools.product(points, space.seeds)
+    ]
+    return unique(found)
+
+
+def unique(configs: Sequence[TrainConfig]) -> list[TrainConfig]:
+    """Return the same settings without repetitions, in the same order."""
+    return list({key(config): config for config in configs}.values())
+
+
+def _check(space: Space) -> None:
+    for name, values in (("lr", space.lrs), ("damping", space.dampings), ("seed", space.seeds)):
+        if not values:
+            raise LabError(f"{name} needs at least one value")
+    if space.random_points < 0:
+        raise LabError(f"random must be 0 or more, not {space.random_points}")
+    if not (math.isfinite(space.reach) and space.reach > 1):
+        raise LabError(f"reach must be more than 1, not {space.reach}")

@@ -1,0 +1,93 @@
+"""Lists of settings, run with torch and numpy alone, and taken into a study afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ekfac.lab import LabError, plan
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.gather import find_runs
+from ekfac.lab.space import Space, settings
+
+PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
+
+
+@pytest.fixture
+def configs() -> list[TrainConfig]:
+    # Loads the plugin, and has one that diverges.
+    BASE.resolved()
+    return [*settings(BASE, Space(lrs=(0.1, 0.01), random_points=0)), replace(BASE, lr=1e30).resolved()]
+
+
+def test_a_written_plan_reads_back(configs: list[TrainConfig], tmp_path: Path) -> None:
+    plan.write_plan(configs, tmp_path / "plan.json")
+    assert plan.read_plan(tmp_path / "plan.json") == [replace(c, device="auto").resolved() for c in configs]
+    assert "device" not in json.loads((tmp_path / "plan.json").read_text())[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"task": "tiny"}', "must be a JSON list"),
+        ('[{"task": "tiny", "speed": 1}]', "setting 1: unknown setting 'speed'"),
+        ('[{"task": "classifier", "lr": -1}]', "setting 1: lr must be a positive number"),
+    ],
+)
+def test_a_bad_plan_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(LabError, match=message):
+        plan.read_plan(tmp_path / "plan.json")
+
+
+def test_what_is_over_is_not_run_again_and_leaves_no_checkpoint(
+    configs: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("EKFAC_TEST_LOG", str(log))
+    first = plan.run_all(configs, tmp_path / "runs")
+    assert [o.run.status for o in first if o.run] == ["finished", "finished", "diverged"]
+    assert log.read_text().count("built") == 3
+    again = plan.run_all(configs, tmp_path / "runs")
+    assert log.read_text().count("built") == 3
+    assert [o.run.history for o in again if o.run] == [o.run.history for o in first if o.run]
+    assert not list(tmp_path.rglob("checkpoint.pt"))
+
+
+def test_one_failing_setting_does_not_end_the_others(configs: list[TrainConfig], tmp_path: Path) -> None:
+    wrong = replace(configs[0], options={"colour": "red"})
+    outcomes = plan.run_all([wrong, configs[0]], tmp_path)
+    assert outcomes[0].run is None and "no option 'colour'" in (outcomes[0].error or "")
+    assert outcomes[1].run is not None and outcomes[1].run.status == "finished"
+
+
+def test_the_command_on_a_bare_machine(configs: list[TrainConfig], tmp_path: Path) -> None:
+    plan.write_plan(configs, tmp_path / "plan.json")
+    bare = (
+        "import sys\n"
+        "for name in ('optuna', 'typer', 'rich', 'matplotlib', 'plotly', 'tensorboard', 'mlxtend'):\n"
+        "    sys.modules[name] = None\n"
+        "from ekfac.lab.plan import main\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "bare.py").write_text(bare)
+    command = [sys.executable, "bare.py", "plan.json", "--out", "done", "--workers", "2", "--devices", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("finished, training loss") == 2 and answer.stdout.count("diverged") == 1
+    assert sorted(run.status for run in find_runs([tmp_path / "done"])) == ["diverged", "finished", "finished"]
+
+
+def test_bad_usage_of_the_command_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([str(tmp_path / "none.json"), "--out", str(tmp_path)]) == 2
+    assert plan.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error:") == 2 and "Traceback" not in captured.err

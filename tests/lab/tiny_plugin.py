@@ -1,0 +1,35 @@
+"""A task that takes milliseconds, for tests of the search: logistic regression on made-up points.
+
+``EKFAC_TEST_LOG`` names a file that gets a line whenever a network is built; ``EKFAC_TEST_SLEEP`` slows every step.
+"""
+
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.lab import Dataset, Split, Task, label_correct, label_cross_entropy, register_dataset, register_task
+
+
+def _data(folder: object) -> Dataset:
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = (x.sum(1) > 0).long()
+    return Dataset("tiny", {"train": Split(x[:40], y[:40]), "validation": Split(x[40:], y[40:])})
+
+
+def _build(width: int, batch_norm: bool) -> nn.Module:
+    log = os.environ.get("EKFAC_TEST_LOG")
+    if log:
+        with open(log, "a") as stream:
+            stream.write("built\n")
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def _losses(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    time.sleep(float(os.environ.get("EKFAC_TEST_SLEEP", "0")))
+    return label_cross_entropy(output, x, y)
+
+
+register_dataset("tiny", _data)
+register_task("tiny", Task(_build, _losses, "tiny", (4,), width=3, batch_size=10, epochs=2, correct=label_correct))
