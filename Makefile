@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint types format bench clean
+.PHONY: help setup run test test-slow lint types format bench figures clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
@@ -18,6 +18,7 @@ help:
 	@echo "make types      mypy, strict"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
+	@echo "make figures    every figure of the paper, small, into figures/"
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ format: setup
 
 bench: setup
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
+
+figures: setup
+	$(VENV)/bin/ekfac figure all --quick --out figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
