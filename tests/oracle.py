@@ -243,26 +243,45 @@ def _positions_first(module: nn.Module, x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:2], -1).transpose(1, 2)
 
 
-def find_layers(model: nn.Module, *, sua: bool = False, exclude: Iterable[str] = ()) -> list[Layer]:
-    """The layers that have a block. Modules that share a weight are one layer."""
+def find_layers(
+    model: nn.Module,
+    *,
+    sua: bool = False,
+    exclude: Iterable[str] = (),
+    trained: Iterable[str] | None = None,
+) -> list[Layer]:
+    """The layers that have a block; ``trained`` are the names of the parameters that are (all by default).
+
+    Modules that share a weight are one layer; biases that they do not share are layers of their own, with h =
+    1.
+    """
     exclude = set(exclude)
-    names = {id(p): name for name, p in model.named_parameters()}
+    chosen = None if trained is None else set(trained)
+    names = {
+        id(p): name for name, p in model.named_parameters() if p.requires_grad and (chosen is None or name in chosen)
+    }
     layers: dict[int, Layer] = {}
+    own: list[tuple[nn.Module, str | None]] = []
     for name, module in model.named_modules():
         if not isinstance(module, COVERED) or name in exclude:
             continue
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        weight_name = names[id(weight)] if weight is not None and weight.requires_grad else None
-        bias_name = names[id(bias)] if bias is not None and bias.requires_grad else None
+        weight_name, bias_name = names.get(id(weight)), names.get(id(bias))
         if weight_name is None and bias_name is None:
             continue
         shared = id(weight if weight_name else bias)
         if shared in layers:
             layers[shared].modules.append(module)
+            own.append((module, bias_name))
         else:
             convolution = isinstance(module, CONVOLUTIONS + TRANSPOSED)
             layers[shared] = Layer([module], weight_name, bias_name, sua=sua and convolution)
-    return list(layers.values())
+    for module, bias_name in own:
+        joint = layers[id(module.weight)]
+        if joint.bias != bias_name:
+            layers |= {id(m.bias): Layer([m], None, names.get(id(m.bias))) for m in joint.modules}
+            joint.bias = None
+    return [layer for layer in layers.values() if layer.names]
 
 
 @dataclass
@@ -550,12 +569,13 @@ class OracleEKFAC:
     alpha: float = 0.99
     eps: float = 1e-8
     exclude: Sequence[str] = ()
+    trained: Sequence[str] | None = None
     per_parameter: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     count: Callable[[Any], int] = lambda batch: len(batch[0])
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.layers = find_layers(self.model, sua=self.sua, exclude=self.exclude)
+        self.layers: list[Layer] = []
         self.blocks: dict[str, BlockState] = {}
         self.diagonals: dict[str, dict[str, Any]] = {}
         self.velocity: dict[str, Tensor] = {}
@@ -585,8 +605,14 @@ class OracleEKFAC:
     ) -> dict[str, Tensor]:
         """One step on the micro-batches; ``transform`` is what the user does to ``.grad`` (clipping, say).
 
-        ``statistics`` is another loss and its batches, which factors and s* are taken from.
+        ``statistics`` is another loss and its batches, which factors and s* are taken from. A layer whose
+        trained parameters have changed since the last step starts anew.
         """
+        before = {layer.key: layer.names for layer in self.layers}
+        self.layers = find_layers(self.model, sua=self.sua, exclude=self.exclude, trained=self.trained)
+        now = {layer.key: layer.names for layer in self.layers}
+        for key in [key for key in self.blocks if now.get(key) != before.get(key)]:
+            del self.blocks[key]
         seen = observe(
             self.model, self.loss, batches, self.layers, loss_reduction=self.loss_reduction, count=self.count
         )
@@ -600,7 +626,14 @@ class OracleEKFAC:
                 loss_reduction=self.loss_reduction,
                 count=self.count,
             )
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        parameters = {
+            name: p
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and (self.trained is None or name in self.trained)
+        }
+        seen.gradients = {name: g for name, g in seen.gradients.items() if name in parameters}
+        for name in [name for name in self.diagonals if name not in parameters]:
+            del self.diagonals[name]
         wanted = dict(seen.gradients) if transform is None else transform(dict(seen.gradients))
         for name in wanted:
             if self.maximize:
@@ -744,9 +777,14 @@ class OracleEKFAC:
     # ----------------------------------------------------------------------------- parameters without a block
 
     def _diagonal_direction(self, name: str, raw: Tensor, g: Tensor, n: int) -> Tensor:
-        """``running`` with the identity as basis, started at the first N g^2."""
+        """``running`` with the identity as basis, started at the first N g^2.
+
+        It averages where others do not.
+        """
         rho = self.scaling_decay
         assert rho is not None
+        if self.scaling != "running":
+            rho = rho or 0.95
         state = self.diagonals.setdefault(name, {"s": n * raw.square()})
         state["s"] = rho * state["s"] + (1 - rho) * n * raw.square()
         return g / damped(state["s"], self.option(name, "damping"), self.damping_mode)

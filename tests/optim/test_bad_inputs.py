@@ -230,7 +230,7 @@ CASES |= {
     "the state of a wider model": Case(load_other(state_of(mlp(3, 5, 2))), ("0.weight",), training),
     "the state of a deeper model": Case(load_other(state_of(mlp(3, 4, 4, 2))), ("state",), training),
     "a state without its groups": Case(
-        load_other(lambda state: {"state": state["state"]}),
+        load_other(lambda state: {k: v for k, v in state.items() if k != "param_groups"}),
         ("param_groups",),
         training,
         (ValueError, KeyError),

@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-# Run as a program, once a rank, so that whatever gloo does at exit stays out of the test process.
+# Run as a program, once a rank, so that whatever gloo does at exit stays out of the test process; the single process
+# that they are compared with is this one.
 WORKER = """
 import os
 import sys
@@ -18,6 +21,7 @@ import sys
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
 
@@ -28,14 +32,21 @@ METHODS = {
     "kronecker": (ekfac.EKFAC, {"scaling": "kronecker"}),
     "kfac": (ekfac.KFAC, {}),
 }
-
-
-def build(method):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4), nn.PReLU(), nn.Linear(4, 3)
-    ).double()
-    return model, *METHODS[method]
+# How gradients are averaged, whether they are accumulated or clipped, and the method.
+CASES = [
+    ("by hand", "once", "per_example"),
+    ("by hand", "once", "running"),
+    ("by hand", "once", "kfac"),
+    ("by hand", "accumulated", "averaged"),
+    ("by hand", "accumulated", "running"),
+    ("ddp", "once", "per_example"),
+    ("ddp", "once", "running"),
+    ("ddp", "once", "kronecker"),
+    ("ddp", "accumulated", "per_example"),
+    ("ddp", "accumulated", "running"),
+    ("ddp", "clipped", "running"),
+    ("ddp", "clipped", "kfac"),
+]
 
 
 def batch(step):
@@ -50,99 +61,94 @@ def loss_of(model, x, y):
     return 0.5 * (model(x) - y).square().sum() / len(x)
 
 
-def train(method, how, rank, world, out):
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, kind, own = build(method)
-    options = dict(lr=0.05, damping=0.05, refresh_every=3, momentum=0.9, factor_decay=0.7, **own)
-    ddp = DistributedDataParallel(model) if how.startswith("ddp") and world > 1 else None
-    opt = kind(model if how != "ddp wrapped" or ddp is None else ddp, **options)
+def train(averaging, how, method, rank=0, world=1):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4), nn.PReLU(), nn.Linear(4, 3)
+    ).double()
+    kind, own = METHODS[method]
+    ddp = DistributedDataParallel(model) if averaging == "ddp" and world > 1 else None
+    opt = kind(model, lr=0.05, damping=0.05, refresh_every=3, momentum=0.9, factor_decay=0.7, **own)
     net = ddp or model
     for step in range(7):
         x, y = (t.chunk(world)[rank] for t in batch(step))
         opt.zero_grad()
-        if "accumulated" in how:
-            pieces = list(zip(x.chunk(2), y.chunk(2)))
-            for number, (x_k, y_k) in enumerate(pieces):
-                if ddp is not None and number + 1 < len(pieces):
-                    with ddp.no_sync():
-                        (loss_of(net, x_k, y_k) / len(pieces)).backward()
-                else:
+        pieces = [(x, y)] if how != "accumulated" else list(zip(x.chunk(2), y.chunk(2)))
+        for x_k, y_k in pieces[:-1]:
+            if ddp is None:
+                (loss_of(net, x_k, y_k) / len(pieces)).backward()
+            else:
+                with ddp.no_sync():
                     (loss_of(net, x_k, y_k) / len(pieces)).backward()
-        else:
-            loss_of(net, x, y).backward()
+        (loss_of(net, *pieces[-1]) / len(pieces)).backward()
         if world > 1 and ddp is None:
             for p in model.parameters():
                 dist.all_reduce(p.grad)
                 p.grad /= world
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
+    opt.close()
     state = {name: dict(opt.state[p]) for name, p in model.named_parameters()}
-    torch.save({"model": model.state_dict(), "state": state}, out)
+    return {"model": dict(model.state_dict()), "state": state}
 
 
-def main(method, how, rank, world, folder):
+def main(rank, world, folder):
     torch.set_num_threads(1)
     rank, world = int(rank), int(world)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    train(method, how, rank, world, f"{folder}/{world}-{rank}.pt")
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    ends = {"/".join(case): train(*case, rank, world) for case in CASES}
+    torch.save(ends, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
+worker: dict[str, Any] = {"__name__": "worker"}
+exec(WORKER, worker)
 
 
-def launch(folder: Path, method: str, how: str, rank: int, world: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "worker.py", method, how, str(rank), str(world), str(folder)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both processes ended with, for all cases: one start of the two serves them all."""
+    folder: Path = tmp_path_factory.mktemp("gloo")
+    (folder / "worker.py").write_text(WORKER)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "worker.py", str(rank), "2", str(folder)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = []
+    try:
+        for process in started:
+            said.append(process.communicate(timeout=300)[0])
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-@pytest.mark.parametrize(
-    ("how", "method"),
-    [
-        ("plain", "per_example"),
-        ("plain", "running"),
-        ("plain", "kfac"),
-        ("plain accumulated", "averaged"),
-        ("plain accumulated", "running"),
-        ("ddp", "per_example"),
-        ("ddp", "running"),
-        ("ddp", "kronecker"),
-        ("ddp accumulated", "per_example"),
-        ("ddp accumulated", "running"),
-    ],
-)
-def test_two_processes_are_one(how: str, method: str, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(WORKER)
-    for world in (1, 2):
-        started = [launch(tmp_path, method, how, rank, world) for rank in range(world)]
-        for process in started:
-            try:
-                said, _ = process.communicate(timeout=240)
-            except subprocess.TimeoutExpired:
-                for other in started:
-                    other.kill()
-                raise
-            assert process.returncode == 0, said
-    one, *two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1-0", "2-0", "2-1"))
-    for rank in two:
-        for name, expected in one["model"].items():
-            error = (rank["model"][name] - expected).abs().max()
+@pytest.mark.parametrize("case", worker["CASES"], ids="/".join)
+def test_two_processes_are_one(case: tuple[str, str, str], ends: list[dict[str, Any]]) -> None:
+    expected = worker["train"](*case)["model"]
+    first, second = (end["/".join(case)] for end in ends)
+    for end in (first, second):
+        for name, value in expected.items():
+            error = (end["model"][name] - value).abs().max()
             assert error <= 1e-10, f"{name} is off by {error:.3g}"
-    for name, kept in two[0]["state"].items():
+    for name, kept in first["state"].items():
         for key, value in kept.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, two[1]["state"][name][key]), f"{key} of {name} differs between processes"
+            if isinstance(value, Tensor):
+                assert torch.equal(value, second["state"][name][key]), f"{key} of {name} differs between processes"

@@ -111,13 +111,16 @@ def test_a_solver_that_always_fails_is_an_error_in_the_end(monkeypatch: pytest.M
     def broken(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
 
+    def many() -> None:
+        for (batch,) in steps[2:]:
+            step(batch)
+
     monkeypatch.setattr(torch.linalg, "eigh", broken)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(steps[1][0])  # the first failure is survived
         with pytest.raises(RuntimeError) as caught:
-            for (batch,) in steps[2:]:
-                step(batch)
+            many()
     assert "'0'" in str(caught.value) or "'2'" in str(caught.value), caught.value
 
 
