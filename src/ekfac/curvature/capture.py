@@ -22,6 +22,46 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call, Layer
 
 
+class Held:
+    """Counts the bytes of captured tensors that are referred to, a storage that several layers read only once."""
+
+    def __init__(self) -> None:
+        self._references: Counter[int] = Counter()
+        self._now = 0
+        #: The most that was held at one time so far.
+        self.peak = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """A tensor is kept."""
+        storage = tensor.untyped_storage()
+        if not self._references[storage.data_ptr()]:
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+        self._references[storage.data_ptr()] += 1
+
+    def remove(self, tensor: Tensor) -> None:
+        """It is let go."""
+        storage = tensor.untyped_storage()
+        self._references[storage.data_ptr()] -= 1
+        if not self._references[storage.data_ptr()]:
+            self._now -= storage.nbytes()
+
+    def reset(self) -> None:
+        """All is let go."""
+        self._references.clear()
+        self._now = 0
+
+
+class Input:
+    """A layer's input, kept by the hook that waits for its output's gradient, and no longer than that.
+
+    The hook itself lives as long as the graph: as long as somebody holds on to the loss.
+    """
+
+    def __init__(self, x: Tensor | None) -> None:
+        self.x = x
+
+
 class Record:
     """One forward of the model: its examples, and what the backward pass has brought of it so far."""
 
@@ -72,6 +112,7 @@ class Capture:
         self.examples = 0
         self.examples_aside = 0
         self.fired: set[Block] = set()
+        self.held = Held()
         self._records: list[Record] = []
         self._current: Record | None = None
         self._latest: Record | None = None
@@ -117,6 +158,7 @@ class Capture:
         """Forget what was captured and not used."""
         self._records = []
         self.examples = self.examples_aside = 0
+        self.held.reset()
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
@@ -170,11 +212,13 @@ class Capture:
             x = inputs[0] if self.wanted(block) else None
             if x is not None:
                 x = self._by_example(x.detach(), record.n, block)
+                self.held.add(x)
             call = record.calls[block]
             record.calls[block] += 1
+            given = Input(x)
 
-            def hook(d: Tensor, b: Block = block, la: Layer = layer, x: Tensor | None = x, c: int = call) -> None:
-                self.arrived(record, b, la, x, d.detach(), c)
+            def hook(d: Tensor, b: Block = block, la: Layer = layer, i: Input = given, c: int = call) -> None:
+                self.arrived(record, b, la, i, d.detach(), c)
 
             output.register_hook(hook)
 
@@ -197,7 +241,7 @@ class Capture:
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
-    def arrived(self, record: Record, block: Block, layer: Layer, x: Tensor | None, d: Tensor, call: int) -> None:
+    def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
         if not self.enabled:
             return
@@ -210,7 +254,12 @@ class Capture:
             record.reached = True
             self.examples += record.n
         self.fired.add(block)
-        if x is None or not self.wanted(block):
+        x = given.x
+        if x is None:
+            return
+        if not _keeps_graph():
+            given.x = None
+        if not self.wanted(block):
             return
         if self.batch_dim:
             d = d.movedim(self.batch_dim, 0)
@@ -218,14 +267,22 @@ class Capture:
         record.kept |= keep
         if record.calls[block] == 1 and not keep and not record.waiting.get(block):
             self.receive(block, [Call(layer, x, d)], record.n)
+            if given.x is None:
+                self.held.remove(x)
             return
         waiting = record.waiting.setdefault(block, {})
-        earlier = waiting.get(call)
-        waiting[call] = Call(layer, x, d if earlier is None else earlier.d + d)
+        if call in waiting:
+            self.held.remove(waiting[call].d)
+            d = waiting[call].d + d
+        self.held.add(d)
+        waiting[call] = Call(layer, x, d)
 
     def _hand_on(self, record: Record) -> None:
         for block, calls in record.waiting.items():
             self.receive(block, list(calls.values()), record.n)
+            for call in calls.values():
+                self.held.remove(call.x)
+                self.held.remove(call.d)
         record.waiting = {}
 
     @contextmanager

@@ -177,6 +177,9 @@ class Engine:
         if self.method.needs_examples:
             if self._due(block):
                 sums.held.append((calls, n))
+                for call in calls:
+                    self.capture.held.add(call.x)
+                    self.capture.held.add(call.d)
             else:
                 basis = self.method.basis(block, self.state[block.key])
                 assert basis is not None

@@ -7,12 +7,17 @@ from ekfac.optim.engine import Engine
 
 
 def engine_stats(engine: Engine) -> dict[str, float]:
-    """Steps, refreshes, drift of the bases and fallbacks of the solver, as plain numbers (reads the device)."""
+    """Steps, refreshes, drift of the bases and fallbacks of the solver, as plain numbers (reads the device).
+
+    ``captured_bytes`` is the most that captured inputs and output gradients took at one time so far; a tensor that
+    several layers read counts once. Autograd keeps most of these tensors for the backward pass anyway.
+    """
     engine.settle()
     refresher = engine.refresher
     stats = {
         "steps": float(engine.applied_steps),
         "skipped_steps": float(engine.skipped_steps),
+        "captured_bytes": float(engine.capture.held.peak),
         "refreshes": float(refresher.refreshes),
         "refresh_seconds": refresher.seconds,
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
