@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -170,6 +171,7 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
             raise LabError(f"--set takes name=value, not {pair!r}")
         try:
             options[name] = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+            json.dumps(options[name])
+        except (ValueError, SyntaxError, TypeError):
             options[name] = text
     return options

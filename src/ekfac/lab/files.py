@@ -168,12 +168,18 @@ def _checked(path: Path, file: OfficialFile) -> bytes:
     return raw
 
 
+def _check_known(name: str) -> None:
+    if name not in SOURCES:
+        raise DataError(f"dataset {name!r} has no official files; known: {', '.join(SOURCES)}")
+
+
 def verify(name: str, folder: Path) -> list[tuple[str, str]]:
     """Check every file of a dataset.
 
     Returns:
         For each file its name and either ``"ok"`` or what is wrong with it.
     """
+    _check_known(name)
     answers = []
     for role, file in SOURCES[name].files.items():
         try:
@@ -190,8 +196,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None] = print) -> None:
     Raises:
         DataError: If a download fails or is not the official file; what was there before is left alone.
     """
-    if name not in SOURCES:
-        raise DataError(f"dataset {name!r} has no official files to fetch; known: {', '.join(SOURCES)}")
+    _check_known(name)
     source = SOURCES[name]
     there = all(_in_folder(source, file, folder) for file in source.files.values())
     if there and all(answer == "ok" for _, answer in verify(name, folder)):
@@ -268,7 +273,16 @@ class _PlainUnpickler(pickle.Unpickler):
         allowed = {"_reconstruct": reconstruct, "ndarray": numpy.ndarray, "dtype": numpy.dtype}
         if module.split(".")[0] == "numpy" and name in allowed:
             return allowed[name]
+        if (module, name) == ("_codecs", "encode"):
+            return _latin1
         raise DataError(f"a data file asks for {module}.{name}, which a file of images never needs: refused")
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Do what Python 3 asks of ``_codecs.encode`` when it writes bytes for Python 2, and nothing else."""
+    if encoding != "latin1":
+        raise DataError(f"a data file asks for the encoding {encoding!r}: refused")
+    return text.encode("latin1")
 
 
 def unpickle(raw: bytes) -> Any:

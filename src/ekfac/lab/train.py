@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 def gather(values: dict[str, Any]) -> dict[str, Any]:
     """Turn a command line's values into settings: only what was given."""
     names = {item.name for item in fields(TrainConfig)}
-    settings = {name: value for name, value in values.items() if name in names}
+    settings = {name: value for name, value in values.items() if name in names and value is not None}
     if values["set"]:
         settings["options"] = parse_options(values["set"])
     if values["plugin"]:

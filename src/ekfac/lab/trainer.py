@@ -96,7 +96,7 @@ class Trainer:
         try:
             for step in range(steps):
                 index = order[step * batch : (step + 1) * batch]
-                total += self._step(x[index], y[index])
+                self._step(x[index], y[index], total)
                 if on_step is not None:
                     on_step(step + 1, steps)
         except RuntimeError:
@@ -110,13 +110,13 @@ class Trainer:
         self.seconds += seconds
         return self._record(total.item() / steps, steps * batch / seconds, _peak_memory(self.device))
 
-    def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Change the parameters by one batch and return its mean loss before the change, still on the device."""
+    def _step(self, x: Tensor, y: Tensor, total: Tensor) -> None:
+        """Change the parameters by one batch; its mean loss before the change is added to the total."""
         self.optimizer.zero_grad()
         loss = self.task.losses(self._output(x), x, y).mean()
         loss.backward()
+        total += loss.detach()
         self.optimizer.step()
-        return loss.detach()
 
     def initial_record(self) -> dict[str, Any]:
         """Evaluate the untrained network."""

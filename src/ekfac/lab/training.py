@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,6 @@ def launch(
     """
     if resume and out is None:
         raise LabError("resume needs the folder of the run: out")
-    settings = {name: value for name, value in settings.items() if value is not None}
     if resume and out is not None and (Path(out) / "config.json").exists():
         stored = read_config(Path(out))[0]
         settings = {**stored.to_dict(), **settings}
@@ -152,7 +152,7 @@ def _open(path: Path, config: TrainConfig, resume: bool, overwrite: bool) -> Run
 
 def _check_same(path: Path, config: TrainConfig) -> None:
     """Refuse to go on with other settings; only the number of epochs and the device may change."""
-    old, new = read_config(path)[0].to_dict(), config.to_dict()
+    old, new = read_config(path)[0].to_dict(), json.loads(json.dumps(config.to_dict()))
     for name, value in new.items():
         if name not in ("epochs", "device") and value != old[name]:
             raise LabError(

@@ -1,0 +1,184 @@
+"""The command: each verb end to end on tiny settings; every bad option is one clear line and exit status 2."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ekfac import cli
+from ekfac.lab import demo, train
+from ekfac.lab.training import load_run
+from lab.conftest import mnist_bytes
+
+
+def run(*words: str) -> int:
+    return cli.run([str(word) for word in words])
+
+
+def test_train_records_a_run_and_says_how_it_went(tiny, tmp_path, capsys):
+    assert run("train", *tiny, "--optimizer", "ekfac-ra", "--out", tmp_path / "run", "--device", "cpu") == 0
+    text = capsys.readouterr().out
+    assert "classifier by ekfac-ra: 6,586 parameters, 200 examples of mnist-5k, batch 50, 2 epochs on cpu" in text
+    assert "finished after epoch 2; recorded in" in text
+    assert load_run(tmp_path / "run").status == "finished"
+    assert run("train", "--resume", "--out", tmp_path / "run", "--epochs", "3") == 0
+    assert "finished after epoch 3" in capsys.readouterr().out
+
+
+def test_train_json_is_one_object_and_nothing_else(tiny, capsys):
+    assert run("train", *tiny, "--optimizer", "adam", "--set", "betas=(0.8, 0.9)", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["status"] == "finished" and len(result["history"]) == 3
+    assert result["config"]["options"]["betas"] == [0.8, 0.9]
+
+
+def test_a_run_that_diverges_exits_with_1(tiny, capsys, tmp_path):
+    assert run("train", *tiny, "--optimizer", "sgd", "--lr", "1e20", "--out", tmp_path) == 1
+    assert "diverged in epoch" in capsys.readouterr().out
+    assert load_run(tmp_path).status == "diverged"
+
+
+def test_both_front_ends_have_the_same_options():
+    plain = {action.dest for action in train.parser()._actions} - {"help"}
+    assert plain == set(cli._train_signature().parameters)
+
+
+BAD = [
+    (["train"], "a task must be named; known: autoencoder, classifier"),
+    (["train", "gan"], "unknown task 'gan'; known: autoencoder"),
+    (["train", "classifier", "--optimizer", "newton"], "unknown optimizer 'newton'; known: sgd"),
+    (["train", "classifier", "--dataset", "svhn"], "unknown dataset 'svhn'; known: mnist-5k"),
+    (["train", "classifier", "--epochs", "two"], "--epochs"),
+    (["train", "classifier", "--epochs", "0"], "epochs must be at least 1, not 0"),
+    (["train", "classifier", "--batch-size", "-5"], "batch_size must be at least 1, not -5"),
+    (["train", "classifier", "--batch-size", "5000"], "batch_size 5000 is more than the 4000 training examples"),
+    (["train", "classifier", "--width", "0"], "width must be at least 1, not 0"),
+    (["train", "classifier", "--limit", "9999"], "limit 9999 is more than the 4000"),
+    (["train", "classifier", "--lr", "nan"], "lr must be a positive number, not nan"),
+    (["train", "classifier", "--lr", "-1"], "lr must be a positive number, not -1"),
+    (["train", "classifier", "--damping", "0"], "damping must be a positive number, not 0"),
+    (["train", "classifier", "--damping-mode", "wild"], "damping_mode='wild' is not known. Allowed: 'plain'"),
+    (["train", "classifier", "--refresh-every", "0"], "refresh_every must be at least 1, not 0"),
+    (["train", "classifier", "--halve-every", "0"], "halve_every must be at least 1, not 0"),
+    (["train", "classifier", "--seed", "-1"], "seed must be between 0"),
+    (["train", "classifier", "--device", "abacus"], "device 'abacus' cannot be used"),
+    (["train", "classifier", "--dtype", "int4"], "unknown dtype 'int4'; known: float32"),
+    (["train", "classifier", "--set", "momentum"], "--set takes name=value, not 'momentum'"),
+    (["train", "classifier", "--set", "no_such=1"], "no_such"),
+    (["train", "classifier", "--optimizer", "sgd", "--sua"], "optimizer sgd has no option 'sua'"),
+    (["train", "classifier", "--plugin", "missing.py"], "plugin 'missing.py' does not exist"),
+    (["train", "classifier", "--resume"], "resume needs the folder of the run"),
+    (["train", "classifier", "--no-such-option"], "no-such-option"),
+    (["train", "classifier", "extra"], "extra"),
+    (["train", "classifier", "--dataset", "mnist", "--data-dir", "/nowhere"], "not found in /nowhere"),
+]
+ONLY_EKFAC = [
+    (["demo", "--seconds", "0"], "seconds must be positive"),
+    (["demo", "--seconds", "soon"], "--seconds"),
+    (["summary"], "task"),
+    (["summary", "gan"], "unknown task 'gan'"),
+    (["summary", "vgg11", "--width", "-1"], "width must be at least 1"),
+    (["data", "fetch", "svhn"], "known: mnist-5k, mnist, cifar10"),
+    (["data", "verify", "svhn"], "known: mnist-5k, mnist, cifar10"),
+    (["data", "burn"], "burn"),
+    (["swim"], "swim"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD + ONLY_EKFAC, ids=lambda value: " ".join(value[:8]))
+def test_bad_usage_is_one_line_and_exit_status_2(words, message, capsys):
+    assert cli.run(words) == 2
+    answer = capsys.readouterr()
+    assert message in answer.err and answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1 and "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=lambda value: " ".join(value[:8]))
+def test_bad_usage_without_typer_is_the_same(words, message, capsys):
+    assert train.main(words[1:]) == 2
+    answer = capsys.readouterr()
+    assert message in answer.err and answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1 and "Traceback" not in answer.err
+
+
+def test_a_taken_folder_is_bad_usage(tiny, tmp_path, capsys):
+    assert run("train", *tiny, "--out", tmp_path) == 0
+    assert run("train", *tiny, "--out", tmp_path) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert run("train", *tiny, "--out", tmp_path, "--overwrite", "--resume") == 2
+    assert run("train", *tiny, "--out", tmp_path, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("task", ["autoencoder", "vgg11"])
+def test_summary_shows_the_blocks(task, capsys):
+    assert run("summary", task, "--width", "8") == 0
+    text = capsys.readouterr().out
+    assert task in text and "kronecker" in text
+    assert run("summary", task, "--width", "8", "--json", "--batch-norm") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["parameters"] == sum(_size(shape) for shape in data["shapes"].values())
+
+
+def _size(shape):
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def test_verify_and_fetch(official, tmp_path, capsys):
+    data_dir = official("mnist", mnist_bytes())
+    assert run("data", "verify", "mnist", "--data-dir", data_dir) == 0
+    assert capsys.readouterr().out.count(": ok") == 4
+    (data_dir / "train-labels-idx1-ubyte").write_bytes(b"short")
+    assert run("data", "verify", "mnist", "--data-dir", data_dir, "--json") == 1
+    answers = json.loads(capsys.readouterr().out)["mnist"]
+    assert answers["t10k-labels-idx1-ubyte"] == "ok" and "MD5" in answers["train-labels-idx1-ubyte"]
+    assert run("data", "fetch", "mnist-5k", "--data-dir", tmp_path / "new") == 0
+    assert run("data", "verify", "mnist-5k", "--data-dir", tmp_path / "new") == 0
+
+
+def test_demo_trains_all_five_and_says_who_is_ahead(monkeypatch, capsys, tmp_path):
+    from dataclasses import replace
+
+    small = {name: replace(c, width=8, limit=200, batch_size=50) for name, c in demo.ENTRANTS.items()}
+    monkeypatch.setattr(demo, "ENTRANTS", small)
+    assert run("demo", "--seconds", "0.2", "--out", tmp_path) == 0
+    text = capsys.readouterr().out
+    for name in ("SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"):
+        assert name in text
+    assert "steps" in text and "seconds of training" in text and "is ahead" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adam+bn", "ekfac", "ekfac-ra", "kfac", "sgd+bn"]
+    assert run("demo", "--seconds", "0.05", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["verdict"]["standings"]) == 5 and set(data["runs"]) == set(small)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["train"], ["demo"], ["summary"], ["data"], ["data", "fetch"], ["data", "verify"]]
+)
+def test_help_everywhere_with_examples(words, capsys):
+    assert cli.run([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Usage: ekfac" in text.replace("\n", " ")
+    if words != ["data"]:
+        assert "ekfac " + " ".join(words) in text.split("Usage", 1)[1].split("\n", 1)[1]
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert cli.run([]) == 2
+    assert "Commands" in capsys.readouterr().out
+
+
+def test_shell_completion_knows_the_names():
+    environment = {**os.environ, "_EKFAC_COMPLETE": "complete_bash", "COMP_WORDS": "ekfac train au", "COMP_CWORD": "2"}
+    answer = subprocess.run(
+        [sys.executable, "-c", "from ekfac.cli import main; main()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.stdout.split() == ["autoencoder"]

@@ -1,0 +1,93 @@
+"""The race: everyone gets the same time; the verdict compares like with like; the chart shows the curves."""
+
+from dataclasses import replace
+
+import pytest
+
+from ekfac.lab import demo
+from ekfac.lab.chart import chart
+from ekfac.lab.runs import Run
+from ekfac.lab.training import TrainConfig, load_run
+
+SMALL = {"width": 8, "limit": 100, "batch_size": 50, "device": "cpu"}
+
+
+def record(step, seconds, loss, diverged=False):
+    return {"epoch": step, "step": step, "seconds": seconds, "train_loss": loss, "diverged": diverged}
+
+
+def made_up(points, status="finished", floor=1.0) -> Run:
+    history = [record(*point) for point in points]
+    return Run(TrainConfig("autoencoder"), history, status, {"floor": {"train": floor}})
+
+
+def test_the_verdict_compares_at_what_all_have_reached():
+    quick = made_up([(0, 0, 9), (10, 1, 5), (20, 2, 4), (30, 3, 3)])
+    slow = made_up([(0, 0, 9), (10, 1.5, 2.5), (20, 3.1, 2)])
+    result = demo.verdict({"quick": quick, "slow": slow})
+    assert result.steps == 20 and result.seconds == 3
+    by_name = {s.name: s for s in result.standings}
+    assert (by_name["quick"].loss_by_step, by_name["slow"].loss_by_step) == (3, 1)
+    assert (by_name["quick"].loss_by_time, by_name["slow"].loss_by_time) == (2, 1.5)
+    assert (by_name["quick"].place_by_step, by_name["slow"].place_by_step) == (2, 1)
+    assert demo.sentence(result) == "After 20 steps slow is ahead; after 3 s of training it is still ahead."
+
+
+def test_the_verdict_can_differ_by_step_and_by_time_and_leaves_out_the_diverged():
+    quick = made_up([(0, 0, 9), (20, 1, 4), (80, 3, 1.5)])
+    slow = made_up([(0, 0, 9), (10, 1.5, 5), (20, 3, 2)])
+    lost = made_up([(0, 0, 9), (10, 0.5, None, True)], "diverged")
+    result = demo.verdict({"quick": quick, "slow": slow, "lost": lost})
+    assert demo.sentence(result) == "After 20 steps slow is ahead; after 3 s of training quick is."
+    assert [s.place_by_time for s in result.standings] == [1, 2, None]
+    assert demo.sentence(demo.verdict({"lost": lost})) == "Every optimizer diverged."
+
+
+def test_each_gets_the_same_time_and_its_own_folder(tmp_path):
+    entrants = {
+        "one": TrainConfig("classifier", "sgd", **SMALL),
+        "two": TrainConfig("classifier", "adam", **SMALL),
+        "lost": TrainConfig("classifier", "sgd", lr=1e20, **SMALL),
+    }
+    seen = []
+    runs = demo.race(entrants, seconds=0.1, out=tmp_path, on_epoch=lambda name, run: seen.append(name))
+    for name in ("one", "two"):
+        *before, last = (r["seconds"] for r in runs[name].history)
+        assert last >= 0.1 > before[-1]
+    assert runs["lost"].status == "diverged" and runs["one"].status == "finished"
+    assert seen[:3] == ["one", "two", "lost"] and len(seen) == sum(len(run.history) for run in runs.values())
+    assert load_run(tmp_path / "one").history == runs["one"].history
+
+
+def test_the_number_of_epochs_can_be_bounded():
+    runs = demo.race({"one": TrainConfig("classifier", "sgd", **SMALL)}, seconds=1e9, max_epochs=3)
+    assert [r["epoch"] for r in runs["one"].history] == [0, 1, 2, 3]
+
+
+def test_the_entrants_are_the_papers_five():
+    used = [(c.task, c.optimizer, c.batch_norm) for c in demo.ENTRANTS.values()]
+    assert used == [
+        ("autoencoder", "sgd", True),
+        ("autoencoder", "adam", True),
+        ("autoencoder", "kfac", False),
+        ("autoencoder", "ekfac", False),
+        ("autoencoder", "ekfac-ra", False),
+    ]
+    assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in demo.ENTRANTS.values())
+
+
+def test_the_chart_draws_falling_curves_falling():
+    text = chart({"fast": [(0, 100), (10, 1)], "slow": [(0, 100), (10, 10)]}, "steps", "loss", width=20, height=9)
+    rows = text.splitlines()[1:10]
+    assert rows[0].startswith("     100 |") and rows[-1].startswith("       1 |")
+    assert rows[-1].rstrip().endswith("s") and rows[4].rstrip().endswith("a")
+    assert "s fast   a slow" in text and "(log scale)" in text
+
+
+@pytest.mark.parametrize("points", [[], [(0, float("nan"))], [(0, -1.0)]])
+def test_a_chart_of_nothing_says_so(points):
+    assert chart({"none": points}, "steps", "loss") == "(nothing to draw)"
+
+
+def test_a_chart_of_one_level_is_drawn():
+    assert "s" in chart({"flat": [(0, 5.0), (1, 5.0)]}, "steps", "loss")

