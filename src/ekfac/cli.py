@@ -18,8 +18,8 @@ except ImportError as error:
     ) from None
 
 import ekfac
-from ekfac.lab import demo as lab_demo
 from ekfac.lab import commands_search, display, files
+from ekfac.lab import demo as lab_demo
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS

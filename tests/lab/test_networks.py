@@ -1,5 +1,7 @@
 """The four networks: shapes, numbers of parameters, initial variances, batch-norm where it belongs."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -65,7 +67,7 @@ def test_autoencoder_layers_and_its_code():
 def test_batch_norm_stands_before_each_hidden_sigmoid():
     for name in ("autoencoder", "classifier"):
         layers = list(BUILDERS[name](20, batch_norm=True))
-        for before, after in zip(layers, layers[1:], strict=False):
+        for before, after in itertools.pairwise(layers):
             assert isinstance(after, nn.Sigmoid) == isinstance(before, nn.BatchNorm1d)
         assert isinstance(layers[-1], nn.Linear)
 

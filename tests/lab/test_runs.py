@@ -168,7 +168,7 @@ def test_resume_of_nothing_starts_and_of_a_finished_run_changes_nothing(tmp_path
 def test_a_broken_checkpoint_is_one_clear_line(content, tmp_path):
     train(config(epochs=1), tmp_path)
     (tmp_path / "checkpoint.pt").write_bytes(content)
-    with pytest.raises(LabError, match="checkpoint.pt cannot be read") as caught:
+    with pytest.raises(LabError, match=r"checkpoint\.pt cannot be read") as caught:
         train(config(epochs=2), tmp_path, resume=True)
     assert "\n" not in str(caught.value)
 
