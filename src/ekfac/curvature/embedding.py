@@ -89,6 +89,7 @@ class TransposedEmbedding(Layer):
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         h = live_gradient(self.module, x, d).reshape(n, -1, 1, d.shape[-1])
         tokens = d.new_zeros(*x.shape, self.shape.out).scatter_(-1, x[..., None], 1.0)
+        tokens = live_gradient(self.module, x, tokens)
         tokens = tokens.reshape(n, -1, 1, self.shape.out)
         return F.pad(h, (0, self.shape.columns - h.shape[-1])), tokens
 
@@ -106,7 +107,7 @@ class TransposedEmbedding(Layer):
 
 
 def live_gradient(module: nn.Embedding, tokens: Tensor, d: Tensor) -> Tensor:
-    """The looked-up vectors' gradient, zero where ``padding_idx`` stands."""
+    """The looked-up vectors' gradient (or another value a position), zero where ``padding_idx`` stands."""
     return d if module.padding_idx is None else d * (tokens != module.padding_idx)[..., None].to(d.dtype)
 
 
