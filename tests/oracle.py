@@ -97,6 +97,10 @@ class Layer:
     def is_norm(self) -> bool:
         return isinstance(self.module, NORMS)
 
+    def is_turned(self, module: nn.Module) -> bool:
+        """Whether a module uses the layer's weight with rows and columns exchanged."""
+        return isinstance(module, nn.Embedding) and isinstance(self.module, nn.Linear)
+
     @property
     def taps(self) -> int:
         """How many times the channel basis is repeated: the kernel's taps under SUA, else 1."""
@@ -167,6 +171,10 @@ class Layer:
         delta) of scale and shift.
         """
         length = x.shape[0]
+        if self.is_turned(module):
+            tied = Layer([module], self.weight, None)
+            tokens, vectors = tied.positions(module, x, gradient)
+            return F.pad(vectors, (0, 1)) if self.bias else vectors, tokens
         if self.is_norm:
             d = _positions_first(module, gradient)
             of_scale = d * _positions_first(module, _normalised(module, x))
@@ -270,9 +278,13 @@ def find_layers(
         if weight_name is None and bias_name is None:
             continue
         shared = id(weight if weight_name else bias)
-        if shared in layers:
+        if shared in layers and isinstance(layers[shared].module, nn.Embedding) and isinstance(module, nn.Linear):
+            # An embedding tied to an output layer is a use of that layer with rows and columns exchanged.
+            layers[shared] = Layer([module, *layers[shared].modules], weight_name, bias_name)
+        elif shared in layers:
             layers[shared].modules.append(module)
-            own.append((module, bias_name))
+            if not isinstance(module, nn.Embedding):
+                own.append((module, bias_name))
         else:
             convolution = isinstance(module, CONVOLUTIONS + TRANSPOSED)
             layers[shared] = Layer([module], weight_name, bias_name, sua=sua and convolution)
@@ -356,7 +368,7 @@ def observe(
                 gradients[name] = gradients[name] + g if name in gradients else g
         of_zeros = {id(z): g for z, g in zip(zeros, found[len(parameters) :], strict=True)}
         for layer in layers:
-            h_calls, delta_calls = [], []
+            h_calls, delta_calls, turned = [], [], []
             for module, x, z in record[layer.key]:
                 g = of_zeros[id(z)]
                 if g is None:
@@ -366,6 +378,9 @@ def observe(
                 # A leading dimension of k N is N examples of k positions each, example after example.
                 h_calls.append(h.reshape(here, -1, *h.shape[2:]))
                 delta_calls.append(delta.reshape(here, -1, *delta.shape[2:]))
+                turned.append(layer.is_turned(module))
+            if len(set(turned)) == 2:
+                _balance(h_calls, delta_calls, turned)
             if h_calls:
                 pieces[layer.key].append((torch.cat(h_calls, 1), torch.cat(delta_calls, 1)))
     scale = n if loss_reduction == "mean" else 1
@@ -377,6 +392,22 @@ def observe(
     if loss_reduction == "sum":
         gradients = {name: g / n for name, g in gradients.items()}
     return Observation(n, gradients, calls)
+
+
+def _balance(h: list[Tensor], delta: list[Tensor], turned: list[bool]) -> None:
+    """Give h of the turned calls the mean square of the others', and take as much from their delta.
+
+    Products delta h^T stay as they are; without it the factors of a tied weight would depend on the loss's
+    scale. The bias column counts as it stands, ones or zeros.
+    """
+    squares = []
+    for which in (False, True):
+        of = [t.reshape(-1) for t, is_turned in zip(h, turned, strict=True) if is_turned == which]
+        squares.append(torch.cat(of).square().mean())
+    scale = (squares[0] / squares[1]).sqrt()
+    for i, is_turned in enumerate(turned):
+        if is_turned:
+            h[i], delta[i] = h[i] * scale, delta[i] / scale
 
 
 def example_gradients(h: Tensor, delta: Tensor) -> Tensor:

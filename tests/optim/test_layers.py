@@ -349,6 +349,48 @@ def test_embedding_of_single_tokens() -> None:
         compare_with_oracle(jittered(model), LOSSES["mean"], steps, **COMMON, **rule)
 
 
+class TinyLanguageModel(nn.Module):
+    """The embedding's weight is the output layer's."""
+
+    def __init__(self, bias: bool, padding_idx: int | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, padding_idx=padding_idx)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=bias)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embed(x))))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("rule", RULES)
+def test_embedding_tied_to_the_output(rule: str, sharing: str, padding_idx: int | None, bias: bool) -> None:
+    """Both uses of the weight are summed before they are squared."""
+    model = jittered(TinyLanguageModel(bias, padding_idx))
+    steps = token_batches(6, 3, (3, 6), n=5)
+    options = {**COMMON, "lr": 0.02, "damping": 0.1, **RULES[rule]}
+    compare_with_oracle(model, LOSSES["mean"], steps, sharing=sharing, **options)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+@pytest.mark.parametrize("scaling", ["running", "per_example", "kronecker"])
+def test_a_tied_embedding_does_not_mind_the_scale_of_the_loss(scaling: str, scale: float) -> None:
+    ends = []
+    for factor in (1.0, scale):
+        torch.manual_seed(3)
+        model = jittered(TinyLanguageModel(False, None))
+        opt = EKFAC(model, lr=0.02 * factor, damping=0.5, damping_mode="relative", refresh_every=3, scaling=scaling)
+        for (batch,) in token_batches(6, 3, (3, 6), n=5, steps=8):
+            opt.zero_grad()
+            (factor * mean_loss(model, batch)).backward()
+            opt.step()
+        ends.append(parameters_of(model))
+    assert_same_weights(*ends, 1e-7)
+
+
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LayerNorm": (lambda: nn.LayerNorm(4), (4,)),
     "LayerNorm over positions": (lambda: nn.LayerNorm(4), (3, 4)),
