@@ -466,7 +466,8 @@ class Engine:
             u, v = self._probe_vectors(block)
             G = block.stack([p.grad for p in block.parameters.values() if p.grad is not None])
             captured, size = (sums.probe / world_size()).tolist()
-            found = float(torch.einsum("go,goc,gc->", u, G, v))
+            # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
+            found = float(torch.einsum("go,goc,gc->", u, G, v) * self._loss_scale())
             exact = all(p.dtype == torch.float64 for p in block.parameters.values())
             tolerance = 1e-6 if exact else 5e-2
             if any(p.dtype in (torch.float16, torch.bfloat16) for p in block.parameters.values()):
@@ -475,7 +476,8 @@ class Engine:
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere, so its curvature cannot be "
-                    f"captured: exclude=['{block.name}'], or take statistics from another loss within opt.statistics()"
+                    f"captured: exclude=['{block.name}'], or take statistics in opt.statistics() from another loss. "
+                    "Where a GradScaler is in use, pass it as grad_scaler="
                 )
 
 
