@@ -93,6 +93,7 @@ class Engine:
         self.skipped_steps = 0
         #: The mask of the step under way, see :mod:`ekfac.optim.skipping`.
         self.ok: Tensor | None = None
+        self._bad: Tensor | None = None
         self.parameters: list[nn.Parameter] = []
         self.blocks: list[Block] = []
         self._layout: tuple[bool, ...] = ()
@@ -100,7 +101,7 @@ class Engine:
         self._unprobed: set[Block] = set()
         self._sums: dict[Block, BlockSums] = {}
         self._aside_used = False
-        self.capture = Capture(model, self._receive, self._wanted, self.check_layout, settings.batch_dim)
+        self.capture = Capture(model, self._receive, self._wanted, self._before_forward, settings.batch_dim)
         self.watch = GradientWatch([])
         self.set_parameters(parameters)
 
@@ -147,6 +148,12 @@ class Engine:
         """Follow parameters that were frozen or unfrozen; such a layer starts anew."""
         if tuple(p.requires_grad for p in self.parameters) != self._layout:
             self.set_parameters(self.parameters)
+
+    def _before_forward(self) -> None:
+        """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say."""
+        self.check_layout()
+        if self.capture.examples and not self.capture.aside and all(p.grad is None for p in self.parameters):
+            self.drop()
 
     def method_of(self, block: Block) -> Method:
         """The method that serves a block."""
@@ -246,6 +253,7 @@ class Engine:
         sizes, left = self.watch.sizes(live)
         refreshing = self.schedule.due(self.applied_steps) or any(map(self._due, self.blocks))
         go, self.ok = self.verdicts.judge(sizes, at_once=refreshing)
+        self._bad = None if self.ok is None else self.ok == 0
         if not go:
             self.skipped_steps += 1
             self.drop()
@@ -353,9 +361,8 @@ class Engine:
             if isinstance(terms, Tensor):
                 weight, terms = n * (terms > 0), terms.clamp(min=1)
             A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
-            W = torch.as_tensor(weight, dtype=block.dtype, device=A.device)
-            if self.ok is not None:
-                A, B, W = (torch.where(self.ok > 0, t, 0.0) for t in (A, B, W))
+            W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+            A, B, W = self._masked(A), self._masked(B), self._masked(W)
             if "A" not in state:
                 state.update(A=A, B=B, factor_weight=W.clone())
             else:
@@ -365,7 +372,7 @@ class Engine:
             if self.ok is None:
                 torch._foreach_mul_(totals, rho)
             else:
-                torch._foreach_mul_(totals, [1 + (rho - 1) * self.ok.to(t) for t in totals])
+                torch._foreach_mul_(totals, 1 + (rho - 1) * self.ok)
             torch._foreach_add_(totals, batch)
 
     def _compute_eigenbasis(self, block: Block, state: State, damping: float) -> None:
@@ -396,7 +403,7 @@ class Engine:
         if sums.scaling is None:
             return None
         s_star = sums.scaling * as_scalar(self._delta_square(n), sums.scaling)
-        return s_star if self.ok is None else torch.where(self.ok > 0, s_star, 0.0)
+        return self._masked(s_star)
 
     def _gradient(
         self,
@@ -427,10 +434,12 @@ class Engine:
             G = block.stack(
                 (-g if maximize_of(p) else g) + l2_of(p) * p for p, g in zip(parameters, gradients, strict=True)
             )
-        if self.ok is None:
-            return G, ratio, left
-        masked = [None if t is None else torch.where(self.ok > 0, t, 0.0) for t in (ratio, left)]
-        return torch.where(self.ok > 0, G, 0.0), masked[0], masked[1]
+        ratio = None if ratio is None else self._masked(ratio)
+        return self._masked(G), ratio, None if left is None else self._masked(left)
+
+    def _masked(self, tensor: Tensor) -> Tensor:
+        """The tensor, or zeros in a step that must change nothing."""
+        return tensor if self._bad is None else tensor.masked_fill(self._bad, 0.0)
 
     def _rescaling(
         self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor]

@@ -1,0 +1,181 @@
+"""The auto-encoder on the 5,000 digits, 1,000 steps: the paper's optimizers, each at its best of a small grid.
+
+    python benchmarks/digits.py --device cuda --workers 8 --out results/digits
+
+Every method's grid is searched with seed 0; the setting with the lowest training loss (a full pass after the last
+step) is then run with five other seeds. Written: ``digits.json`` (every run) and ``digits.md`` (the table).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import shlex
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ekfac.lab.data import load_dataset
+from ekfac.lab.optimizers import build_optimizer
+from ekfac.lab.tasks import TASKS
+
+STEPS = 1000
+BATCHES = (50, 200)
+FINAL_SEEDS = (1, 2, 3, 4, 5)
+MARKS = (10, 20, 50, 100, 200, 300, 500, 700, 1000)
+
+
+def grid(optimizer: str, **axes: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """All combinations of the given options."""
+    return [(optimizer, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+METHODS: dict[str, tuple[bool, list[tuple[str, dict[str, Any]]]]] = {
+    "SGD + BN": (True, grid("sgd", lr=[1e-3, 3e-3, 1e-2, 3e-2, 1e-1], momentum=[0.9])),
+    "Adam + BN": (True, grid("adam", lr=[3e-4, 1e-3, 3e-3, 1e-2, 3e-2])),
+    "KFAC": (
+        False,
+        grid("kfac", lr=[0.03, 0.1, 0.3], damping=[1e-2, 1e-1, 1.0], momentum=[0.9], kl_clip=[1.0], refresh_every=[20]),
+    ),
+    "EKFAC": (
+        False,
+        grid("ekfac", lr=[0.01, 0.03, 0.1], damping=[1e-3, 1e-2, 1e-1], scaling=["per_example"], refresh_every=[20]),
+    ),
+    "EKFAC-ra": (
+        False,
+        grid("ekfac-ra", lr=[0.003, 0.01, 0.03], damping=[3e-4, 1e-3, 3e-3], scaling=["running"], refresh_every=[20]),
+    ),
+}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Train one setting and return its losses above the floor."""
+    torch.set_num_threads(1)
+    device = torch.device(job["device"])
+    task = TASKS.get("autoencoder")
+    data = load_dataset("mnist-5k", job["data_dir"]).to(device, torch.float32)
+    x_train, y_train = data.train
+    x_validation, y_validation = data.validation
+    floors = [task.floor(x.double()).mean().item() for x in (x_train, x_validation)]  # type: ignore[misc]
+    torch.manual_seed(job["seed"])
+    model = task.build(task.width, job["batch_norm"]).to(device)
+    optimizer = build_optimizer(job["optimizer"], model, job["options"])
+    order = torch.Generator().manual_seed(job["seed"])
+    curve: dict[int, float] = {}
+
+    @torch.no_grad()
+    def above_floor() -> tuple[float, float]:
+        model.eval()
+        losses = [
+            task.losses(model(x), x, y).mean().item() for x, y in ((x_train, y_train), (x_validation, y_validation))
+        ]
+        model.train()
+        return losses[0] - floors[0], losses[1] - floors[1]
+
+    seconds, step, diverged = 0.0, 0, False
+    batch = job["batch"]
+    try:
+        while step < STEPS and not diverged:
+            for index in torch.randperm(len(x_train), generator=order).to(device).split(batch):
+                if len(index) < batch or step == STEPS:
+                    break
+                started = time.perf_counter()
+                x, y = x_train[index], y_train[index]
+                optimizer.zero_grad()
+                task.losses(model(x), x, y).mean().backward()
+                optimizer.step()
+                seconds += time.perf_counter() - started
+                step += 1
+                if step in MARKS:
+                    curve[step], validation = above_floor()
+                    diverged = not math.isfinite(curve[step])
+                    if diverged:
+                        break
+    except RuntimeError as error:
+        if "finite" not in str(error):
+            raise
+        diverged = True
+    final = math.inf if diverged else curve[STEPS]
+    stats = getattr(optimizer, "stats", dict)()
+    return {**job, "train": final, "validation": math.inf if diverged else validation, "curve": curve,
+            "diverged": diverged, "stats": stats}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--data-dir", default=None)
+    parser.add_argument("--out", type=Path, default=Path("out/digits"))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    base = {"device": args.device, "data_dir": args.data_dir}
+    jobs = [
+        {**base, "method": name, "batch_norm": METHODS[name][0], "optimizer": optimizer, "options": options,
+         "batch": batch, "seed": 0, "phase": "grid"}
+        for name in args.methods
+        for batch in BATCHES
+        for optimizer, options in METHODS[name][1]
+    ]  # fmt: skip
+    started = time.perf_counter()
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+        results = list(pool.map(run, jobs))
+        print(f"{len(results)} grid runs in {time.perf_counter() - started:.0f} s", flush=True)
+        best = {
+            (name, batch): min(
+                (r for r in results if (r["method"], r["batch"]) == (name, batch)), key=lambda r: r["train"]
+            )
+            for name in args.methods
+            for batch in BATCHES
+        }
+        finals = [
+            {**{k: b[k] for k in jobs[0]}, "seed": s, "phase": "final"} for b in best.values() for s in FINAL_SEEDS
+        ]
+        results += pool.map(run, finals)
+    print(f"all {len(results)} runs in {time.perf_counter() - started:.0f} s", flush=True)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    about = {"machine": device, "torch": torch.__version__, "python": platform.python_version(),
+             "command": f"python {shlex.join(sys.argv)}"}  # fmt: skip
+    for r in results:
+        r.pop("device"), r.pop("data_dir")
+    (args.out / "digits.json").write_text(json.dumps({"about": about, "runs": results}, indent=1) + "\n")
+    table = markdown(args.methods, best, [r for r in results if r["phase"] == "final"], about)
+    (args.out / "digits.md").write_text(table)
+    print(table)
+
+
+def markdown(methods: list[str], best: dict[Any, Any], finals: list[dict[str, Any]], about: dict[str, str]) -> str:
+    """The table: training and validation loss above the floor after the last step, mean and standard error."""
+    lines = [
+        f"# The auto-encoder on the 5,000 digits, {STEPS} steps",
+        "",
+        "Loss above the floor (the pixels' own entropy), per image; mean and standard error of five seeds at the best",
+        f"setting of each method's grid (seed 0). {about['machine']}, torch {about['torch']}: `{about['command']}`.",
+        "",
+        "| method | settings tried | batch | train | validation | setting |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for batch in BATCHES:
+        for name in methods:
+            mine = [r for r in finals if (r["method"], r["batch"]) == (name, batch)]
+            cells = []
+            for key in ("train", "validation"):
+                values = [r[key] for r in mine]
+                cells.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / math.sqrt(len(values)):.2f}")
+            options = ", ".join(f"{k} {v}" for k, v in best[name, batch]["options"].items() if k != "scaling")
+            lines.append(f"| {name} | {len(METHODS[name][1])} | {batch} | {cells[0]} | {cells[1]} | {options} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
