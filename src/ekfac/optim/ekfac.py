@@ -224,7 +224,8 @@ class EKFAC(torch.optim.Optimizer):
         if ok is not None:
             lr = lr * ok
         if group["weight_decay"] and group["decoupled_weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            shrink = 1 - lr * group["weight_decay"]
+            torch._foreach_mul_(parameters, shrink.to(parameters[0]) if isinstance(shrink, Tensor) else shrink)
         if mu:
             velocities = []
             for p, step in zip(parameters, p_steps, strict=True):
@@ -232,7 +233,7 @@ class EKFAC(torch.optim.Optimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)
                 velocities.append(state["momentum_buffer"])
-            torch._foreach_mul_(velocities, mu if ok is None else 1 + (mu - 1) * ok)
+            torch._foreach_mul_(velocities, mu if ok is None else (1 + (mu - 1) * ok).to(velocities[0]))
             torch._foreach_add_(velocities, p_steps)
             p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
         if isinstance(lr, Tensor):

@@ -372,7 +372,7 @@ class Engine:
             if self.ok is None:
                 torch._foreach_mul_(totals, rho)
             else:
-                torch._foreach_mul_(totals, 1 + (rho - 1) * self.ok)
+                torch._foreach_mul_(totals, (1 + (rho - 1) * self.ok).to(totals[0]))
             torch._foreach_add_(totals, batch)
 
     def _compute_eigenbasis(self, block: Block, state: State, damping: float) -> None:

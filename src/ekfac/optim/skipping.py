@@ -26,8 +26,8 @@ class Verdicts:
         devices = {size.device for size in sizes}
         if len(devices) != 1 or next(iter(devices)).type != "cuda" or at_once:
             return all(bool(torch.isfinite(size)) for size in sizes), None
-        ok = torch.isfinite(torch.stack([size.float() for size in sizes])).all().float()
-        answer = torch.empty((), pin_memory=True)
+        ok = torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
+        answer = torch.empty((), dtype=ok.dtype, pin_memory=True)
         answer.copy_(ok, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
