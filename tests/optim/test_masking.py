@@ -1,0 +1,69 @@
+"""A bad step on a GPU is found out late and masked on the device; here the same path is driven on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ekfac
+from ekfac.optim.skipping import Verdicts
+
+
+class Late(Verdicts):
+    """Answers as on a GPU: a mask now, the verdict only when the next step asks."""
+
+    def __init__(self) -> None:
+        self.bad = False
+
+    def judge(self, sizes: list[Tensor], at_once: bool) -> tuple[bool, Tensor | None]:
+        good = all(bool(torch.isfinite(size)) for size in sizes)
+        if at_once:
+            return good, None
+        self.bad = not good
+        return True, torch.tensor(float(good), dtype=torch.float64)
+
+    def settle(self) -> bool:
+        bad, self.bad = self.bad, False
+        return bad
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"scaling": "per_example", "scaling_decay": 0.9},
+    {"scaling": "kronecker", "loss_reduction": "sum"},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3},
+    {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": False, "damping_mode": "relative"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("poisoned", [6, 9], ids=["inside an interval", "before a refresh"])
+def test_a_masked_step_changes_what_a_skipped_one_changes(options: dict[str, Any], value: float, poisoned: int) -> None:
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)).double()
+    y = x.argmax(1)
+
+    def train(late: bool) -> tuple[Tensor, dict[str, float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias=False)).double()
+        opt = ekfac.EKFAC(model, lr=0.02, refresh_every=5, **options)
+        if late:
+            opt.engine.verdicts = Late()
+        for step in range(14):
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            if step == poisoned:
+                grad = model[2].weight.grad
+                assert grad is not None
+                grad[0, 0] = value
+            opt.step()
+        return nn.utils.parameters_to_vector(model.parameters()).detach(), opt.stats()
+
+    at_once, stats = train(late=False)
+    masked, late_stats = train(late=True)
+    assert stats["skipped_steps"] == late_stats["skipped_steps"] == 1
+    assert stats["steps"] == late_stats["steps"] == 13
+    torch.testing.assert_close(masked, at_once, rtol=1e-12, atol=1e-12)
