@@ -35,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"scaling": "per_example", "scaling_decay": 0.9},
     {"scaling": "kronecker", "loss_reduction": "sum"},
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3},
-    {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": False, "damping_mode": "relative"},
+    {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": False, "damping": 0.1},
 ]
 
 
