@@ -64,7 +64,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     task = TASKS.get("autoencoder")
     data = load_dataset("mnist-5k", job["data_dir"]).to(device, torch.float32)
     x_train, y_train = data.train
-    x_validation, y_validation = data.validation
+    x_validation, y_validation = data.splits["validation"]
     floors = [task.floor(x.double()).mean().item() for x in (x_train, x_validation)]  # type: ignore[misc]
     torch.manual_seed(job["seed"])
     model = task.build(task.width, job["batch_norm"]).to(device)
