@@ -81,7 +81,7 @@ def peak(method: str | None, limit: int) -> int:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_peak_memory_stays_under_the_limit(method: str) -> None:
-    """Beyond what plain training takes, the optimizer's state and a step's results, temporaries fit the limit."""
+    """Beyond what plain training takes and the optimizer's state, everything fits into the limit."""
     limit = 400_000  # one batch's receptive fields alone are 32 x 64 x 109 x 8 = 1.8 MB and 32 x 100 x 37 x 8 = 0.9 MB
     bare = peak(None, limit)
     model = build()
@@ -91,11 +91,10 @@ def test_peak_memory_stays_under_the_limit(method: str) -> None:
     LOSSES["mean"](model, batch).backward()
     opt.step()
     state = sum(v.nbytes for s in opt.state.values() for v in s.values() if isinstance(v, Tensor))
-    # The batch's own tensors (input, activations, their gradients) are kept until their statistics are taken.
-    captured = 8 * 32 * (4 * 100 + 12 * 100 * 2 + 12 * 100 + 4 * 64)
-    allowed = bare + captured + limit + 3 * state
+    # The state exists, and what replaces it is made beside it.
+    allowed = bare + 2 * state + limit
     assert peak(method, limit) <= allowed
-    assert peak(method, 10**9) > bare + captured + 3 * state + limit or method in ("running", "KFAC", "SUA")
+    assert peak(method, 10**9) > allowed, "the problem is too small for the limit to matter"
 
 
 @pytest.mark.parametrize("limit", [1, 3000, 10**9])
