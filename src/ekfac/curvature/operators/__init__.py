@@ -1,0 +1,6 @@
+"""Curvature as an object, and measures between two of them."""
+
+from ekfac.curvature.operators.measures import correlation, relative_error, spectrum_distance
+from ekfac.curvature.operators.operator import Curvature
+
+__all__ = ["Curvature", "correlation", "relative_error", "spectrum_distance"]

@@ -1,0 +1,300 @@
+"""Curvature: a matrix over all trained parameters of a model, as an object with one algebra."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ekfac.curvature.blocks import matches
+from ekfac.curvature.operators import storage
+from ekfac.curvature.operators.parts import Function, Part
+from ekfac.curvature.operators.vectors import Layout, Vector
+
+
+class Curvature:
+    r"""A symmetric positive semi-definite matrix G over the trained parameters of a model.
+
+    .. math::
+        G = \frac1N \sum_n E[g_n g_n^T] \approx U \operatorname{diag}(s) U^T, \quad
+        U = U_B \otimes U_A \text{ for every layer}
+
+    Vectors are one flat tensor ``[P]`` in the order of ``named_parameters()``, or a dict from parameter name to tensor;
+    results come back in the same form. A stack of K vectors is ``[P, K]``, columns as in any matrix, or a dict of
+    ``[K, *shape]``, as ``torch.func.vmap`` gives. Scalars are 0-dim tensors.
+
+    Made by :func:`ekfac.fisher`, by ``opt.curvature()`` and by :meth:`load`.
+
+    Attributes:
+        approximation: "full", "block", "diagonal", "kfac" or "ekfac".
+        layout: Names and shapes of the parameters.
+        parts: The blocks.
+        examples: The number of examples that it was made of (0 where it is not known).
+    """
+
+    def __init__(self, approximation: str, layout: Layout, parts: Sequence[Part], examples: int) -> None:
+        self.approximation = approximation
+        self.layout = layout
+        self.parts = tuple(parts)
+        self.examples = examples
+        self._places = [layout.places(part.parameters) for part in self.parts]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(P, P)``."""
+        return (self.layout.numel, self.layout.numel)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its tensors, and of results."""
+        return self._reference().dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors, and of results."""
+        return self._reference().device
+
+    def _reference(self) -> Tensor:
+        return next(t for t in self.parts[0].tensors().values() if t.is_floating_point())
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the blocks."""
+        return tuple(part.name for part in self.parts)
+
+    def __repr__(self) -> str:
+        return (
+            f"Curvature({self.approximation}, {self.layout.numel:,} parameters in {len(self.parts)} "
+            f"block{'s' if len(self.parts) > 1 else ''}, {self.dtype}, {self.device})"
+        )
+
+    # --- vectors --------------------------------------------------------------------------------------------------
+
+    def flatten(self, v: Mapping[str, Tensor]) -> Tensor:
+        """A dict of ``[*shape]`` or ``[K, *shape]`` to ``[P]`` or ``[K, P]``."""
+        return self.layout.flatten(v)
+
+    def unflatten(self, v: Tensor) -> dict[str, Tensor]:
+        """``[P]`` or ``[K, P]`` to a dict of ``[*shape]`` or ``[K, *shape]``."""
+        if v.shape[-1:] != (self.layout.numel,):
+            raise ValueError(f"the vector has shape {tuple(v.shape)}; its last dimension must be {self.layout.numel}")
+        return self.layout.unflatten(v)
+
+    def _each(self, rows: Tensor, do: Callable[[Part, Tensor], Tensor]) -> Tensor:
+        out = torch.empty_like(rows)
+        for part, places in zip(self.parts, self._places, strict=True):
+            out[:, places] = do(part, rows[:, places])
+        return out
+
+    def _transformed(self, v: Vector, do: Callable[[Part, Tensor], Tensor]) -> Any:
+        rows, restore = self.layout.read(v, self.dtype, self.device)
+        return restore(self._each(rows, do))
+
+    # --- products, solves, powers -----------------------------------------------------------------------------------
+
+    @overload
+    def __matmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def __matmul__(self, v: Vector) -> Tensor | dict[str, Tensor]:
+        """G v, for one vector or a stack."""
+        return self._transformed(v, lambda part, rows: part.matmul(rows))  # type: ignore[no-any-return]
+
+    @overload
+    def solve(self, v: Tensor, damping: float = 0.0) -> Tensor: ...
+    @overload
+    def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
+    def solve(self, v: Vector, damping: float = 0.0) -> Tensor | dict[str, Tensor]:
+        """(G + damping)^-1 v, for one vector or a stack."""
+        self._check_damping(damping, inverse=True)
+        return self._transformed(v, lambda part, rows: part.apply(rows, lambda s: rows.new_ones(()) / (s + damping)))  # type: ignore[no-any-return]
+
+    def power(self, p: float, damping: float = 0.0) -> Curvature:
+        """(G + damping)^p, again an operator."""
+        self._check_damping(damping, inverse=p < 0)
+        return self._mapped(lambda s: (s + damping).pow(p))
+
+    def _mapped(self, f: Function) -> Curvature:
+        return type(self)(self.approximation, self.layout, [part.mapped(f) for part in self.parts], self.examples)
+
+    def quadratic(self, v: Vector) -> Tensor:
+        """v^T G v; of a stack, one number for each vector."""
+        rows, _ = self.layout.read(v, self.dtype, self.device)
+        products = (rows * self._each(rows, lambda part, r: part.matmul(r))).sum(1)
+        stacked = v.dim() == 2 if isinstance(v, Tensor) else v[self.layout.names[0]].dim() > len(self.layout.shapes[0])
+        return products if stacked else products[0]
+
+    # --- numbers --------------------------------------------------------------------------------------------------
+
+    def trace(self) -> Tensor:
+        """Sum of the eigenvalues."""
+        return self._sum(lambda part: part.trace())
+
+    def norm(self) -> Tensor:
+        """Frobenius norm; of gradients fewer than parameters through their Gram matrix."""
+        return self._sum(lambda part: part.square_norm()).sqrt()
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """log det(G + damping)."""
+        self._check_damping(damping, inverse=True)
+        return self._sum(lambda part: (part.values() + damping).log().sum())
+
+    def _sum(self, of: Callable[[Part], Tensor]) -> Tensor:
+        return torch.stack([of(part) for part in self.parts]).sum()
+
+    def _check_damping(self, damping: float, *, inverse: bool) -> None:
+        if not damping >= 0:
+            raise ValueError(f"damping={damping!r} must be a number >= 0")
+        if damping > 0 or not inverse:
+            return
+        for part in self.parts:
+            values = part.values()
+            largest, smallest = float(values.max()), float(values.min())
+            if smallest <= largest * part.numel * torch.finfo(values.dtype).eps:
+                advice = 1e-3 * float(values.mean()) or 1e-3
+                raise ValueError(
+                    f"damping=0 and the matrix is singular in '{part.name}' (eigenvalues from {smallest:.3g} to "
+                    f"{largest:.3g}): pass damping > 0, for example damping={advice:.1g}"
+                )
+
+    # --- spectrum -------------------------------------------------------------------------------------------------
+
+    def eigenvalues(self) -> Tensor:
+        """All P eigenvalues, in ascending order."""
+        return torch.cat([part.values() for part in self.parts]).sort().values
+
+    def spectrum(self) -> dict[str, Tensor]:
+        """The eigenvalues by block, in the order and shape of the coordinates that :meth:`project` gives."""
+        return {part.name: part.values().reshape(part.coordinate_shape()) for part in self.parts}
+
+    @overload
+    def project(self, v: Tensor) -> Tensor: ...
+    @overload
+    def project(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def project(self, v: Vector) -> Tensor | dict[str, Tensor]:
+        """U^T v: coordinates in the eigenbasis.
+
+        A flat vector gives a flat one, the blocks' coordinates in the order of ``layers``; a dict gives a dict by block
+        name, for KFAC and EKFAC in the form ``[groups, out, in]`` of ``U_B^T V U_A``.
+        """
+        rows, restore = self.layout.read(v, self.dtype, self.device)
+        parts = [part.project(rows[:, places]) for part, places in zip(self.parts, self._places, strict=True)]
+        if isinstance(v, Tensor):
+            return restore(torch.cat(parts, 1))
+        lead = () if v[self.layout.names[0]].dim() == len(self.layout.shapes[0]) else (len(rows),)
+        return {
+            part.name: x.reshape(*lead, *part.coordinate_shape()) for part, x in zip(self.parts, parts, strict=True)
+        }
+
+    @overload
+    def unproject(self, x: Tensor) -> Tensor: ...
+    @overload
+    def unproject(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def unproject(self, x: Vector) -> Tensor | dict[str, Tensor]:
+        """U x: undoes :meth:`project`."""
+        shapes = tuple(part.coordinate_shape() for part in self.parts)
+        rows, restore = Layout(self.layers, shapes).read(x, self.dtype, self.device)
+        out = torch.empty_like(rows)
+        pieces = rows.split([part.numel for part in self.parts], 1)
+        for part, places, piece in zip(self.parts, self._places, pieces, strict=True):
+            out[:, places] = part.unproject(piece)
+        if isinstance(x, Tensor):
+            return restore(out)
+        stacked = x[self.layers[0]].dim() > len(shapes[0])
+        return self.layout.unflatten(out if stacked else out[0])
+
+    # --- matrices and samples -----------------------------------------------------------------------------------------
+
+    def diagonal(self) -> Tensor:
+        """The P diagonal entries, flat."""
+        out = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        for part, places in zip(self.parts, self._places, strict=True):
+            out[places] = part.diagonal()
+        return out
+
+    def dense(self) -> Tensor:
+        """The matrix ``[P, P]``, for tests and small networks."""
+        out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        for part, places in zip(self.parts, self._places, strict=True):
+            if isinstance(places, slice):
+                out[places, places] = part.dense()
+            else:
+                out[places[:, None], places] = part.dense()
+        return out
+
+    def sample(
+        self, n: int | None = None, damping: float = 0.0, scale: float = 1.0, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Draw from the Gaussian with mean zero and precision scale G + damping.
+
+        Args:
+            n: How many; they are stacked ``[n, *shape]``. None draws one, unstacked.
+            damping: Added to every eigenvalue: the prior's precision in a Laplace approximation.
+            scale: What G is multiplied by: the number of training examples, there.
+            generator: Where the random numbers come from.
+        """
+        if not scale > 0:
+            raise ValueError(f"scale={scale!r} must be a number > 0")
+        if n is not None and (not isinstance(n, int) or n < 0):
+            raise ValueError(f"n={n!r} must be a whole number >= 0, or None for one draw")
+        self._check_damping(damping, inverse=True)
+        z = torch.randn(
+            1 if n is None else n,
+            self.layout.numel,
+            generator=generator,
+            dtype=self.dtype,
+            device=self.device if generator is None else generator.device,
+        ).to(self.device)
+        rows = self._each(z, lambda part, r: part.apply(r, lambda s: (scale * s + damping).rsqrt()))
+        return self.layout.unflatten(rows[0] if n is None else rows)
+
+    # --- pieces, places, files ----------------------------------------------------------------------------------------
+
+    def restrict(self, layers: str | Sequence[str]) -> Curvature:
+        """The matrix over the parameters of some layers alone.
+
+        Args:
+            layers: Names or patterns of layers or parameters. KFAC's and EKFAC's layers can only be taken whole.
+        """
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        chosen = [name for name in self.layout.names if matches(name, patterns)]
+        if not chosen:
+            raise ValueError(f"layers={layers!r} names no parameter. Parameters: {', '.join(self.layout.names)}")
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        parts: list[Part] = []
+        for part in self.parts:
+            wanted = tuple(name for name in part.parameters if name in chosen)
+            if wanted == part.parameters:
+                parts.append(part)
+            elif wanted:
+                inside = Layout(part.parameters, tuple(shapes[name] for name in part.parameters))
+                places = torch.cat([torch.arange(part.numel)[inside.places((name,))] for name in wanted])
+                cut = part.cut(wanted, places)
+                if cut is None:
+                    raise ValueError(
+                        f"layers={layers!r} takes {', '.join(wanted)} of the block '{part.name}', which mixes "
+                        f"{', '.join(part.parameters)}: take the layer whole"
+                    )
+                parts.append(cut)
+        return type(self)(
+            self.approximation, Layout(tuple(chosen), tuple(shapes[n] for n in chosen)), parts, self.examples
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Curvature:
+        """Move to a device or cast to a dtype, as ``Tensor.to``."""
+        return type(self)(
+            self.approximation, self.layout, [part.to(*args, **kwargs) for part in self.parts], self.examples
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a safetensors file."""
+        storage.save(path, self.approximation, self.layout, self.parts, self.examples)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Self:
+        """Read what :meth:`save` wrote; no code is executed."""
+        return cls(*storage.load(path, device))

@@ -1,0 +1,205 @@
+"""The pieces of a block-diagonal matrix: what each of them can do, and the two that are never dense.
+
+Every part is U diag(values) U^T with an orthogonal U, so that products, solves, powers, roots and samples are one
+thing: a function of the eigenvalues, :meth:`Part.apply`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Part(ABC):
+    """A symmetric positive semi-definite matrix over the parameters of one layer (or of all of them).
+
+    Vectors are rows ``[K, p]``, the part's parameters side by side.
+
+    Attributes:
+        name: The layer's name.
+        parameters: Names of its parameters.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """p, the number of parameters."""
+
+    @abstractmethod
+    def values(self) -> Tensor:
+        """All p eigenvalues, in the order of the basis."""
+
+    @abstractmethod
+    def apply(self, rows: Tensor, f: Function) -> Tensor:
+        """U diag(f(values)) U^T v for every row v."""
+
+    @abstractmethod
+    def mapped(self, f: Function) -> Part:
+        """The same basis with the eigenvalues f(values)."""
+
+    @abstractmethod
+    def project(self, rows: Tensor) -> Tensor:
+        """U^T v for every row v: coordinates in the order of ``values``."""
+
+    @abstractmethod
+    def unproject(self, rows: Tensor) -> Tensor:
+        """U x for every row x."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The p diagonal entries in parameter space."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What there is to store, by name."""
+
+    def matmul(self, rows: Tensor) -> Tensor:
+        """The matrix times every row."""
+        return self.apply(rows, lambda values: values)
+
+    def trace(self) -> Tensor:
+        """Sum of the eigenvalues."""
+        return self.values().sum()
+
+    def square_norm(self) -> Tensor:
+        """Squared Frobenius norm."""
+        return self.values().square().sum()
+
+    def dense(self) -> Tensor:
+        """The matrix ``[p, p]``."""
+        reference = self.values()
+        matrix = self.matmul(torch.eye(self.numel, dtype=reference.dtype, device=reference.device))
+        return (matrix + matrix.mT) / 2
+
+    def coordinate_shape(self) -> tuple[int, ...]:
+        """The shape in which ``project`` shows coordinates in a dict."""
+        return (self.numel,)
+
+    def cut(self, parameters: tuple[str, ...], places: Tensor) -> Part | None:
+        """The part over some of its parameters, which lie at ``places``; None if it cannot be taken apart."""
+        return None
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast all tensors, as ``Tensor.to``."""
+        moved: dict[str, Any] = {name: t.to(*args, **kwargs) for name, t in self.tensors().items()}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalPart(Part):
+    """A diagonal matrix."""
+
+    entries: Tensor
+
+    @property
+    def numel(self) -> int:
+        return len(self.entries)
+
+    def values(self) -> Tensor:
+        return self.entries
+
+    def apply(self, rows: Tensor, f: Function) -> Tensor:
+        return rows * f(self.entries)
+
+    def mapped(self, f: Function) -> Part:
+        return replace(self, entries=f(self.entries))
+
+    def project(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def unproject(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def diagonal(self) -> Tensor:
+        return self.entries
+
+    def cut(self, parameters: tuple[str, ...], places: Tensor) -> Part:
+        return replace(self, parameters=parameters, entries=self.entries[places.to(self.entries.device)])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"entries": self.entries}
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPart(Part):
+    """(U_B x U_A) diag(s) (U_B x U_A)^T: KFAC with s = S_B x S_A, EKFAC with s = s*.
+
+    Attributes:
+        basis: U_A, U_B and the eigenvalues S_A, S_B of the factors.
+        s: ``[G, O, C]``.
+        order: Which entry of the flat vector stands at each place of ``[G, O, C]``; None if they agree.
+    """
+
+    basis: Basis
+    s: Tensor
+    order: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.s.numel()
+
+    def values(self) -> Tensor:
+        return self.s.reshape(-1)
+
+    def apply(self, rows: Tensor, f: Function) -> Tensor:
+        return self.unproject(self.project(rows) * f(self.values()))
+
+    def mapped(self, f: Function) -> Part:
+        return replace(self, s=f(self.s))
+
+    def project(self, rows: Tensor) -> Tensor:
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        return self._turned(rows, self.basis.U_A, self.basis.U_B)
+
+    def unproject(self, rows: Tensor) -> Tensor:
+        U_A, U_B = (None if U is None else U.mT for U in (self.basis.U_A, self.basis.U_B))
+        turned = self._turned(rows, U_A, U_B)
+        if self.order is None:
+            return turned
+        return torch.empty_like(turned).index_copy_(1, self.order.long(), turned)
+
+    def _turned(self, rows: Tensor, U_A: Tensor | None, U_B: Tensor | None) -> Tensor:
+        """``U_B^T X U_A`` for a stack of X."""
+        shape, k = self.basis.shape, len(rows)
+        matrices = rows.reshape(k, shape.groups, shape.out, shape.columns)
+        # One product with U_A for the whole stack: its rows, group by group.
+        by_group = matrices.transpose(0, 1).reshape(shape.groups, k * shape.out, shape.columns)
+        by_group = rotate_columns(by_group, U_A, shape)
+        matrices = by_group.reshape(shape.groups, k, shape.out, shape.columns).transpose(0, 1)
+        return rotate_rows(matrices, U_B).reshape(k, -1)
+
+    def diagonal(self) -> Tensor:
+        """(U_B * U_B) s (U_A * U_A)^T, back in the parameters' order."""
+        U_A, U_B = (None if U is None else U.square().mT for U in (self.basis.U_A, self.basis.U_B))
+        return self._in_parameter_order(rotate_columns(rotate_rows(self.s, U_B), U_A, self.basis.shape).reshape(-1))
+
+    def _in_parameter_order(self, entries: Tensor) -> Tensor:
+        return entries if self.order is None else torch.empty_like(entries).index_copy_(0, self.order.long(), entries)
+
+    def coordinate_shape(self) -> tuple[int, ...]:
+        return tuple(self.s.shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        b = self.basis
+        named = {"s": self.s, "order": self.order, "U_A": b.U_A, "U_B": b.U_B, "S_A": b.S_A, "S_B": b.S_B}
+        return {name: t for name, t in named.items() if t is not None}
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        s = self.s.to(*args, **kwargs)
+        order = None if self.order is None else self.order.to(s.device)
+        return replace(self, basis=self.basis.to(*args, **kwargs), s=s, order=order)
