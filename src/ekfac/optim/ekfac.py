@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
-from ekfac.optim import checkpoint, options
+from ekfac.optim import checkpoint, exchange, options
 from ekfac.optim.engine import Direction, Engine
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.options import CurvatureArguments, Damping
@@ -296,6 +297,14 @@ class EKFAC(torch.optim.Optimizer):
         self.engine.state = self.state  # torch has put a new dict there
         self.engine.state = self.state  # torch has put a new mapping in the place of the old one
         self.kl_clip_hits = saved["kl_clip_hits"]
+
+    def curvature(self) -> Curvature:
+        """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""
+        return exchange.curvature(self.engine)
+
+    def seed(self, operator: Curvature) -> None:
+        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
+        exchange.seed(self.engine, operator)
 
     def close(self) -> None:
         """Remove the hooks from the model."""

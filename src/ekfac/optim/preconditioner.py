@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
-from ekfac.optim import checkpoint, options
+from ekfac.optim import checkpoint, exchange, options
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.rules import State
@@ -111,6 +112,14 @@ class Preconditioner:
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
+
+    def curvature(self) -> Curvature:
+        """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""
+        return exchange.curvature(self.engine)
+
+    def seed(self, operator: Curvature) -> None:
+        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
+        exchange.seed(self.engine, operator)
 
     def close(self) -> None:
         """Remove the hooks from the model."""

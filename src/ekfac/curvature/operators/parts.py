@@ -191,6 +191,12 @@ class EigenPart(Part):
     def _in_parameter_order(self, entries: Tensor) -> Tensor:
         return entries if self.order is None else torch.empty_like(entries).index_copy_(0, self.order.long(), entries)
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A = U_A S_A U_A^T and B = U_B S_B U_B^T; as vectors on a side that is kept diagonal."""
+        b = self.basis
+        A, B = (S if U is None else (U * S[:, None, :]) @ U.mT for U, S in ((b.U_A, b.S_A), (b.U_B, b.S_B)))
+        return A, B
+
     def coordinate_shape(self) -> tuple[int, ...]:
         return tuple(self.s.shape)
 
@@ -202,4 +208,4 @@ class EigenPart(Part):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         s = self.s.to(*args, **kwargs)
         order = None if self.order is None else self.order.to(s.device)
-        return replace(self, basis=self.basis.to(*args, **kwargs), s=s, order=order)
+        return replace(self, basis=self.basis.to(s), s=s, order=order)
