@@ -76,6 +76,8 @@ class Record:
         self.reached_aside = False
         #: The graph was kept, so a second backward pass may add to these gradients.
         self.kept = False
+        #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.
+        self.recomputed: set[Block] = set()
 
 
 #: Receives all calls of one block in one record, once: (block, calls, n).
@@ -215,6 +217,8 @@ class Capture:
                 self.held.add(x)
             call = record.calls[block]
             record.calls[block] += 1
+            if inside_backward():
+                record.recomputed.add(block)
             given = Input(x)
 
             def hook(d: Tensor, b: Block = block, la: Layer = layer, i: Input = given, c: int = call) -> None:
@@ -265,7 +269,8 @@ class Capture:
             d = d.movedim(self.batch_dim, 0)
         keep = _keeps_graph() and not self.aside
         record.kept |= keep
-        if record.calls[block] == 1 and not keep and not record.waiting.get(block):
+        alone = record.calls[block] == 1 and block not in record.recomputed
+        if alone and not keep and not record.waiting.get(block):
             self.receive(block, [Call(layer, x, d)], record.n)
             if given.x is None:
                 self.held.remove(x)

@@ -98,3 +98,16 @@ def reduced_zeros(block: Block) -> Tensor:
     """The scaling sum of a process that saw no example."""
     s = block.shape
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
+
+
+def differ_between_processes(numbers: list[Tensor | None], device: torch.device) -> Tensor:
+    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+
+    None counts as zero, so that all take part in the same reduction.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    mine = torch.stack([zero if n is None else n.to(zero) for n in numbers])
+    extremes = torch.cat([mine, -mine])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes[: len(numbers)], -extremes[len(numbers) :]
+    return largest - smallest > 1e-6 * largest

@@ -24,7 +24,14 @@ from ekfac.curvature.capture import Capture
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers import Call
 from ekfac.optim import options
-from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, reduced_zeros, world_size
+from ekfac.optim.accumulate import (
+    BlockSums,
+    Expected,
+    differ_between_processes,
+    reduce_over_processes,
+    reduced_zeros,
+    world_size,
+)
 from ekfac.optim.eigen import EigenMethod, Step
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.options import EngineOptions
@@ -446,11 +453,20 @@ class Engine:
     ) -> dict[nn.Parameter, Tensor]:
         """For gradients that were touched since backward: how much larger they were when it left them."""
         scale = self._loss_scale()
-        return {
+        ratios = {
             p: torch.where(now > 0, before / (now * scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
             for p, now, before in zip(live, sizes, left, strict=True)
             if self.watch.touched(p)
         }
+        if world_size() > 1:
+            # Gradients that differed between processes when backward left them were averaged by hand since: that is
+            # no rescaling, and what the average was before a further clipping is not known.
+            noted = dict(zip(live, left, strict=True))
+            apart = differ_between_processes([noted.get(p) for p in self.parameters], self.parameters[0].device)
+            for p, by_hand in zip(self.parameters, apart, strict=True):
+                if p in ratios:
+                    ratios[p] = torch.where(by_hand, 1.0, ratios[p])
+        return ratios
 
     # --- did all of the gradient pass through the layers? -----------------------------------------------------------
 

@@ -49,11 +49,13 @@ class InverseMethod:
     def _invert(self, block: Block, state: State, damping: float, refresher: Refresher | None = None) -> None:
         started = time.perf_counter()
         A, B = state["S_A"], state["S_B"]
-        pi = pi_of(A, B, block) if self.pi_correction else torch.ones_like(A[:, 0] if A.dim() == 2 else A[:, 0, 0])
+        pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))
         root = math.sqrt(damping)
         with factors.full_precision(A.device):
             inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"))
             inverse_B, good_B = damped_inverse(B, root / pi, state.get("inverse_B"))
+            if block.shape.extra:
+                state["inverse_extra"] = self._inverse_of_bias(block, state, B, root)
         failures = 0 if good_A and good_B else state.get("failed_refreshes", 0) + 1
         if failures >= PATIENCE:
             raise RuntimeError(
@@ -63,7 +65,6 @@ class InverseMethod:
         state.update(
             inverse_A=inverse_A,
             inverse_B=inverse_B,
-            inverse_extra=1 / (1 + pi * root),
             inverted_at=damping,
             failed_refreshes=failures,
         )
@@ -72,6 +73,14 @@ class InverseMethod:
             refresher.seconds += time.perf_counter() - started
             if failures:
                 refresher.fallbacks["kept"] += 1
+
+    def _inverse_of_bias(self, block: Block, state: State, B: Tensor, root: float) -> Tensor:
+        """SUA's bias is a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
+        pi = pi_of(B.new_ones(len(B), 1), B) if self.pi_correction else B.new_ones(len(B))
+        columns = (slice(None), None) if block.diagonal_B else (slice(None), None, None)
+        previous = state.get("inverse_extra")
+        inverse, good = damped_inverse(B, root / pi, None)
+        return inverse / (1 + pi * root)[columns] if good or previous is None else previous
 
     def direction(self, block: Block, state: State, gradient: Tensor, step: Step) -> Tensor:
         """The two products; a change of damping re-inverts first."""
@@ -87,18 +96,20 @@ class InverseMethod:
         else:
             X = rotate_columns(X, A, shape)
         if shape.extra:
-            # The bias column's own factor is A = [1].
-            X = torch.cat([X[..., :-1], X[..., -1:] * state["inverse_extra"][:, None, None]], -1)
+            E, bias = state["inverse_extra"], gradient[..., -1:]
+            X = torch.cat([X[..., :-1], bias * E[:, :, None] if block.diagonal_B else rotate_rows(bias, E)], -1)
         return X
 
     def undo(self, state: State) -> None:
         """Nothing is counted."""
 
 
-def pi_of(A: Tensor, B: Tensor, block: Block) -> Tensor:
-    """sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite."""
-    mean_A = A.mean(-1) if block.diagonal_A else A.diagonal(dim1=-2, dim2=-1).mean(-1)
-    mean_B = B.mean(-1) if block.diagonal_B else B.diagonal(dim1=-2, dim2=-1).mean(-1)
+def pi_of(A: Tensor, B: Tensor) -> Tensor:
+    """sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite.
+
+    A factor is ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal.
+    """
+    mean_A, mean_B = (M.mean(-1) if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (A, B))
     pi = (mean_A / mean_B).sqrt()
     return torch.where(torch.isfinite(pi) & (pi > 0), pi, 1.0)
 
