@@ -1,0 +1,34 @@
+"""VGG11 and ResNet34 without batch-norm learn 500 images by heart with EKFAC-ra."""
+
+import pytest
+
+from ekfac.lab.training import TrainConfig, train
+
+
+def config(task: str, **more) -> TrainConfig:
+    return TrainConfig(
+        task,
+        "ekfac-ra",
+        dataset="mnist-5k-padded",
+        plugins=("ekfac.lab.padded",),
+        limit=500,
+        batch_size=100,
+        refresh_every=20,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("task", ["vgg11", "resnet34"])
+def test_width_8_overfits(task):
+    run = train(config(task, width=8, epochs=12, device="cpu"))
+    last = run.history[-1]
+    assert run.status == "finished"
+    assert last["train_loss"] < 0.05 and last["train_accuracy"] > 0.99
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", ["vgg11", "resnet34"])
+def test_full_width_overfits_on_a_gpu(task):
+    run = train(config(task, epochs=15, device="cuda"))
+    last = run.history[-1]
+    assert last["train_loss"] < 0.05 and last["train_accuracy"] > 0.99
