@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
@@ -113,7 +114,7 @@ class EKFAC(torch.optim.Optimizer):
         super().__init__(named, first)
         self.engine = self._make_engine(model, arguments)
         try:
-            self._check_damping_within_layers()
+            self._check_damping_within_layers(self.engine.blocks)
         except ValueError:
             self.close()
             raise
@@ -145,19 +146,25 @@ class EKFAC(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, with options of their own; see torch's method of that name."""
-        if hasattr(self, "engine"):
-            param_group = self._named_group(dict(param_group), self._arguments, len(self.param_groups))
-        super().add_param_group(param_group)
-        if hasattr(self, "engine"):
-            self.engine.set_parameters(self._all_parameters())
-            self._check_damping_within_layers()
+        if not hasattr(self, "engine"):
+            super().add_param_group(param_group)
+            return
+        index = len(self.param_groups)
+        try:
+            super().add_param_group(self._named_group(dict(param_group), self._arguments, index))
+            self._check_damping_within_layers(self.engine.blocks_of(self._all_parameters()))
+        except ValueError:
+            del self.param_groups[index:]
+            self._damping_functions.pop(index, None)
+            raise
+        self.engine.set_parameters(self._all_parameters())
 
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {p: group for group in self.param_groups for p in group["params"]}
 
-    def _check_damping_within_layers(self) -> None:
+    def _check_damping_within_layers(self, blocks: list[Block]) -> None:
         group_of = self._group_of()
-        for block in self.engine.blocks:
+        for block in blocks:
             values = {group_of[p]["damping"] for p in block.parameters.values()}
             if len(values) > 1:
                 raise ValueError(

@@ -114,13 +114,12 @@ class Engine:
 
     # --- what is covered ------------------------------------------------------------------------------------------
 
-    def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Assign the trained parameters to blocks. Blocks that stay as they were keep their state."""
+    def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
+        """The blocks that these parameters would be assigned to."""
         s = self.settings
-        chosen = list(parameters)
-        blocks = find_blocks(
+        return find_blocks(
             self.model,
-            chosen,
+            parameters,
             include=s.include,
             exclude=s.exclude,
             sua=s.sua,
@@ -129,6 +128,11 @@ class Engine:
             unsupported=s.unsupported,
             silent=self.silent,
         )
+
+    def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Assign the trained parameters to blocks. Blocks that stay as they were keep their state."""
+        chosen = list(parameters)
+        blocks = self.blocks_of(chosen)
         before = {tuple(b.parameters.values()): b for b in self.blocks}
         for i, block in enumerate(blocks):
             known = before.get(tuple(block.parameters.values()))
