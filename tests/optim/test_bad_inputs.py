@@ -187,6 +187,12 @@ def state_of(model: nn.Module, **options: Any) -> Callable[[dict[str, Any]], dic
     return change
 
 
+def without_bias() -> World:
+    world = fresh()
+    world.opt = EKFAC(world.model, params=[{"params": [world.model[0].weight]}], lr=0.1)
+    return world
+
+
 class Cut(nn.Module):
     """Hands on fewer rows than there are examples, and no multiple of them."""
 
@@ -226,6 +232,9 @@ CASES |= {
         lambda w: w.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         ("param", "model"),
         training,
+    ),
+    "a group whose damping splits a layer": Case(
+        lambda w: w.opt.add_param_group({"params": [w.model[0].bias], "damping": 0.7}), ("damping", "'0'"), without_bias
     ),
     "the state of a wider model": Case(load_other(state_of(mlp(3, 5, 2))), ("0.weight",), training),
     "the state of a deeper model": Case(load_other(state_of(mlp(3, 4, 4, 2))), ("state",), training),

@@ -23,11 +23,13 @@ from helpers import (
     backward,
     bases_of,
     batches_for,
+    half_square,
     make_pair,
     mean_loss,
     mlp,
     parameters_of,
 )
+from oracle import per_example_gradients
 
 METHODS: dict[str, Any] = {
     "EKFAC": lambda model, **o: EKFAC(model, scaling="per_example", **o),
@@ -306,6 +308,24 @@ def test_deepcopy_of_the_model_alone_is_not_watched() -> None:
             mean_loss(model, batch).backward()
             if copied:
                 mean_loss(copy.deepcopy(model), batch).backward()
+            opt.step()
+        ends.append(parameters_of(model))
+    assert_same_weights(*ends, 0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torch_func_on_the_model_counts_for_nothing(method: str) -> None:
+    """Per-example gradients between backward and step, say: their values are returned and are no training loss."""
+    ends = []
+    for looked in (False, True):
+        torch.manual_seed(8)
+        model = mlp(3, 4, 2)
+        opt = METHODS[method](model, lr=0.1, refresh_every=2)
+        for ((x, y),) in batches_for(model, (3,), steps=4):
+            opt.zero_grad()
+            mean_loss(model, (x, y)).backward()
+            if looked:
+                per_example_gradients(model, half_square, x, y)
             opt.step()
         ends.append(parameters_of(model))
     assert_same_weights(*ends, 0.0)
