@@ -124,3 +124,37 @@ def test_positions_without_examples_are_refused_by_name_and_can_be_excluded() ->
         model(x).square().mean().backward()
         opt.step()
     assert_all_moved(model, before)
+
+
+class Recurrent(nn.Module):
+    """Nothing but layers that no hook can see into, and a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Parameter(torch.randn(8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.lstm(x)
+        return self.attention(h, h, h)[0][:, -1] @ self.out
+
+
+@pytest.mark.parametrize("scaling", ["running", "per_example", "kronecker"])
+def test_a_model_without_any_covered_layer_trains_by_the_diagonal_method(scaling: str) -> None:
+    model = Recurrent()
+    opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-3, kl_clip=0.01)
+    assert all(row.block == "diagonal" for row in opt.summary().rows)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    x = torch.randn(64, 5, 3)
+    y = x.sum((1, 2)).tanh()
+    losses = []
+    for _ in range(40):
+        opt.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    # The key's bias shifts all scores of a query alike, so its gradient is zero but for rounding.
+    assert_all_moved(model, before)
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,97 @@
+"""A physics-informed loss has derivatives of the network inside: an error by itself, and two ways to train with it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ekfac import EKFAC
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def points() -> Tensor:
+    return torch.linspace(0, 2, 41, dtype=torch.float64)[:, None].requires_grad_()
+
+
+def physics(model: nn.Module) -> Tensor:
+    """u' = -u with u(0) = 1, whose solution is exp(-t)."""
+    t = points()
+    u = model(t)
+    (slope,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+    return (slope + u).square().mean() + (u[0] - 1).square().sum()
+
+
+def sampled(model: nn.Module) -> Tensor:
+    """The network's own output under noise: a loss whose curvature is that of the output alone."""
+    u = model(points().detach())
+    return 0.5 * (u - (u.detach() + torch.randn_like(u))).square().sum(1).mean()
+
+
+def trained(steps: int, with_statistics: bool, **options: Any) -> tuple[nn.Module, float, float]:
+    model = network()
+    opt = EKFAC(model, damping=1e-2, refresh_every=10, **options)
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        if with_statistics:
+            with opt.statistics():
+                sampled(model).backward()
+        loss = physics(model)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return model, losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("scaling", ["running", "per_example"])
+def test_by_itself_it_is_an_error_that_names_the_ways_out(scaling: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match=r"autograd\.grad inside.*exclude=.*statistics\(\)"):
+            trained(1, False, lr=0.1, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("with_statistics", "steps", "options"),
+    [
+        (True, 150, {"lr": 0.03, "scaling": "per_example", "scaling_decay": 0.9, "kl_clip": 1e-2}),
+        (True, 150, {"lr": 0.1, "kl_clip": 1e-2}),
+        (False, 300, {"lr": 0.03, "momentum": 0.9, "exclude": "*"}),
+    ],
+    ids=["statistics of another loss, per_example", "statistics of another loss, running", "all layers excluded"],
+)
+def test_the_ways_out_solve_the_equation(with_statistics: bool, steps: int, options: dict[str, Any]) -> None:
+    model, first, last = trained(steps, with_statistics, **options)
+    assert last < 0.02 * first
+    with torch.no_grad():
+        t = points()
+        assert float((model(t) - torch.exp(-t)).abs().max()) < 0.15
+    assert math.isfinite(last)
+
+
+def test_the_factors_are_those_of_the_other_loss() -> None:
+    model = network()
+    opt = EKFAC(model, lr=0.0, factor_decay=0.0)
+    torch.manual_seed(1)
+    with opt.statistics():
+        sampled(model).backward()
+    assert all(p.grad is None for p in model.parameters())
+    physics(model).backward()
+    opt.step()
+    alone = EKFAC(network(), lr=0.0, factor_decay=0.0)
+    torch.manual_seed(1)
+    sampled(alone.model).backward()
+    alone.step()
+    for p, q in zip(model.parameters(), alone.model.parameters(), strict=True):
+        for name in ("A", "B"):
+            if name in opt.state[p]:
+                torch.testing.assert_close(opt.state[p][name], alone.state[q][name], rtol=1e-10, atol=1e-14)
