@@ -173,7 +173,9 @@ class Capture:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts: count its examples."""
         self._depth += 1
-        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_backward():
+        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()):
+            return
+        if inside_backward() or inside_transform():
             return
         self.before_forward()
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
@@ -183,11 +185,14 @@ class Capture:
         self._current = self._latest = Record(self._count(args, kwargs))
         self._records.append(self._current)
 
-    def end(self) -> None:
+    def end(self, output: Any) -> None:
         """A forward of the model ended, well or by an exception."""
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            self._current = None
+        if self._depth == 0 and self._current is not None:
+            record, self._current = self._current, None
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
+                    tensor.register_hook(lambda d: self._reach(record))
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         tensor = next(_tensors((args, kwargs)), None)
@@ -201,7 +206,7 @@ class Capture:
 
     def called(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A covered layer was called: keep its input until its output's gradient comes."""
-        if not (self.enabled and isinstance(output, Tensor) and output.requires_grad):
+        if not (self.enabled and isinstance(output, Tensor) and output.requires_grad) or inside_transform():
             return
         # Activation checkpointing calls layers again within the backward pass: the same examples once more.
         record = self._current or (self._latest if inside_backward() else None)
@@ -245,8 +250,8 @@ class Capture:
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
-    def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
-        """The gradient of a call's output is here."""
+    def _reach(self, record: Record) -> None:
+        """A backward pass has come to a record: its examples count, once."""
         if not self.enabled:
             return
         self._latest = record
@@ -257,6 +262,12 @@ class Capture:
         elif not record.reached:
             record.reached = True
             self.examples += record.n
+
+    def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
+        """The gradient of a call's output is here."""
+        if not self.enabled:
+            return
+        self._reach(record)
         self.fired.add(block)
         x = given.x
         if x is None:
@@ -305,6 +316,11 @@ class Capture:
 def inside_backward() -> bool:
     """Whether this thread is executing a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is under way: its gradients are returned, and never land in ``.grad``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _keeps_graph() -> bool:
@@ -360,4 +376,4 @@ class _BeginHook(_Hook):
 class _EndHook(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None and module is self.capture.model:
-            self.capture.end()
+            self.capture.end(output)
