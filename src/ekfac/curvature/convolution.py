@@ -44,6 +44,8 @@ class _ConvolutionBase(Layer):
         super().__init__(module, roles, sua=sua)
         m = self.module
         self.kernel: tuple[int, ...] = tuple(m.kernel_size)
+        #: How often windows meet each pixel, by the input's size; kept on the device.
+        self._weights: dict[tuple[int, ...], tuple[Tensor, int]] = {}
         self.groups: int = m.groups
         self.channels: int = m.in_channels // m.groups
         self.taps = 1
@@ -142,20 +144,27 @@ class ConvolutionLayer(_ConvolutionBase):
     def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int]:
         """SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
         x = self.padded(x, ())
-        meets = x.new_ones(())
-        positions = 1
-        for axis, k in enumerate(self.kernel):
-            length, s, d = x.shape[2 + axis], self.module.stride[axis], self.module.dilation[axis]
-            out = (length - d * (k - 1) - 1) // s + 1
-            positions *= out
-            hits = [0] * length
-            for tap in range(k):
-                for position in range(out):
-                    hits[position * s + tap * d] += 1
-            meets = meets[..., None] * x.new_tensor(hits)
-        rows = (x * meets.sqrt()).reshape(x.shape[0], self.groups, self.channels, -1)
+        size = tuple(x.shape[2:])
+        if size not in self._weights or self._weights[size][0].device != x.device:
+            root, positions = self._meetings(size)
+            self._weights[size] = (root.to(x), positions)
+        root, positions = self._weights[size]
+        rows = (x * root.to(x.dtype)).reshape(x.shape[0], self.groups, self.channels, -1)
         rows = rows.permute(1, 2, 0, 3).reshape(self.groups, self.channels, -1)
         return rows @ rows.mT, x.shape[0] * positions * self.taps
+
+    def _meetings(self, size: Sequence[int]) -> tuple[Tensor, int]:
+        """Root of the number of (window, tap) pairs that meet each pixel, and the number of windows."""
+        meets = torch.ones((), dtype=torch.float64)
+        positions = 1
+        for length, k, s, d in zip(size, self.kernel, self.module.stride, self.module.dilation, strict=True):
+            out = (length - d * (k - 1) - 1) // s + 1
+            positions *= out
+            hits = torch.zeros(length, dtype=torch.float64)
+            for tap in range(k):
+                hits[tap * d : tap * d + (out - 1) * s + 1 : s] += 1
+            meets = meets[..., None] * hits
+        return meets.sqrt(), positions
 
     def grouped(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, self.shape.out, self.channels, self.taps)

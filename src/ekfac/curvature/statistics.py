@@ -53,7 +53,7 @@ def _factor_parts(
 ) -> Iterator[FactorSums]:
     if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
         layer = calls[0].layer
-        for cut, count in cuts(block, calls, n, memory, further):
+        for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
             deltas = torch.cat([layer.deltas(cut(one.x), cut(one.d), count) for (one,) in (calls, *further)])
             B = factors.output_sum(deltas, sharing, block.diagonal_B)
             del deltas
@@ -123,13 +123,18 @@ def positions(
         del h, delta  # before the next ones are made
 
 
-def cuts(block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()) -> Iterator[tuple[Cut, int]]:
-    """Split the examples so that h and delta, with one copy of each, fit into ``memory`` bytes."""
+def cuts(
+    block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = (), unfolded: bool = True
+) -> Iterator[tuple[Cut, int]]:
+    """Split the examples so that h and delta, with one copy of each, fit into ``memory`` bytes.
+
+    Where h is not written out (``unfolded=False``) the input stands in its place.
+    """
     numbers = 0
     for call in calls:
-        at = call.layer.positions_per_example(call.d, n)
+        at = call.layer.positions_per_example(call.d, n) if unfolded else 0
         numbers += at * (call.layer.numbers_per_position() + len(further) * block.shape.groups * block.shape.out)
-        numbers += (call.x.numel() + call.d.numel()) // n
+        numbers += (call.x.numel() + (1 + len(further)) * call.d.numel()) // n
     each = 2 * numbers * torch.finfo(block.dtype).bits // 8
     splittable = all(call.layer.splittable for call in calls)
     for start, stop in chunks(n, each, memory) if splittable else [(0, n)]:

@@ -25,7 +25,8 @@ class Verdicts:
         """
         devices = {size.device for size in sizes}
         if len(devices) != 1 or next(iter(devices)).type != "cuda" or at_once:
-            return all(bool(torch.isfinite(size)) for size in sizes), None
+            found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
+            return all(bool(torch.isfinite(s).all()) for s in found), None
         ok = torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
         answer = torch.empty((), dtype=ok.dtype, pin_memory=True)
         answer.copy_(ok, non_blocking=True)
