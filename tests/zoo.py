@@ -207,40 +207,43 @@ def small_cnn(width: int = 8) -> nn.Module:
 
 
 @functools.cache
-def digits() -> tuple[Tensor, Tensor]:
-    """4,000 digits [N, 1, 14, 14], about zero mean and unit variance, and their labels."""
-    x, y = load_dataset("mnist-5k").train
-    x = F.avg_pool2d(x.view(-1, 1, 28, 28), 2)
-    return (x - x.mean()) / x.std(), y
+def digits(split: str) -> tuple[Tensor, Tensor]:
+    """4,000 digits to train on and 1,000 held out: [N, 1, 14, 14], about zero mean and unit variance, and labels."""
+    data = load_dataset("mnist-5k")
+    scale = F.avg_pool2d(data.train.x.view(-1, 1, 28, 28), 2)
+    x, y = data.splits[split]
+    return (F.avg_pool2d(x.view(-1, 1, 28, 28), 2) - scale.mean()) / scale.std(), y
 
 
 @functools.cache
-def text() -> tuple[Tensor, int]:
-    """The text as one long tensor of character numbers, and how many characters there are."""
+def text(split: str) -> tuple[Tensor, int]:
+    """The text as one long tensor of character numbers, its last tenth held out, and how many characters there are."""
     from pydoc_data.topics import topics
 
     joined = "\n".join(topics[name] for name in sorted(topics))
     alphabet = {c: i for i, c in enumerate(sorted(set(joined)))}
-    return torch.tensor([alphabet[c] for c in joined]), len(alphabet)
+    stream = torch.tensor([alphabet[c] for c in joined])
+    cut = len(stream) * 9 // 10
+    return (stream[:cut] if split == "train" else stream[cut:]), len(alphabet)
 
 
-def digit_batches(size: int, seed: int) -> Iterator[Batch]:
-    x, y = digits()
+def digit_batches(size: int, seed: int, split: str = "train") -> Iterator[Batch]:
+    x, y = digits(split)
     generator = torch.Generator().manual_seed(seed)
     while True:
         rows = torch.randint(len(x), (size,), generator=generator)
         yield x[rows], y[rows]
 
 
-def noisy_digit_batches(size: int, seed: int) -> Iterator[Batch]:
+def noisy_digit_batches(size: int, seed: int, split: str = "train") -> Iterator[Batch]:
     """Digits under noise of their own size, and the digits themselves."""
     generator = torch.Generator().manual_seed(seed + 1)
-    for x, _ in digit_batches(size, seed):
+    for x, _ in digit_batches(size, seed, split):
         yield x + torch.randn(x.shape, generator=generator), x
 
 
-def text_batches(size: int, seed: int) -> Iterator[Batch]:
-    stream, _ = text()
+def text_batches(size: int, seed: int, split: str = "train") -> Iterator[Batch]:
+    stream, _ = text(split)
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(stream) - CONTEXT - 1, (size, 1), generator=generator)
@@ -254,15 +257,15 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, its stream of batches (batch size, seed) and its loss (output, target)."""
+    """A network, its stream of batches (batch size, seed, split) and its loss (output, target)."""
 
     build: Callable[[], nn.Module]
-    batches: Callable[[int, int], Iterator[Batch]]
+    batches: Callable[..., Iterator[Batch]]
     loss: Callable[[Tensor, Tensor], Tensor]
 
 
 PROBLEMS = {
-    "gpt": Problem(lambda: GPT(text()[1]), text_batches, token_loss),
+    "gpt": Problem(lambda: GPT(text("train")[1]), text_batches, token_loss),
     "vit": Problem(ViT, digit_batches, F.cross_entropy),
     "mobilenet": Problem(mobilenet, digit_batches, F.cross_entropy),
     "unet": Problem(UNet, noisy_digit_batches, F.mse_loss),
