@@ -2,8 +2,9 @@
 
     python benchmarks/digits.py --device cuda --workers 8 --out results/digits
 
-Every method's grid is searched with seed 0; the setting with the lowest training loss (a full pass after the last
-step) is then run with five other seeds. Written: ``digits.json`` (every run) and ``digits.md`` (the table).
+Every method's grid is screened with seed 0 for 400 steps; the setting with the lowest training loss (a full pass
+after the last step) is then run with five other seeds. Written: ``digits.jsonl`` (every run, as it ends; runs found
+there are not repeated) and ``digits.md`` (the table).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shlex
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.tasks import TASKS
 
 STEPS = 1000
+SCREENING = 400
 BATCHES = (50, 200)
 FINAL_SEEDS = (1, 2, 3, 4, 5)
-MARKS = (10, 20, 50, 100, 200, 300, 500, 700, 1000)
+MARKS = (10, 20, 50, 100, 200, 300, 400, 500, 700, 1000)
 
 
 def grid(optimizer: str, **axes: list[Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -40,19 +42,19 @@ def grid(optimizer: str, **axes: list[Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 METHODS: dict[str, tuple[bool, list[tuple[str, dict[str, Any]]]]] = {
-    "SGD + BN": (True, grid("sgd", lr=[1e-3, 3e-3, 1e-2, 3e-2, 1e-1], momentum=[0.9])),
-    "Adam + BN": (True, grid("adam", lr=[3e-4, 1e-3, 3e-3, 1e-2, 3e-2])),
+    "SGD + BN": (True, grid("sgd", lr=[1e-3, 3e-3, 1e-2, 3e-2], momentum=[0.9])),
+    "Adam + BN": (True, grid("adam", lr=[1e-3, 3e-3, 1e-2, 3e-2])),
     "KFAC": (
         False,
-        grid("kfac", lr=[0.03, 0.1, 0.3], damping=[1e-2, 1e-1, 1.0], momentum=[0.9], kl_clip=[1.0], refresh_every=[20]),
+        grid("kfac", lr=[0.03, 0.1], damping=[3e-2, 1e-1, 3e-1], momentum=[0.9], kl_clip=[1.0], refresh_every=[25]),
     ),
     "EKFAC": (
         False,
-        grid("ekfac", lr=[0.01, 0.03, 0.1], damping=[1e-3, 1e-2, 1e-1], scaling=["per_example"], refresh_every=[20]),
+        grid("ekfac", lr=[0.01, 0.03], damping=[3e-3, 1e-2, 3e-2], scaling=["per_example"], refresh_every=[25]),
     ),
     "EKFAC-ra": (
         False,
-        grid("ekfac-ra", lr=[0.003, 0.01, 0.03], damping=[3e-4, 1e-3, 3e-3], scaling=["running"], refresh_every=[20]),
+        grid("ekfac-ra", lr=[0.01, 0.03], damping=[1e-3, 3e-3, 1e-2], scaling=["running"], refresh_every=[25]),
     ),
 }
 
@@ -81,21 +83,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         model.train()
         return losses[0] - floors[0], losses[1] - floors[1]
 
-    seconds, step, diverged = 0.0, 0, False
-    batch = job["batch"]
+    step, diverged = 0, False
+    batch, steps = job["batch"], job["steps"]
     try:
-        while step < STEPS and not diverged:
+        while step < steps and not diverged:
             for index in torch.randperm(len(x_train), generator=order).to(device).split(batch):
-                if len(index) < batch or step == STEPS:
+                if len(index) < batch or step == steps:
                     break
-                started = time.perf_counter()
                 x, y = x_train[index], y_train[index]
                 optimizer.zero_grad()
                 task.losses(model(x), x, y).mean().backward()
                 optimizer.step()
-                seconds += time.perf_counter() - started
                 step += 1
-                if step in MARKS:
+                if step in MARKS or step == steps:
                     curve[step], validation = above_floor()
                     diverged = not math.isfinite(curve[step])
                     if diverged:
@@ -104,10 +104,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if "finite" not in str(error):
             raise
         diverged = True
-    final = math.inf if diverged else curve[STEPS]
+    final = math.inf if diverged else curve[steps]
     stats = getattr(optimizer, "stats", dict)()
     return {**job, "train": final, "validation": math.inf if diverged else validation, "curve": curve,
             "diverged": diverged, "stats": stats}  # fmt: skip
+
+
+def key(job: dict[str, Any]) -> str:
+    """What makes a run the same run."""
+    return json.dumps([job[k] for k in ("method", "optimizer", "options", "batch", "seed", "steps")], sort_keys=True)
 
 
 def main() -> None:
@@ -122,34 +127,46 @@ def main() -> None:
     base = {"device": args.device, "data_dir": args.data_dir}
     jobs = [
         {**base, "method": name, "batch_norm": METHODS[name][0], "optimizer": optimizer, "options": options,
-         "batch": batch, "seed": 0, "phase": "grid"}
+         "batch": batch, "seed": 0, "steps": SCREENING, "phase": "grid"}
         for name in args.methods
         for batch in BATCHES
         for optimizer, options in METHODS[name][1]
     ]  # fmt: skip
+    record = args.out / "digits.jsonl"
+    done = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     started = time.perf_counter()
+
+    def run_all(pool: ProcessPoolExecutor, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        known = {key(r): r for r in done}
+        futures = [pool.submit(run, job) for job in wanted if key(job) not in known]
+        results = [known[key(job)] for job in wanted if key(job) in known]
+        with record.open("a") as file:
+            for future in as_completed(futures):
+                result = {k: v for k, v in future.result().items() if k not in base}
+                results.append(result)
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+        print(f"{len(results)} runs, {time.perf_counter() - started:.0f} s", flush=True)
+        return results
+
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(run, jobs))
-        print(f"{len(results)} grid runs in {time.perf_counter() - started:.0f} s", flush=True)
+        screened = run_all(pool, jobs)
         best = {
             (name, batch): min(
-                (r for r in results if (r["method"], r["batch"]) == (name, batch)), key=lambda r: r["train"]
+                (r for r in screened if (r["method"], r["batch"]) == (name, batch)), key=lambda r: r["train"]
             )
             for name in args.methods
             for batch in BATCHES
         }
-        finals = [
-            {**{k: b[k] for k in jobs[0]}, "seed": s, "phase": "final"} for b in best.values() for s in FINAL_SEEDS
-        ]
-        results += pool.map(run, finals)
-    print(f"all {len(results)} runs in {time.perf_counter() - started:.0f} s", flush=True)
+        chosen = [{**base, **{k: b[k] for k in jobs[0] if k not in base}} for b in best.values()]
+        finals = run_all(
+            pool, [{**c, "seed": s, "steps": STEPS, "phase": "final"} for s in FINAL_SEEDS for c in chosen]
+        )
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     about = {"machine": device, "torch": torch.__version__, "python": platform.python_version(),
              "command": f"python {shlex.join(sys.argv)}"}  # fmt: skip
-    for r in results:
-        r.pop("device"), r.pop("data_dir")
-    (args.out / "digits.json").write_text(json.dumps({"about": about, "runs": results}, indent=1) + "\n")
-    table = markdown(args.methods, best, [r for r in results if r["phase"] == "final"], about)
+    (args.out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    table = markdown(args.methods, best, finals, about)
     (args.out / "digits.md").write_text(table)
     print(table)
 
@@ -160,7 +177,8 @@ def markdown(methods: list[str], best: dict[Any, Any], finals: list[dict[str, An
         f"# The auto-encoder on the 5,000 digits, {STEPS} steps",
         "",
         "Loss above the floor (the pixels' own entropy), per image; mean and standard error of five seeds at the best",
-        f"setting of each method's grid (seed 0). {about['machine']}, torch {about['torch']}: `{about['command']}`.",
+        f"setting of each method's grid (seed 0, {SCREENING} steps).",
+        f"{about['machine']}, torch {about['torch']}: `{about['command']}`.",
         "",
         "| method | settings tried | batch | train | validation | setting |",
         "| --- | --- | --- | --- | --- | --- |",
