@@ -74,27 +74,24 @@ class Estimate:
                 f"the model's output has shape {tuple(z.shape)}, whose leading dimension is no multiple of the number "
                 f"of examples, {n}"
             )
-        if isinstance(target, Tensor):
-            self.likelihood.check(z, target)
-        else:
-            target = None
         if self.kind == "empirical":
-            if target is None:
-                raise ValueError("estimate='empirical' needs labels: batches must be (inputs, target)")
+            if not isinstance(target, Tensor):
+                raise TypeError(f"the target of a batch must be a tensor of labels, not {type(target).__name__}")
+            self.likelihood.check(z, target)
             yield _gradients(self.likelihood.total(z, target, n), apart)
             return
-        for gradient in self._from_model(z.detach(), target, n):
+        for gradient in self._from_model(z.detach(), self.likelihood.live_terms(z, target), n):
             yield [gradient if leaf is z else None for leaf in apart]
 
-    def _from_model(self, z: Tensor, target: Tensor | None, n: int) -> Iterator[Tensor]:
+    def _from_model(self, z: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
         assert self.likelihood is not None
         if self.kind == "exact":
-            yield from self.likelihood.columns(z, target, n)
+            yield from self.likelihood.columns(z, live, n)
             return
         if self._generator is None:
             self._generator = torch.Generator(z.device).manual_seed(self.seed)
         for _ in range(self.draws):
-            yield self.likelihood.draw(z, target, n, self._generator) / math.sqrt(self.draws)
+            yield self.likelihood.draw(z, live, n, self._generator) / math.sqrt(self.draws)
 
     def _function_total(self, output: Any, target: Any, n: int) -> Tensor:
         """Sum over examples of l_n, from a function that gives one loss per example or their mean."""
@@ -147,7 +144,7 @@ def logits_of(output: Any) -> Tensor:
 
 def _gradients(total: Tensor, leaves: list[Any]) -> Cotangents:
     if not bool(torch.isfinite(total)):
-        raise ValueError(f"the loss of a batch is not finite ({float(total)})")
+        raise ValueError(f"the loss of a batch is not finite ({float(total.detach())})")
     if not total.requires_grad:
         raise ValueError("the loss does not depend on the model's output")
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -42,12 +42,16 @@ class Likelihood(ABC):
     def total(self, output: Tensor, target: Tensor, n: int) -> Tensor:
         """Sum over examples of l_n."""
 
+    def live_terms(self, output: Tensor, target: Any) -> Tensor | None:
+        """True for terms that have a loss, read from the target's marks; None where all have."""
+        return None
+
     @abstractmethod
-    def draw(self, output: Tensor, target: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
+    def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
         """The gradient of the sum of l_n at labels drawn from the model, shaped like the output."""
 
     @abstractmethod
-    def columns(self, output: Tensor, target: Tensor | None, n: int) -> Iterator[Tensor]:
+    def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
         """Tensors like the output whose outer products, example by example, sum to E[g_n g_n^T]."""
 
 
@@ -86,21 +90,25 @@ class Categorical(Likelihood):
         logits = self._classes_last(output).flatten(0, -2)
         labels = self._classes_last(target).flatten(0, -2) if target.is_floating_point() else target.flatten()
         loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=self.ignore_index)
-        return loss * self._weight(output, target, n)
+        return loss * self._weight(output, self.live_terms(output, target), n)
 
-    def draw(self, output: Tensor, target: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
+    def live_terms(self, output: Tensor, target: Any) -> Tensor | None:
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return None
+        return target != self.ignore_index if target.shape == self._classes_last(output).shape[:-1] else None
+
+    def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
         p = self._classes_last(output).softmax(-1)
         labels = torch.multinomial(p.flatten(0, -2).float(), 1, generator=generator).reshape(p.shape[:-1])
-        gradient = (p - F.one_hot(labels, p.shape[-1])) * self._live(p, target)
-        return self._classes_back(gradient) * self._weight(output, target, n)
+        gradient = self._classes_back(self._masked(p - F.one_hot(labels, p.shape[-1]), live))
+        return gradient * self._weight(output, live, n)
 
-    def columns(self, output: Tensor, target: Tensor | None, n: int) -> Iterator[Tensor]:
-        logits = self._classes_last(output)
-        log_p = logits.log_softmax(-1)
-        live = self._live(log_p, target) * self._weight(output, target, n)
-        for k in range(logits.shape[-1] - 1):
-            column = covariance_column(log_p, k) * live
-            for alone in _term_by_term(column, column.reshape(n, -1, logits.shape[-1])):
+    def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
+        log_p = self._classes_last(output).log_softmax(-1)
+        weight = self._weight(output, live, n)
+        for k in range(log_p.shape[-1] - 1):
+            column = self._masked(covariance_column(log_p, k), live) * weight
+            for alone in _term_by_term(column, column.reshape(n, -1, log_p.shape[-1])):
                 yield self._classes_back(alone)
 
     def _classes_last(self, tensor: Tensor) -> Tensor:
@@ -109,19 +117,14 @@ class Categorical(Likelihood):
     def _classes_back(self, tensor: Tensor) -> Tensor:
         return tensor.movedim(-1, self.class_dim)
 
-    def _live(self, p: Tensor, target: Tensor | None) -> Tensor:
-        """1 for terms with a loss, ``[..., 1]``."""
-        if target is None or target.is_floating_point():
-            return p.new_ones(())
-        return (target != self.ignore_index).to(p)[..., None]
+    def _masked(self, gradient: Tensor, live: Tensor | None) -> Tensor:
+        return gradient if live is None else gradient * live[..., None]
 
-    def _weight(self, output: Tensor, target: Tensor | None, n: int) -> Tensor | float:
+    def _weight(self, output: Tensor, live: Tensor | None, n: int) -> float:
         """N times a term's weight in the loss."""
         if not self.mean:
             return 1.0
-        if target is None or target.is_floating_point():
-            return n * self._classes_last(output).shape[-1] / output.numel()
-        return n / (target != self.ignore_index).sum().clamp(min=1)
+        return n * output.shape[self.class_dim] / output.numel() if live is None else n / max(1, int(live.sum()))
 
 
 def covariance_column(log_p: Tensor, k: int) -> Tensor:
@@ -157,11 +160,11 @@ class Bernoulli(Likelihood):
         loss = F.binary_cross_entropy_with_logits(output, target.to(output), reduction="sum")
         return loss * self._weight(output, n)
 
-    def draw(self, output: Tensor, target: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
+    def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
         p = output.sigmoid()
         return (p - torch.bernoulli(p, generator=generator)) * self._weight(output, n)
 
-    def columns(self, output: Tensor, target: Tensor | None, n: int) -> Iterator[Tensor]:
+    def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
         # p (1 - p) from sigmoids of both signs keeps its digits where p is near 1.
         root = (output.sigmoid() * (-output).sigmoid()).sqrt() * self._weight(output, n)
         return _term_by_term(root, root.reshape(n, -1, 1))
@@ -191,11 +194,11 @@ class Gaussian(Likelihood):
     def total(self, output: Tensor, target: Tensor, n: int) -> Tensor:
         return 0.5 * self._tau(output, n) * (output - target.to(output)).square().sum()
 
-    def draw(self, output: Tensor, target: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
+    def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return noise * math.sqrt(self._tau(output, n))
 
-    def columns(self, output: Tensor, target: Tensor | None, n: int) -> Iterator[Tensor]:
+    def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
         root = torch.full_like(output, math.sqrt(self._tau(output, n)))
         return _term_by_term(root, root.reshape(n, -1, 1))
 

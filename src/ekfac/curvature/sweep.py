@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ekfac.curvature import statistics
 from ekfac.curvature.batches import Batch, Progress, read_batch
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.capture import Capture
+from ekfac.curvature.capture import Capture, inside_backward
 from ekfac.curvature.estimates import Cotangents, Estimate
 from ekfac.curvature.layers import Call
 from ekfac.curvature.per_example import ExampleGradients
@@ -229,8 +229,9 @@ def captured(
     capture = Capture(model, receive)
 
     def remember(module: nn.Module, inputs: Any, output: Any) -> None:
-        # The edge stays where it is when an in-place activation overwrites the output.
-        if capture.enabled and isinstance(output, Tensor) and output.requires_grad:
+        # The edge stays where it is when an in-place activation overwrites the output. Activation checkpointing calls
+        # layers again within the backward pass; the graph that counts is the first.
+        if capture.enabled and isinstance(output, Tensor) and output.requires_grad and not inside_backward():
             edges.append(get_gradient_edge(output))
 
     handles = [m.register_forward_hook(remember) for m in dict.fromkeys(m for b in blocks for m in b.uses)]
