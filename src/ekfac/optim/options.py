@@ -101,7 +101,8 @@ class CaptureArguments(TypedDict, total=False):
         exclude: Names or patterns of layers to leave to the diagonal method.
         unsupported: "diagonal" (default), or "error" to refuse parameters that no block covers.
         max_factor_dim: A side wider than this is kept diagonal. Default None, no limit.
-        memory_limit: Bytes that temporary tensors of the statistics may take. Default 256 MiB.
+        memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
+            what was captured and the sums themselves. One example at a time is the least. Default 256 MiB.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
     """
 
