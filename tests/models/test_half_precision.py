@@ -66,6 +66,7 @@ def assert_close_to_float32(name: str, mode: str, steps: int) -> None:
     assert share < 0.51 if mode == "bf16 parameters" else share < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_two_hundred_steps_of_a_small_cnn_end_where_float32_ends(mode: str) -> None:
     assert_close_to_float32("cnn", mode, 200)
@@ -78,8 +79,9 @@ def test_two_hundred_steps_of_a_small_transformer_end_where_float32_ends(mode: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_few_steps_of_a_small_transformer(mode: str) -> None:
-    assert_close_to_float32("gpt", mode, 30)
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_a_few_steps_end_where_float32_ends(name: str, mode: str) -> None:
+    assert_close_to_float32(name, mode, 25)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
