@@ -35,6 +35,8 @@ LAST_DIM_NORMS = (nn.LayerNorm, nn.RMSNorm)
 NORMS = CHANNEL_NORMS + LAST_DIM_NORMS
 COVERED = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED, *NORMS)
 
+ADAPTIVE = ("adam", "rmsprop", "adagrad")
+
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -549,6 +551,7 @@ class BlockState:
     s: Tensor | None = None
     s_weight: float = 0.0
     m: Tensor | None = None
+    observed: int = 0
     frozen_a: Tensor | None = None
     frozen_b: Tensor | None = None
 
@@ -608,7 +611,7 @@ class OracleEKFAC:
     def __post_init__(self) -> None:
         self.layers: list[Layer] = []
         self.blocks: dict[str, BlockState] = {}
-        self.diagonals: dict[str, dict[str, Any]] = {}
+        self.diagonals: dict[str, BlockState] = {}
         self.velocity: dict[str, Tensor] = {}
         if self.scaling_decay is None:
             self.scaling_decay = 0.0 if self.scaling == "per_example" else 0.95
@@ -741,7 +744,7 @@ class OracleEKFAC:
             self._refresh(layer, state, diagonal_a, diagonal_b, bases)
         assert state.u_a is not None and state.u_b is not None
         projected = state.u_b.mT @ raw @ state.u_a
-        if self.scaling in ("adam", "rmsprop", "adagrad"):
+        if self.scaling in ADAPTIVE:
             ratio = self._adaptive(state, projected, state.u_b.mT @ g @ state.u_a)
         else:
             self._scale(state, projected, second_moment(h, delta, state.u_a, state.u_b), n)
@@ -802,20 +805,37 @@ class OracleEKFAC:
         elif self.scaling == "running":
             state.s = rho * state.s + (1 - rho) * n * g.square()
 
-    def _adaptive(self, state: BlockState | dict[str, Any], raw: Tensor, g: Tensor) -> Tensor:
-        raise NotImplementedError(self.scaling)
+    def _adaptive(self, state: BlockState, raw: Tensor, g: Tensor) -> Tensor:
+        """torch's Adam, RMSprop or Adagrad on the coordinates; v is fed with the gradient as backward left it."""
+        if state.s is None or state.m is None:
+            state.s, state.m = torch.zeros_like(g), torch.zeros_like(g)
+        state.observed += 1
+        if self.scaling == "adagrad":
+            state.s = state.s + raw.square()
+            return g / (state.s.sqrt() + self.eps)
+        if self.scaling == "rmsprop":
+            state.s = self.alpha * state.s + (1 - self.alpha) * raw.square()
+            return g / (state.s.sqrt() + self.eps)
+        beta_1, beta_2 = self.betas
+        state.m = beta_1 * state.m + (1 - beta_1) * g
+        state.s = beta_2 * state.s + (1 - beta_2) * raw.square()
+        mean, square = (x / (1 - b**state.observed) for x, b in ((state.m, beta_1), (state.s, beta_2)))
+        return mean / (square.sqrt() + self.eps)
 
     # ----------------------------------------------------------------------------- parameters without a block
 
     def _diagonal_direction(self, name: str, raw: Tensor, g: Tensor, n: int) -> Tensor:
-        """``running`` with the identity as basis, started at the first N g^2.
+        """``running`` with the identity as basis, started at the first N g^2; it averages where others do not.
 
-        It averages where others do not.
+        An adaptive rule of the others is the rule here too.
         """
+        state = self.diagonals.setdefault(name, BlockState(raw, raw))
+        if self.scaling in ADAPTIVE:
+            return self._adaptive(state, raw, g)
         rho = self.scaling_decay
         assert rho is not None
         if self.scaling != "running":
             rho = rho or 0.95
-        state = self.diagonals.setdefault(name, {"s": n * raw.square()})
-        state["s"] = rho * state["s"] + (1 - rho) * n * raw.square()
-        return g / damped(state["s"], self.option(name, "damping"), self.damping_mode)
+        start = n * raw.square() if state.s is None else state.s
+        state.s = rho * start + (1 - rho) * n * raw.square()
+        return g / damped(state.s, self.option(name, "damping"), self.damping_mode)

@@ -3,6 +3,10 @@
 Two independent ways to each quantity must agree before anything is compared with it.
 """
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,9 +51,7 @@ MODELS = {
     "linear 4-D": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), Mean()), (2, 3, 3)),
     "conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, stride=2, groups=2), nn.Flatten()), (4, 7)),
     "conv2d": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1)), nn.Flatten()
-        ),
+        lambda: nn.Sequential(nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1)), nn.Flatten()),
         (2, 6, 5),
     ),
     "conv2d same, reflect": (
@@ -163,9 +165,7 @@ def test_micro_batches_are_one_batch(reduction: str) -> None:
     parts = observe(model, loss, [(x[:2], y[:2]), (x[2:], y[2:])], layers, loss_reduction=reduction)
     mean = observe(model, batch_loss, [(x, y)], layers)
     for layer in layers:
-        for one, two, three in zip(
-            whole.calls[layer.key], parts.calls[layer.key], mean.calls[layer.key], strict=True
-        ):
+        for one, two, three in zip(whole.calls[layer.key], parts.calls[layer.key], mean.calls[layer.key], strict=True):
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-14)
         for name in layer.names:
@@ -192,9 +192,7 @@ def test_calls_of_a_layer_are_positions_of_the_same_example() -> None:
     [(name, sharing, False) for name in MODELS for sharing in ("expand", "reduce")]
     + [(name, "expand", True) for name in MODELS if "conv" in name or "transposed" in name],
 )
-def test_second_moment_is_the_diagonal_of_the_rotated_dense_fisher(
-    name: str, sharing: str, sua: bool
-) -> None:
+def test_second_moment_is_the_diagonal_of_the_rotated_dense_fisher(name: str, sharing: str, sua: bool) -> None:
     model, x, y = problem(name)
     layers = find_layers(model, sua=sua)
     seen = observe(model, batch_loss, [(x, y)], layers)
@@ -245,9 +243,7 @@ def test_carrying_is_the_product_of_squared_rotations() -> None:
     s = torch.rand(1, 4, 3, dtype=torch.float64)
     r_a, r_b = bases[2].mT @ bases[0], bases[3].mT @ bases[1]
     expected = r_b.square() @ s @ r_a.square().mT
-    torch.testing.assert_close(
-        carried(s, (bases[0], bases[1]), (bases[2], bases[3])), expected, rtol=1e-10, atol=1e-12
-    )
+    torch.testing.assert_close(carried(s, (bases[0], bases[1]), (bases[2], bases[3])), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_the_inverse_form_is_the_factored_damping_in_the_eigenbasis() -> None:
@@ -296,9 +292,7 @@ def test_momentum_and_weight_decay_are_torchs() -> None:
 
         model, twin = Scale(), Scale()
         twin.load_state_dict(model.state_dict())
-        oracle = OracleEKFAC(
-            model, batch_loss, lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1, damping=0.5
-        )
+        oracle = OracleEKFAC(model, batch_loss, lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1, damping=0.5)
         sgd = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
         s = None
         for _ in range(4):
@@ -314,3 +308,43 @@ def test_momentum_and_weight_decay_are_torchs() -> None:
                 twin.free.mul_(1 - 0.1 * 0.1)
             sgd.step()
         torch.testing.assert_close(model.free, twin.free, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "torchs"),
+    [
+        ("adam", lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.9), eps=1e-6)),
+        ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, eps=1e-6)),
+        ("adagrad", lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
+    ],
+)
+def test_adaptive_rules_in_the_identity_basis_are_torchs(scaling: str, torchs: Callable[..., Any]) -> None:
+    model, x, y = problem("linear")
+    twin = copy.deepcopy(model)
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "alpha": 0.9, "eps": 1e-6, "refresh_every": 2}
+    oracle = OracleEKFAC(model, batch_loss, scaling=scaling, basis="identity", **options)
+    opt = torchs(twin.parameters())
+    for step in range(5):
+        batch = (x + step, y)
+        opt.zero_grad()
+        batch_loss(twin, batch).backward()
+        opt.step()
+        oracle.step([batch])
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-11)
+
+
+def test_adaptive_moments_turn_with_the_basis() -> None:
+    """A basis that changes at every step leaves the first moment as it is in parameter space."""
+    model, x, y = problem("linear")
+    oracle = OracleEKFAC(model, batch_loss, lr=0.0, scaling="adam", betas=(0.5, 0.9), refresh_every=1)
+    mean: dict[str, Tensor] = {}
+    for step in range(4):
+        batch = (x * (step + 1), y)
+        oracle.step([batch])
+        for layer in find_layers(model):
+            g = layer.pack(observe(model, batch_loss, [batch], [layer]).gradients)
+            mean[layer.key] = 0.5 * mean.get(layer.key, torch.zeros_like(g)) + 0.5 * g
+            state = oracle.blocks[layer.key]
+            assert state.u_a is not None and state.u_b is not None and state.m is not None
+            torch.testing.assert_close(state.u_b @ state.m @ state.u_a.mT, mean[layer.key], rtol=1e-9, atol=1e-11)
