@@ -173,3 +173,31 @@ def test_a_scaler_that_the_optimizer_does_not_know_is_an_error_that_says_so() ->
     scaler.scale(model(torch.randn(5, 3)).square().mean()).backward()
     with pytest.raises(RuntimeError, match="grad_scaler="):
         scaler.step(opt)
+
+
+class ChangedInPlace(nn.Module):
+    """Under autocast the layer works on a copy of its input, so autograd does not mind what becomes of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)).float() * 1.0
+        y = self.second(x)
+        return y + x.mul_(3.0).sum(1, keepdim=True)
+
+
+def test_an_input_that_is_changed_in_place_under_autocast_is_an_error_that_names_the_layer() -> None:
+    model = ChangedInPlace()
+    for options in ({}, {"exclude": "second"}):
+        with EKFAC(model, **options) as opt:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(8, 4)).float().square().mean()
+            if options:
+                loss.backward()
+                opt.step()
+            else:
+                with pytest.raises(RuntimeError, match=r"'second': its input was changed in place.*exclude="):
+                    loss.backward()
+            opt.zero_grad()

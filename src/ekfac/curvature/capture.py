@@ -60,6 +60,15 @@ class Input:
 
     def __init__(self, x: Tensor | None) -> None:
         self.x = x
+        self._version = self._current_version()
+
+    def _current_version(self) -> int:
+        return 0 if self.x is None or self.x.is_inference() else self.x._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was changed in place since; autograd does not mind where autocast has made a copy of it."""
+        return self._current_version() != self._version
 
 
 class Record:
@@ -272,6 +281,11 @@ class Capture:
         x = given.x
         if x is None:
             return
+        if given.changed:
+            raise RuntimeError(
+                f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be "
+                f"captured: change a copy, or exclude=['{block.name}']"
+            )
         if not _keeps_graph():
             given.x = None
         if not self.wanted(block):
