@@ -302,7 +302,6 @@ class EKFAC(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(state)
         self.engine.state = self.state  # torch has put a new dict there
-        self.engine.state = self.state  # torch has put a new mapping in the place of the old one
         self.kl_clip_hits = saved["kl_clip_hits"]
 
     def curvature(self) -> Curvature:
