@@ -14,9 +14,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.differing_executors],
 )
 # More shapes, for whoever changes the maths: pytest --hypothesis-profile=thorough
-settings.register_profile(
-    "thorough", parent=settings.get_profile("fixed"), derandomize=False, max_examples=200
-)
+settings.register_profile("thorough", parent=settings.get_profile("fixed"), derandomize=False, max_examples=200)
 settings.load_profile("fixed")
 
 
