@@ -102,9 +102,7 @@ def test_moments_turn_with_the_basis(shape: BlockShape, seed: int) -> None:
     old, new = (basis(shape, orthogonal(g, shape.inputs), orthogonal(g, shape.out)) for _ in range(2))
     m = torch.randn(g, shape.out, shape.columns, dtype=torch.float64)
     # The same matrix in parameter space, whichever basis its coordinates are written in.
-    torch.testing.assert_close(
-        new.unproject(carry_moment(m, old, new)), old.unproject(m), rtol=1e-10, atol=1e-12
-    )
+    torch.testing.assert_close(new.unproject(carry_moment(m, old, new)), old.unproject(m), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(old.unproject(old.project(m)), m, rtol=1e-10, atol=1e-12)
 
 
