@@ -22,6 +22,7 @@ class NormLayer(Layer):
     """What all normalisation layers share; a subclass says what x̂ is and where its units lie."""
 
     module: Any
+    rough_in_half = True
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
