@@ -2,9 +2,9 @@
 
     python benchmarks/models.py --out results
 
-Each optimizer is searched over three learning rates with seed 0; the one with the lowest training loss (mean of the
-last 25 batches) is run with three other seeds. The table gives the median of those three: training loss, loss on 1,000
-held-out examples in evaluation mode, milliseconds a step. Written: ``models.json`` (every run) and ``models.md``.
+Each optimizer is searched over four learning rates with seed 0; the one with the lowest training loss (mean of the
+last 25 batches) is run with three other seeds. The table gives the median of those three: training loss, and loss on
+1,000 held-out examples in evaluation mode. Written: ``models.json`` (every run) and ``models.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import platform
 import shlex
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from ekfac import EKFAC
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from zoo import PROBLEMS  # the networks that the tests train
 
+Run = dict[str, Any]
 STEPS, BATCH, LAST = 200, 64, 25
 MODELS = {
     "gpt": "GPT, tied embeddings (characters)",
@@ -36,8 +36,8 @@ MODELS = {
     "resnet": "ResNet, batch-norm (digits)",
 }
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
-    "AdamW": [{"lr": lr} for lr in (1e-3, 3e-3, 1e-2)],
-    "EKFAC": [{"lr": lr, "kl_clip": 0.01, "refresh_every": 10} for lr in (0.03, 0.1, 0.3)],
+    "AdamW": [{"lr": lr} for lr in (1e-3, 3e-3, 1e-2, 3e-2)],
+    "EKFAC": [{"lr": lr, "kl_clip": 0.01, "refresh_every": 10} for lr in (0.01, 0.03, 0.1, 0.3)],
 }
 MODES = ("float32", "bf16 parameters", "autocast bf16", "autocast fp16 + GradScaler")
 
@@ -47,8 +47,8 @@ def build_optimizer(name: str, model: nn.Module, options: dict[str, Any]) -> tor
     return EKFAC(model, **options) if name == "EKFAC" else torch.optim.AdamW(model.parameters(), **options)
 
 
-def train(name: str, optimizer: str, options: dict[str, Any], seed: int, mode: str = "float32") -> dict[str, Any]:
-    """Train one network; returns its losses and how long a step took."""
+def train(name: str, optimizer: str, options: dict[str, Any], seed: int, mode: str = "float32") -> Run:
+    """Train one network; returns its losses."""
     torch.manual_seed(seed)
     problem = PROBLEMS[name]
     model = problem.build()
@@ -60,9 +60,8 @@ def train(name: str, optimizer: str, options: dict[str, Any], seed: int, mode: s
     if half is torch.float16:
         options = {**options, "grad_scaler": scaler}
     opt = build_optimizer(optimizer, model, options)
-    losses, seconds = [], []
+    losses = []
     for (x, y), _ in zip(problem.batches(BATCH, seed), range(STEPS), strict=False):
-        started = time.perf_counter()
         opt.zero_grad()
         given = x.bfloat16() if mode == "bf16 parameters" and x.is_floating_point() else x
         with torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None):
@@ -71,7 +70,6 @@ def train(name: str, optimizer: str, options: dict[str, Any], seed: int, mode: s
         scaler.scale(loss).backward()
         scaler.step(opt)
         scaler.update()
-        seconds.append(time.perf_counter() - started)
         losses.append(loss.item())
     model.eval()
     held = problem.batches(250, 1, "validation")
@@ -90,10 +88,38 @@ def train(name: str, optimizer: str, options: dict[str, Any], seed: int, mode: s
         "losses": [round(loss, 4) for loss in losses],
         "train": statistics.fmean(losses[-LAST:]),
         "held_out": statistics.fmean(parts),
-        "ms": 1000 * statistics.median(seconds),
         "all_moved": all(not torch.equal(p.float(), before[n]) for n, p in model.named_parameters()),
         "captured_bytes": opt.stats()["captured_bytes"] if isinstance(opt, EKFAC) else None,
     }
+
+
+class Runs:
+    """The runs made so far, recorded as they are made; one that is recorded is not made again."""
+
+    def __init__(self, file: Path, threads: int) -> None:
+        self.file = file
+        self.record: dict[str, Any] = {
+            "machine": f"{platform.machine()}, {threads} CPU thread, torch {torch.__version__}",
+            "command": shlex.join(["python", *sys.argv]),
+            "runs": [],
+        }
+        if file.exists():
+            self.record["runs"] = json.loads(file.read_text())["runs"]
+
+    def get(
+        self, name: str, optimizer: str, options: dict[str, Any], seed: int, mode: str = "float32"
+    ) -> dict[str, Any]:
+        """A run, from the record or fresh."""
+        what = {"model": name, "optimizer": optimizer, "mode": mode, "options": options, "seed": seed}
+        for run in self.record["runs"]:
+            if all(run[key] == value for key, value in what.items()):
+                return dict(run)
+        run = train(name, optimizer, options, seed, mode)
+        self.record["runs"].append(run)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.record, separators=(",", ":")) + "\n")
+        print(name, optimizer, mode, options, seed, f"{run['train']:.4f}", flush=True)
+        return run
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -102,68 +128,56 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, align, *rows])
 
 
-def compare(runs: list[dict[str, Any]]) -> str:
-    """EKFAC beside AdamW: search, then three seeds."""
+def networks_table(runs: Runs) -> str:
+    """EKFAC beside AdamW: each at its best learning rate, medians of three other seeds."""
     rows = []
     for name, title in MODELS.items():
-        cells: list[list[str]] = []
+        columns: dict[str, list[str]] = {"train": [], "held_out": [], "lr": []}
         for optimizer, settings in OPTIMIZERS.items():
-            found = [train(name, optimizer, options, seed=0) for options in settings]
-            best = min(found, key=lambda r: r["train"] if r["train"] == r["train"] else float("inf"))
-            final = [train(name, optimizer, best["options"], seed) for seed in (1, 2, 3)]
-            runs += found + final
+            found = [runs.get(name, optimizer, options, seed=0) for options in settings]
+            best = min(found, key=lambda r: r["train"] if r["train"] == r["train"] else float("inf"))["options"]
+            final = [runs.get(name, optimizer, best, seed) for seed in (1, 2, 3)]
             assert all(r["all_moved"] for r in final), f"{name}: a parameter did not move"
-            middle = {key: statistics.median(r[key] for r in final) for key in ("train", "held_out", "ms", "first")}
-            cells.append(
-                [
-                    f"{best['options']['lr']:g}",
-                    f"{middle['train']:.3f}",
-                    f"{middle['held_out']:.3f}",
-                    f"{middle['ms']:.0f}",
-                ]
-            )
-            print(name, optimizer, *cells[-1], flush=True)
-        (lr_a, train_a, held_a, ms_a), (lr_e, train_e, held_e, ms_e) = cells
-        rows.append([title, f"{middle['first']:.2f}", train_a, train_e, held_a, held_e, lr_a, lr_e, ms_a, ms_e])
-    head = ["network", "start", "AdamW", "EKFAC", "AdamW, held out", "EKFAC, held out", "lr", "lr", "ms", "ms"]
+            for key in ("train", "held_out"):
+                columns[key].append(f"{statistics.median(r[key] for r in final):.3f}")
+            columns["lr"].append(f"{best['lr']:g}")
+        start = statistics.median(r["first"] for r in final)
+        rows.append([title, f"{start:.2f}", *columns["train"], *columns["held_out"], *columns["lr"]])
+    head = ["network", "start", "AdamW", "EKFAC", "AdamW, held out", "EKFAC, held out", "AdamW's lr", "EKFAC's lr"]
     return table(head, rows)
 
 
-def half_precision(runs: list[dict[str, Any]]) -> str:
+def precision_table(runs: Runs) -> str:
     """The same 200 steps in each precision."""
     rows = []
     for name, title in (("cnn", "CNN (digits)"), ("gpt", "GPT (characters)")):
         for mode in MODES:
-            run = train(name, "EKFAC", {"lr": 0.03, "kl_clip": 0.01, "refresh_every": 10}, 1, mode)
-            runs.append(run)
-            captured = f"{run['captured_bytes'] / 2**20:.2f}"
-            rows.append([title, mode, f"{run['train']:.3f}", f"{run['held_out']:.3f}", captured])
-            print(name, *rows[-1][1:], flush=True)
+            r = runs.get(name, "EKFAC", {"lr": 0.03, "kl_clip": 0.01, "refresh_every": 10}, 1, mode)
+            captured = f"{r['captured_bytes'] / 2**20:.2f}"
+            rows.append([title, mode, f"{r['train']:.3f}", f"{r['held_out']:.3f}", captured])
     return table(["network", "precision", "training loss", "held out", "captured tensors, MiB"], rows)
 
 
 def main() -> None:
-    """Run everything and write the results."""
+    """Make the runs that are not recorded yet, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for models.json and models.md")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    runs: list[dict[str, Any]] = []
-    networks, halves = compare(runs), half_precision(runs)
-    machine = f"{platform.machine()}, {arguments.threads} CPU thread, torch {torch.__version__}"
-    command = shlex.join(["python", *sys.argv])
+    runs = Runs(arguments.out / "models.json", arguments.threads)
+    rates = {name: ", ".join(f"{o['lr']:g}" for o in options) for name, options in OPTIMIZERS.items()}
+    networks, precisions = networks_table(runs), precision_table(runs)
     text = f"""# Networks of five kinds, and half precision
 
-{machine}. Command: `{command}`
+{runs.record["machine"]}. Command: `{runs.record["command"]}`
 
 ## EKFAC beside AdamW, {STEPS} steps, batch {BATCH}
 
-Mean training loss of the last {LAST} batches and loss on 1,000 held-out examples, median of three seeds. The learning
-rate of each is the best of three ({", ".join(f"{o['lr']:g}" for o in OPTIMIZERS["AdamW"])} for AdamW,
-{", ".join(f"{o['lr']:g}" for o in OPTIMIZERS["EKFAC"])} for EKFAC, which has `kl_clip=0.01, refresh_every=10` and
-defaults otherwise), by training loss with another seed. Every parameter of every network moved. Milliseconds are
-medians of whole steps on a machine that did other work too.
+Mean training loss of the last {LAST} batches and loss on 1,000 held-out examples, medians of three seeds. The learning
+rate of each is the best of four ({rates["AdamW"]} for AdamW; {rates["EKFAC"]} for EKFAC, which has
+`kl_clip=0.01, refresh_every=10` and defaults otherwise), by training loss with another seed. Every parameter of every
+network moved.
 
 {networks}
 
@@ -171,12 +185,9 @@ medians of whole steps on a machine that did other work too.
 
 `lr=0.03, kl_clip=0.01, refresh_every=10`. Captured tensors: `opt.stats()["captured_bytes"]`.
 
-{halves}
+{precisions}
 """
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "models.md").write_text(text)
-    record = {"machine": machine, "command": command, "runs": runs}
-    (arguments.out / "models.json").write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
