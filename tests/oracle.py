@@ -586,7 +586,7 @@ class OracleEKFAC:
     refresh_every: int = 50
     factor_decay: float = 0.95
     scaling_decay: float | None = None
-    on_refresh: str = "carry"
+    on_refresh: str | None = None
     sharing: str = "expand"
     sua: bool = False
     basis: str = "kronecker"
@@ -615,6 +615,8 @@ class OracleEKFAC:
         self.velocity: dict[str, Tensor] = {}
         if self.scaling_decay is None:
             self.scaling_decay = 0.0 if self.scaling == "per_example" else 0.95
+        if self.on_refresh is None:
+            self.on_refresh = "kronecker" if self.scaling == "running" else "carry"
 
     def option(self, parameter: str, name: str) -> Any:
         value = self.per_parameter.get(parameter, {}).get(name, getattr(self, name))

@@ -29,7 +29,7 @@ import ekfac
 METHODS = {
     "per_example": (ekfac.EKFAC, {"scaling": "per_example", "scaling_decay": 0.9}),
     "running": (ekfac.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
-    "restarted": (ekfac.EKFAC, {"scaling": "running", "on_refresh": "kronecker", "sharing": "reduce"}),
+    "carried": (ekfac.EKFAC, {"scaling": "running", "on_refresh": "carry", "sharing": "reduce"}),
     "kronecker": (ekfac.EKFAC, {"scaling": "kronecker", "damping_mode": "factored"}),
     "kfac": (ekfac.KFAC, {}),
 }

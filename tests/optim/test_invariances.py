@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "EKFAC": {"scaling": "per_example"},
     "EKFAC, averaged": {"scaling": "per_example", "scaling_decay": 0.9},
     "EKFAC-ra": {"scaling": "running"},
+    "EKFAC-ra, s carried": {"scaling": "running", "on_refresh": "carry"},
     "KFAC in its eigenbasis": {"scaling": "kronecker", "damping_mode": "factored"},
     "KFAC": {"pi_correction": True},
 }

@@ -27,8 +27,9 @@ from helpers import (
 RULES: dict[str, dict[str, Any]] = {
     "per_example": {"scaling": "per_example", "scaling_decay": 0.0},
     "per_example, averaged": {"scaling": "per_example", "scaling_decay": 0.7},
+    "per_example, restarted": {"scaling": "per_example", "scaling_decay": 0.7, "on_refresh": "kronecker"},
     "running": {"scaling": "running", "scaling_decay": 0.8},
-    "running, restarted": {"scaling": "running", "scaling_decay": 0.8, "on_refresh": "kronecker"},
+    "running, carried": {"scaling": "running", "scaling_decay": 0.8, "on_refresh": "carry"},
     "kronecker": {"scaling": "kronecker"},
 }
 KFACS: dict[str, dict[str, Any]] = {

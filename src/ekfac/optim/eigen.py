@@ -60,15 +60,13 @@ class EigenMethod:
         old = self.basis(block, state) if "S_A" in state else None
         new, state["failed_refreshes"] = refresher.solve(block, A, B, old, state.get("failed_refreshes", 0))
         state.update(U_A=new.U_A, U_B=new.U_B, S_A=new.S_A, S_B=new.S_B)
-        if old is None:
+        if old is None or self.on_refresh == "kronecker" or self.rule.follows_factors:
             self.rule.start(state, new.kronecker())
-            return
-        if self.on_refresh == "kronecker" or self.rule.follows_factors:
-            state["s"] = new.kronecker()
         else:
             state["s"] = carry_second_moment(state["s"], old, new)
-        for name in self.rule.moments:
-            state[name] = carry_moment(state[name], old, new)
+        if old is not None:
+            for name in self.rule.moments:
+                state[name] = carry_moment(state[name], old, new)
 
     def direction(self, block: Block, state: State, gradient: Tensor, step: Step) -> Tensor:
         """U_B (g / damped s) U_A^T, after the rule has seen the gradient as backward left it."""

@@ -127,14 +127,15 @@ class CurvatureArguments(CaptureArguments, total=False):
         scaling: "running" (EKFAC-ra, default), "per_example" (EKFAC) or "kronecker" (KFAC in its eigenbasis).
         damping_mode: "plain" (default), "factored" (the paper's appendix) or "relative" (to the layer's mean s).
         scaling_decay: Weight of the past in s. Default 0.95, and 0 for "per_example".
-        on_refresh: "carry" (default) takes s to the new basis, "kronecker" restarts it at S_B x S_A.
+        on_refresh: "kronecker" restarts s at S_B x S_A in a new basis (default), "carry" takes it there (default for
+            "per_example").
         basis: "kronecker" (default), or "identity" for the plain diagonal method.
     """
 
     scaling: str
     damping_mode: str
     scaling_decay: float | None
-    on_refresh: str
+    on_refresh: str | None
     basis: str
 
 
