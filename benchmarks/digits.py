@@ -41,6 +41,14 @@ def grid(optimizer: str, **axes: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(optimizer, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
+RUNNING = grid(
+    "ekfac-ra",
+    lr=[0.01, 0.03],
+    damping=[1e-3, 3e-3, 1e-2],
+    scaling=["running"],
+    refresh_every=[25],
+    on_refresh=["kronecker"],
+)
 METHODS: dict[str, tuple[bool, list[tuple[str, dict[str, Any]]]]] = {
     "SGD + BN": (True, grid("sgd", lr=[1e-3, 3e-3, 1e-2, 3e-2], momentum=[0.9])),
     "Adam + BN": (True, grid("adam", lr=[1e-3, 3e-3, 1e-2, 3e-2])),
@@ -52,10 +60,8 @@ METHODS: dict[str, tuple[bool, list[tuple[str, dict[str, Any]]]]] = {
         False,
         grid("ekfac", lr=[0.01, 0.03], damping=[3e-3, 1e-2, 3e-2], scaling=["per_example"], refresh_every=[25]),
     ),
-    "EKFAC-ra": (
-        False,
-        grid("ekfac-ra", lr=[0.01, 0.03], damping=[1e-3, 3e-3, 1e-2], scaling=["running"], refresh_every=[25]),
-    ),
+    "EKFAC-ra": (False, RUNNING),
+    "EKFAC-ra, s carried": (False, [(name, {**options, "on_refresh": "carry"}) for name, options in RUNNING]),
 }
 
 
@@ -122,6 +128,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--out", type=Path, default=Path("out/digits"))
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--table", action="store_true", help="only write the table anew from the records in --out")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     base = {"device": args.device, "data_dir": args.data_dir}
@@ -138,7 +145,7 @@ def main() -> None:
 
     def run_all(pool: ProcessPoolExecutor, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
         known = {key(r): r for r in done}
-        futures = [pool.submit(run, job) for job in wanted if key(job) not in known]
+        futures = [pool.submit(run, job) for job in wanted if key(job) not in known and not args.table]
         results = [known[key(job)] for job in wanted if key(job) in known]
         with record.open("a") as file:
             for future in as_completed(futures):
@@ -162,10 +169,15 @@ def main() -> None:
         finals = run_all(
             pool, [{**c, "seed": s, "steps": STEPS, "phase": "final"} for s in FINAL_SEEDS for c in chosen]
         )
-    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
-    about = {"machine": device, "torch": torch.__version__, "python": platform.python_version(),
-             "command": f"python {shlex.join(sys.argv)}"}  # fmt: skip
-    (args.out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    if not args.table:
+        about = {
+            "machine": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "command": f"python {shlex.join(sys.argv)}",
+        }
+        (args.out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    about = json.loads((args.out / "about.json").read_text())
     table = markdown(args.methods, best, finals, about)
     (args.out / "digits.md").write_text(table)
     print(table)
