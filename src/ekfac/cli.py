@@ -18,7 +18,7 @@ except ImportError as error:
     ) from None
 
 import ekfac
-from ekfac.lab import commands_search, display, files
+from ekfac.lab import commands_search, commands_show, display, files
 from ekfac.lab import demo as lab_demo
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import DATASETS
@@ -38,6 +38,7 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Fetch and verify the datasets' official files.")
 app.add_typer(data_app, name="data")
 commands_search.register(app)
+commands_show.register(app)
 
 
 def _complete(names: Any) -> Callable[[str], list[str]]:

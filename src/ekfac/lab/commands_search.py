@@ -142,10 +142,10 @@ def _sweep(**values: Any) -> None:
         print("interrupted; the same command goes on")
         raise typer.Exit(130) from None
     _show({name: study.runs() for name, study in studies.items()}, console, quiet)
-    failed = {name: error for study in studies.values() for name, error in study.failures().items()}
+    failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
     if not quiet:
-        for name, error in failed.items():
-            print(f"failed: {name}: {error}")
+        for name, reason in failed.items():
+            print(f"failed: {name}: {reason}")
     raise typer.Exit(int(bool(failed)))
 
 

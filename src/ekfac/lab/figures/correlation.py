@@ -1,0 +1,48 @@
+"""Correlation of gradients in parameter space and in the Kronecker-factored eigenbasis."""
+
+from __future__ import annotations
+
+import torch
+from matplotlib.figure import Figure
+
+import ekfac
+from ekfac.lab.figures import style
+from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
+from ekfac.lab.figures.measure import Subject
+
+UNITS, INPUTS = 5, 50
+
+
+def draw(request: Request) -> Figure:
+    """Draw |correlation| of 250 parameters of the 2nd layer: 5 units by 50 inputs; 5 by 50 axes in the eigenbasis."""
+    subject = Subject("classifier", request)
+    subject.steps(150 if request.quick else 300)
+    layer = subject.layer(2)
+    sample = subject.sample(1000 if request.quick else 4000)
+    G, kfac = (subject.fisher(name, sample, [layer]) for name in ("block", "kfac"))
+    weight = torch.arange(UNITS * INPUTS)
+    # In the eigenbasis [out, in + 1]; eigenvalues ascend, so the leading axes are the last ones of each side.
+    shape = next(iter(kfac.spectrum().values())).shape[-2:]
+    axes_out = torch.arange(shape[0] - UNITS, shape[0]).flip(0)
+    axes_in = torch.arange(shape[1] - INPUTS, shape[1]).flip(0)
+    places = (axes_out[:, None] * shape[1] + axes_in).flatten()
+    matrices = {
+        "in parameter space": ekfac.correlation(G, {f"{layer}.weight": weight}),
+        "in the eigenbasis (KFE)": ekfac.correlation(G, {layer: places}, basis=kfac),
+    }
+    figure, panels = style.panels(1, 2, height=3.0, width=6.5)
+    for axis, (name, matrix) in zip(panels, matrices.items(), strict=True):
+        size = matrix.abs().cpu()
+        image = axis.imshow(size.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        off = (size.sum() - size.diagonal().sum()) / (size.numel() - len(size))
+        axis.set_title(f"{name}\nmean off the diagonal {float(off):.2f}")
+        axis.set_xticks(range(0, 251, 50))
+        axis.set_yticks(range(0, 251, 50))
+        axis.grid(False)
+        axis.set_xlabel("coordinate")
+    figure.colorbar(image, ax=panels, label="|correlation| of gradients", shrink=0.85, aspect=25)
+    figure.suptitle(f"MNIST classifier ({request.dataset}): {UNITS * INPUTS} parameters of the 2nd layer")
+    return figure
+
+
+FIGURES.add("correlation", FigureSpec("gradient correlation of 250 parameters, in both bases", draw))

@@ -1,0 +1,96 @@
+"""Panels of curves over epochs, steps or seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from ekfac.lab.figures import style
+from ekfac.lab.selection import Curve, Envelope, per_time
+
+AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
+NAMES = {"train_loss": "training loss", "validation_loss": "validation loss"}
+
+
+def whole(curve: Curve, name: str, x: str) -> Envelope:
+    """Return one setting's own curve, with its spread over seeds."""
+    low, high = curve.spread(name)
+    value = curve.mean(name)
+    keep = numpy.isfinite(value)
+    return Envelope(curve.mean(x)[keep], value[keep], low[keep], high[keep], [curve] * int(keep.sum()))
+
+
+def budgets(candidates: Sequence[Curve], name: str = "train_loss") -> Envelope:
+    """Return the best at each time budget, with points only where it changes: between them nothing new is known."""
+    found = per_time(candidates, name)
+    keep = numpy.concatenate([[True], found.value[1:] != found.value[:-1]])[: len(found.x)]
+    chosen = [curve for curve, kept in zip(found.chosen, keep, strict=True) if kept]
+    return Envelope(found.x[keep], found.value[keep], found.low[keep], found.high[keep], chosen)
+
+
+def draw_curves(
+    axis: Axes,
+    found: Mapping[str, Envelope],
+    looks: Mapping[str, style.Line],
+    *,
+    linestyle: Any = None,
+    label: bool = True,
+) -> None:
+    """Draw curves, each with a band from the lowest to the highest seed where there are several."""
+    for name in style.ordered(found):
+        curve, look = found[name], looks[name]
+        if not len(curve.x):
+            continue
+        axis.plot(
+            curve.x,
+            curve.value,
+            color=look.color,
+            marker=look.marker,
+            linestyle=style.linestyle(look) if linestyle is None else linestyle,
+            markevery=max(1, len(curve.x) // 8),
+            markerfacecolor="white",
+            label=name if label else None,
+        )
+        if (curve.low < curve.high).any():
+            axis.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.18, linewidth=0)
+
+
+def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, floor: float = 0.0) -> None:
+    """Label a panel of losses: logarithmic, with plain numbers, and a line at the loss's floor if it has one."""
+    axis.set_yscale("log")
+    values = numpy.concatenate([c.value for c in found if len(c.value)] or [numpy.ones(1)])
+    values = values[numpy.isfinite(values) & (values > 0)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.1, 1.0)
+    # What a diverging setting reached would squeeze all that is of interest into a corner.
+    start = max((float(c.value[0]) for c in found if len(c.value)), default=high)
+    high = min(high, 2 * start)
+    if floor > 0:
+        axis.axhline(floor, color=style.GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+        axis.annotate(f"floor {floor:.1f}", (0.99, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        low = min(low, floor)
+    axis.set_ylim(low / 1.15, high * 1.15)
+    plain_log_ticks(axis)
+    axis.set_xlabel(AXES[x])
+    axis.set_ylabel(NAMES.get(name, name))
+    if x != "seconds":
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+
+
+def plain_log_ticks(axis: Axes) -> None:
+    """Write a logarithmic axis's numbers out, enough of them even within one decade."""
+    low, high = axis.get_ylim()
+    wide = high / low > 60
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
+    axis.yaxis.set_minor_locator(LogLocator(subs=[float(n) for n in range(2, 10)], numticks=12))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    if low >= 1e-3 and high < 1e5:
+        axis.yaxis.set_major_formatter(_Plain())
+
+
+class _Plain(LogFormatter):
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}"

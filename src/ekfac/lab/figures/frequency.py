@@ -1,0 +1,77 @@
+"""How often the basis or inverse is renewed: training loss, and how the spectra drift from the true one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from ekfac.lab.figures import quick, style
+from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
+from ekfac.lab.figures.curves import draw_curves, loss_axis, plain_log_ticks, whole
+from ekfac.lab.figures.drift import spectra
+from ekfac.lab.runs import Run
+from ekfac.lab.selection import Curve, best_final, by_method, curves
+
+OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
+
+
+def draw(request: Request) -> Figure:
+    """Draw (a) and (b) from runs at several frequencies; compute (c) on the spot, by itself if there are no runs."""
+    groups = by_method(curves(filter(takes, request.runs)))
+    best = {name: found for name, group in groups.items() if (found := best_final(group)) is not None}
+    figure, axes = style.panels(1, 3, height=3.0) if best else style.panels(1, 1, height=3.0, width=4.5)
+    if best:
+        _losses(axes[:2], best)
+    _spectra(axes[-1], request)
+    datasets = ", ".join(sorted({str(run.config.dataset) for run in request.runs})) or request.dataset
+    note = f"\n{quick.NOTE_DIGITS} in (a) and (b)" if request.quick else f" on {datasets}"
+    figure.suptitle(f"Frequency of renewal, deep auto-encoder{note}")
+    style.share_legend(figure, axes[:-1], columns=3)
+    return figure
+
+
+def _losses(axes: Sequence[Axes], best: Mapping[str, Curve]) -> None:
+    looks = style.lines(best)
+    for axis, x in zip(axes, ("epoch", "seconds"), strict=True):
+        entries = {name: whole(curve, "train_loss", x) for name, curve in best.items()}
+        draw_curves(axis, entries, looks)
+        loss_axis(axis, list(entries.values()), "train_loss", x, max(curve.floor for curve in best.values()))
+    axes[0].set_title("(a) training loss")
+    axes[1].set_title("(b) wall-clock time")
+    # A renewal at every step takes tens of times longer than one now and then.
+    axes[1].set_xscale("symlog", linthresh=1.0)
+    axes[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _spectra(axis: Axes, request: Request) -> None:
+    drift = spectra(request)
+    for name, values in drift.distances.items():
+        color, marker = style.FAMILIES[name]
+        every = max(1, len(values) // 8)
+        axis.plot(drift.steps, values, color=color, marker=marker, markevery=every, markerfacecolor="white", label=name)
+    axis.set_yscale("log")
+    plain_log_ticks(axis)
+    axis.set_xlabel("iteration")
+    axis.set_ylabel(r"$l_2$ distance to the spectrum of $G$")
+    axis.set_title("(c) spectra of the 4th layer,\nbasis of the start")
+    axis.legend(loc="best", frameon=True)
+
+
+def takes(run: Run) -> bool:
+    """Tell whether a run is the auto-encoder's by a factored method."""
+    return run.config.task == "autoencoder" and run.config.optimizer in OPTIMIZERS
+
+
+FIGURES.add(
+    "frequency",
+    FigureSpec(
+        "KFAC, EKFAC, EKFAC-ra renewed every 1, 50, ... steps; drift of spectra",
+        draw,
+        quick.frequencies,
+        takes,
+        alone=True,
+    ),
+)

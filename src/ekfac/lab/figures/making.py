@@ -1,0 +1,107 @@
+"""Making figures: gathering what each needs, drawing it, writing it as SVG and PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekfac.lab import plan
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.figures import style
+from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
+from ekfac.lab.labels import key
+from ekfac.lab.registry import LabError
+from ekfac.lab.runs import Run
+from ekfac.lab.space import unique
+
+
+@dataclass(frozen=True)
+class Made:
+    """A figure's files; none, and the reason, if it was left out."""
+
+    name: str
+    files: tuple[Path, ...] = ()
+    reason: str = ""
+
+
+def make(
+    names: Sequence[str],
+    out: str | Path,
+    *,
+    runs: Sequence[Run] = (),
+    quick: bool = False,
+    dataset: str = "mnist-5k",
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Made]:
+    """Make figures.
+
+    Args:
+        names: Which; ``["all"]`` for every one. With ``all``, those that no run is for are left out.
+        out: Folder for the files, and for the small runs of ``quick``.
+        runs: Recorded runs.
+        quick: Make small runs for the figures that need some, and compute the others on less data.
+        dataset: Dataset of the figures that are computed.
+        data_dir: Folder of the data files.
+        workers: How many small runs are made at the same time.
+        say: Is told how it goes.
+
+    Raises:
+        LabError: If a name is unknown, or a figure that was asked for by name has no runs.
+    """
+    everything = list(names) == ["all"]
+    specs = {name: FIGURES.get(name) for name in (FIGURES if everything else names)}
+    needing = [name for name, spec in specs.items() if spec.quick is not None]
+    if quick and runs:
+        raise LabError("quick makes runs of its own: name run folders or ask for quick, not both")
+    found = {name: [run for run in runs if specs[name].takes(run)] for name in needing}
+    missing = [name for name in needing if not (found[name] or quick or specs[name].alone)]
+    if missing and not everything:
+        raise LabError(
+            f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
+        )
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    if quick:
+        found = _quick_runs({name: specs[name] for name in needing}, folder / "quick-runs", data_dir, workers, say)
+    made = []
+    for name, spec in specs.items():
+        if name in missing:
+            made.append(Made(name, reason="no run is for it"))
+            continue
+        say(f"drawing {name}")
+        request = Request(found.get(name, ()), quick, dataset, data_dir)
+        made.append(Made(name, draw_to(folder / name, spec, request)))
+    return made
+
+
+def draw_to(stem: Path, spec: FigureSpec, request: Request) -> tuple[Path, ...]:
+    """Draw one figure and write it beside its name, as .svg and .png."""
+    with style.styled():
+        figure = spec.draw(request)
+        files = (stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png"))
+        # No date in it: the same picture gives the same file.
+        figure.savefig(files[0], metadata={"Date": None})
+        figure.savefig(files[1], dpi=160)
+    return files
+
+
+def _quick_runs(
+    specs: dict[str, FigureSpec], out: Path, data_dir: str | Path | None, workers: int, say: Callable[[str], None]
+) -> dict[str, list[Run]]:
+    wanted: dict[str, list[TrainConfig]] = {
+        name: [config.resolved() for config in spec.quick()] for name, spec in specs.items() if spec.quick is not None
+    }
+    configs = unique([config for group in wanted.values() for config in group])
+    done: dict[str, Run] = {}
+
+    def on_outcome(outcome: plan.Outcome) -> None:
+        if outcome.run is None:
+            raise LabError(f"a run for the figures failed: {outcome.error}")
+        done[key(outcome.config)] = outcome.run
+        say(plan.tell(outcome, len(done), len(configs)))
+
+    plan.run_all(configs, out, workers=workers, data_dir=data_dir, on_outcome=on_outcome)
+    return {name: [done[key(config)] for config in group] for name, group in wanted.items()}

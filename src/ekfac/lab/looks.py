@@ -1,0 +1,74 @@
+"""One colour and marker a method, one line style a variant: for figures, reports and pages alike."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# The palette of Okabe and Ito: told apart with every kind of colour-blindness, and in grey by its lightness.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY = "#7F7F7F"
+
+FAMILIES = {
+    "SGD": (GREY, "v"),
+    "SGD + BN": (BLACK, "^"),
+    "Adam": (YELLOW, "<"),
+    "Adam + BN": (ORANGE, "D"),
+    "KFAC": (RED, "s"),
+    "EKFAC": (BLUE, "o"),
+    "EKFAC-ra": (GREEN, "P"),
+}
+_SPARE = [(PINK, "X"), (SKY, "*"), (GREY, "h"), (ORANGE, "p"), (BLUE, "d"), (RED, ">")]
+
+
+@dataclass(frozen=True)
+class Line:
+    """How one curve is drawn: a colour, matplotlib's name of a marker, and which of the line styles."""
+
+    color: str
+    marker: str
+    variant: int
+
+
+def split(label: str) -> tuple[str, str]:
+    """Return a label's method and what tells its variants apart: ``("EKFAC", " freq=50, batch 200")``."""
+    family = re.sub(r"( freq=\d+|, batch \d+)+$", "", label)
+    return family, label[len(family) :]
+
+
+def lines(labels: Iterable[str]) -> dict[str, Line]:
+    """Give every label its look: the colour and marker of its method, the line style of its variant.
+
+    ``EKFAC freq=50`` and ``EKFAC freq=1`` share the colour of EKFAC; ``EKFAC freq=50`` and ``KFAC freq=50`` share their
+    line style.
+    """
+    found: dict[str, Line] = {}
+    names = ordered(labels)
+    variants = sorted({split(label)[1] for label in names} - {""}, key=_numbers)
+    spare = itertools.cycle(_SPARE)
+    known = dict(FAMILIES)
+    for label in names:
+        family, variant = split(label)
+        if family not in known:
+            known[family] = next(spare)
+        number = variants.index(variant) if variant else 0
+        found[label] = Line(*known[family], number)
+    return found
+
+
+def ordered(labels: Iterable[str]) -> list[str]:
+    """Return labels in the paper's order: baselines first, then KFAC, EKFAC, EKFAC-ra; within a method by number."""
+    rank = {name: number for number, name in enumerate(FAMILIES)}
+
+    def place(label: str) -> tuple[int, str, list[int]]:
+        family, variant = split(label)
+        return rank.get(family, len(rank)), family, _numbers(variant)
+
+    return sorted(labels, key=place)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
