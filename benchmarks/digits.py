@@ -129,7 +129,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/digits"))
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--table", action="store_true", help="only write the table anew from the records in --out")
+    parser.add_argument(
+        "--single", metavar="JSON", help="run one setting and print it: optimizer, options, batch, steps"
+    )
     args = parser.parse_args()
+    if args.single:
+        job = {"method": "single", "batch_norm": False, "batch": 200, "seed": 0, "steps": 200, "phase": "single"}
+        print(json.dumps(run({**job, "device": args.device, "data_dir": args.data_dir, **json.loads(args.single)})))
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     base = {"device": args.device, "data_dir": args.data_dir}
     jobs = [
