@@ -85,14 +85,15 @@ class _ConvolutionBase(Layer):
         fields = self.fields(x, out).unflatten(1, (s.groups, self.channels))
         dims = len(self.kernel)
         at, taps = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-        order = [0, *at, 1, *taps, 2] if self.sua else [0, *at, 1, 2, *taps]
+        order = [1, *taps, 2, 0, *at] if self.sua else [1, 2, *taps, 0, *at]
         columns = (*self.kernel, self.channels) if self.sua else (self.channels, *self.kernel)
-        # Written once, the bias column with it: h is the largest tensor there is, and a copy would double it.
-        h = x.new_empty(m, *out, s.groups, s.columns)
-        h[..., : self.weight_columns].unflatten(-1, columns).copy_(fields.permute(order))
+        # Written once, the bias column with it: h is the largest tensor there is, and a copy would double it. Column
+        # by column, as neighbouring positions are neighbours in x too: three to nine times faster than by rows.
+        h = x.new_empty(s.groups, s.columns, m, *out)
+        h[:, : self.weight_columns].unflatten(1, columns).copy_(fields.permute(order))
         if "bias" in self.roles:
-            h[..., -1] = 1
-        return h.view(n, -1, s.groups, s.columns), delta
+            h[:, -1] = 1
+        return h.view(s.groups, s.columns, n, -1).permute(2, 3, 0, 1), delta
 
     def _columns(self, weight: Tensor) -> Tensor:
         """``[G, O, channels, taps]`` to ``[G, O, C]``: tap-major under SUA, the weight's own order otherwise."""
@@ -141,7 +142,7 @@ class ConvolutionLayer(_ConvolutionBase):
     def direct_inputs(self) -> bool:
         return self.sua
 
-    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int]:
+    def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
         x = self.padded(x, ())
         size = tuple(x.shape[2:])
@@ -151,7 +152,8 @@ class ConvolutionLayer(_ConvolutionBase):
         root, positions = self._weights[size]
         rows = (x * root.to(x.dtype)).reshape(x.shape[0], self.groups, self.channels, -1)
         rows = rows.permute(1, 2, 0, 3).reshape(self.groups, self.channels, -1)
-        return rows @ rows.mT, x.shape[0] * positions * self.taps
+        terms = x.shape[0] * positions * self.taps
+        return (rows @ rows.mT if into is None else into.baddbmm_(rows, rows.mT)), terms
 
     def _meetings(self, size: Sequence[int]) -> tuple[Tensor, int]:
         """Root of the number of (window, tap) pairs that meet each pixel, and the number of windows."""

@@ -40,18 +40,18 @@ class EmbeddingLayer(Layer):
         """The one-hot rows are never written; sums over equal tokens take a few copies of delta."""
         return 4 * self.shape.out
 
-    def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
+    def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Token counts; under "reduce", the sum of squared per-example frequencies."""
         n, s = h.shape
         live = torch.ones_like(h, dtype=torch.float64)
         if self.module.padding_idx is not None:
             live = live * (h != self.module.padding_idx)
         if sharing == "expand":
-            counts = live.new_zeros(self.shape.inputs).index_add_(0, h.reshape(-1), live.reshape(-1))
-            return counts[None], n * s
+            counts = live.new_zeros(self.shape.inputs).index_add_(0, h.reshape(-1), live.reshape(-1))[None]
+            return (counts if into is None else into.add_(counts)), n * s
         tokens, frequency = _per_example_sums(h, live[..., None] / s, self.shape.inputs)
-        squares = live.new_zeros(self.shape.inputs).index_add_(0, tokens, frequency[:, 0].square())
-        return squares[None], n
+        squares = live.new_zeros(self.shape.inputs).index_add_(0, tokens, frequency[:, 0].square())[None]
+        return (squares if into is None else into.add_(squares)), n
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
         """Gradients of one token within one example are summed, then squared, then added by token."""

@@ -41,34 +41,61 @@ def full_precision(device: torch.device) -> Iterator[None]:
                 matmul.fp32_precision = before
 
 
-def outer_sum(rows: Tensor, diagonal: bool = False) -> Tensor:
-    """Sum of r r^T over rows ``[M, G, D]``: ``[G, D, D]``, or its diagonal ``[G, D]``."""
+def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
+    """Sum of r r^T over rows ``[M, G, D]``: ``[G, D, D]``, or its diagonal ``[G, D]``.
+
+    Added to ``into`` where that is given; then only the upper half is sure to be right until :func:`mirror` is called.
+    """
     if diagonal:
-        return rows.square().sum(0)
+        squares = rows.square().sum(0)
+        return squares if into is None else into.add_(squares)
     if rows.shape[1] == 1:
         flat = rows[:, 0]
-        return (flat.T @ flat)[None]
+        if into is None:
+            return (flat.T @ flat)[None]
+        for strip in _strips(into):
+            into[0, strip, strip.start :].addmm_(flat[:, strip].T, flat[:, strip.start :])
+        return into
     by_group = rows.transpose(0, 1).contiguous()  # one copy here, or two inside the product
-    return by_group.mT @ by_group
+    return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
 
 
-def input_sum(h: Tensor, shape: BlockShape, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
+def mirror(matrix: Tensor) -> Tensor:
+    """Copy the upper half of ``[G, D, D]`` onto the lower, in place, if it was summed by strips."""
+    strips = _strips(matrix)
+    for strip in strips if len(strips) > 1 else []:
+        matrix[:, strip.stop :, strip] = matrix[:, strip, strip.stop :].mT
+        square = matrix[:, strip, strip]
+        square.copy_(square.triu() + square.triu(1).mT)
+    return matrix
+
+
+def _strips(matrix: Tensor) -> list[slice]:
+    """On the CPU a large symmetric product is taken by strips from the diagonal on: five eighths of the work."""
+    d = matrix.shape[-1]
+    width = d if matrix.device.type != "cpu" or matrix.shape[0] > 1 or d < 256 else -(-d // 4)
+    return [slice(start, min(start + width, d)) for start in range(0, d, width)]
+
+
+def input_sum(
+    h: Tensor, shape: BlockShape, sharing: str, diagonal: bool, into: Tensor | None = None
+) -> tuple[Tensor, int]:
     """Sum that gives A, and how many terms it has.
 
     SUA's channel vectors are summed over taps too; its extra bias column has A = [1] and no part in this.
     """
     n, s, g, _ = h.shape
     if sharing == "reduce":
-        return outer_sum(h.mean(1), diagonal), n
+        return outer_sum(h.mean(1), diagonal, into), n
     if shape.taps == 1 and not shape.extra:
-        return outer_sum(h.reshape(n * s, g, shape.inputs), diagonal), n * s
+        return outer_sum(h.reshape(n * s, g, shape.inputs), diagonal, into), n * s
     channels = h[..., : shape.taps * shape.inputs].reshape(n * s, g, shape.taps, shape.inputs)
     rows = channels.transpose(1, 2).reshape(n * s * shape.taps, g, shape.inputs)
-    return outer_sum(rows, diagonal), n * s * shape.taps
+    return outer_sum(rows, diagonal, into), n * s * shape.taps
 
 
-def output_sum(delta: Tensor, sharing: str, diagonal: bool) -> Tensor:
+def output_sum(delta: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> Tensor:
     """Sum that gives B once it is divided by N (over positions it is a sum in both conventions)."""
     if sharing == "reduce":
-        return outer_sum(delta.sum(1), diagonal)
-    return outer_sum(delta.flatten(0, 1), diagonal)
+        return outer_sum(delta.sum(1), diagonal, into)
+    return outer_sum(delta.flatten(0, 1), diagonal, into)

@@ -216,12 +216,7 @@ def eigenbases(
     sums: dict[Block, statistics.FactorSums] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int) -> None:
-        found = statistics.factor_sums(block, passes[0], n, sharing, MEMORY, passes[1:])
-        total = sums.setdefault(block, found)
-        if total is not found:
-            total.A += found.A
-            total.B += found.B
-            total.terms += found.terms
+        sums[block] = statistics.factor_sums(block, passes[0], n, sharing, MEMORY, passes[1:], sums.get(block))
 
     n = data.sweep(blocks, receive, rows, add_rows)
     bases = {}
@@ -230,8 +225,9 @@ def eigenbases(
         if total is None:  # a layer that the loss does not depend on
             bases[block] = plain_basis(block, 0.0)
             continue
-        U_A, S_A = eigenvectors(block, "A", total.A / total.terms, block.diagonal_A)
-        U_B, S_B = eigenvectors(block, "B", total.B / n, block.diagonal_B)
+        total.mirror()
+        U_A, S_A = eigenvectors(block, "A", total.A.div_(total.terms), block.diagonal_A)
+        U_B, S_B = eigenvectors(block, "B", total.B.div_(n), block.diagonal_B)
         bases[block] = Basis(block.shape, U_A, U_B, S_A, S_B)
     return bases, n
 

@@ -101,13 +101,13 @@ class Layer(ABC):
         """Whether :meth:`input_sum_directly` knows a way to A without forming h."""
         return False
 
-    def input_sum_directly(self, x: Tensor, n: int) -> tuple[Tensor, int]:
+    def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum of h h^T over examples, positions and taps, and the number of its terms, from the input itself."""
         raise NotImplementedError
 
-    def input_sum(self, h: Tensor, sharing: str, diagonal: bool) -> tuple[Tensor, int]:
-        """Sum of h h^T over examples (and positions and taps) and the number of its terms."""
-        return factors.input_sum(h, self.shape, sharing, diagonal)
+    def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
+        """Sum of h h^T over examples (and positions and taps), added to ``into``, and the number of its terms."""
+        return factors.input_sum(h, self.shape, sharing, diagonal, into)
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
         """Sum of h^2 over all positions and the number of its entries; for kinds that a tied weight may join."""
@@ -144,6 +144,29 @@ class LinearLayer(Layer):
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         h = x.reshape(n, -1, 1, x.shape[-1])[..., : self.weight_columns]
         return (with_ones(h) if "bias" in self.roles else h), d.reshape(n, -1, 1, d.shape[-1])
+
+    def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
+        return d.reshape(n, -1, 1, d.shape[-1])
+
+    @property
+    def direct_inputs(self) -> bool:
+        return self.shape.columns > 1 and "bias" in self.roles
+
+    def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
+        """A with its last row and column, which belong to the bias, without writing a column of ones beside x."""
+        rows = x.reshape(-1, x.shape[-1])
+        sums = rows.sum(0)
+        if into is not None:
+            factors.outer_sum(rows[:, None], into=into[:, :-1, :-1])
+            into[0, :-1, -1] += sums
+            into[0, -1, :-1] += sums
+            into[0, -1, -1] += len(rows)
+            return into, len(rows)
+        A = x.new_empty(1, self.shape.inputs, self.shape.inputs)
+        torch.mm(rows.T, rows, out=A[0, :-1, :-1])
+        A[0, :-1, -1] = A[0, -1, :-1] = sums
+        A[0, -1, -1] = len(rows)
+        return A, len(rows)
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
         rows = x.numel() // x.shape[-1]

@@ -29,46 +29,57 @@ class FactorSums:
     terms: int | Tensor
     B: Tensor
 
+    def mirror(self) -> None:
+        """Make A and B whole: where something was added to them, only their upper halves are sure to be right."""
+        for matrix in (self.A, self.B):
+            if matrix.dim() == 3:
+                factors.mirror(matrix)
+
 
 def factor_sums(
-    block: Block, calls: Sequence[Call], n: int, sharing: str, memory: int, further: Passes = ()
+    block: Block,
+    calls: Sequence[Call],
+    n: int,
+    sharing: str,
+    memory: int,
+    further: Passes = (),
+    into: FactorSums | None = None,
 ) -> FactorSums:
-    """Sum h h^T and delta delta^T over n examples; several calls of a layer are positions of the same example."""
-    total = None
+    """Sum h h^T and delta delta^T over n examples; several calls of a layer are positions of the same example.
+
+    Args:
+        block: The block.
+        calls: Its calls in one forward pass, with what the backward pass brought.
+        n: The number of examples.
+        sharing: "expand" or "reduce".
+        memory: Bytes that temporary tensors may take.
+        further: See :data:`Passes`.
+        into: Sums of earlier batches, which these are added to, in place; :meth:`FactorSums.mirror` is due at the end.
+    """
+    A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
+    additions = 0
     with factors.full_precision(block.key.device):
-        for part in _factor_parts(block, calls, n, sharing, memory, further):
-            if total is None:
-                total = part
-            else:
-                total.A += part.A
-                total.B += part.B
-                total.terms += part.terms
-            del part  # before the next one is made
-    assert total is not None
-    return FactorSums(total.A.to(block.dtype), total.terms, total.B)
-
-
-def _factor_parts(
-    block: Block, calls: Sequence[Call], n: int, sharing: str, memory: int, further: Passes
-) -> Iterator[FactorSums]:
-    if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
-        layer = calls[0].layer
-        for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
-            deltas = torch.cat([layer.deltas(cut(one.x), cut(one.d), count) for (one,) in (calls, *further)])
-            B = factors.output_sum(deltas, sharing, block.diagonal_B)
-            del deltas
-            part = FactorSums(*layer.input_sum_directly(cut(calls[0].x), count), B)
-            del B
-            yield part
-            del part
-        return
-    for h, delta in positions(block, calls, n, memory, further):
-        A, terms = block.layer.input_sum(h, sharing, block.diagonal_A)
-        B = factors.output_sum(delta.flatten(0, 1) if delta.dim() == 5 else delta, sharing, block.diagonal_B)
-        part = FactorSums(A, terms, B)
-        del h, delta, A, B
-        yield part
-        del part
+        if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
+            layer = calls[0].layer
+            for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
+                for (one,) in (calls, *further):
+                    B = factors.output_sum(layer.deltas(cut(one.x), cut(one.d), count), sharing, block.diagonal_B, B)
+                A, found = layer.input_sum_directly(cut(calls[0].x), count, A)
+                terms += found
+                additions += 1
+        else:
+            for h, delta in positions(block, calls, n, memory, further):
+                A, found = block.layer.input_sum(h, sharing, block.diagonal_A, A)
+                delta = delta.flatten(0, 1) if delta.dim() == 5 else delta
+                B = factors.output_sum(delta, sharing, block.diagonal_B, B)
+                terms += found
+                additions += 1
+                del h, delta  # before the next ones are made
+    assert A is not None and B is not None
+    sums = FactorSums(A.to(block.dtype), terms, B)
+    if into is None and additions + len(further) > 1:
+        sums.mirror()
+    return sums
 
 
 def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int, further: Passes = ()) -> Tensor:

@@ -1,0 +1,50 @@
+"""The sums that give A and B: added to earlier ones, by strips where the matrix is large, without a column of ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ekfac.curvature import factors, statistics
+from ekfac.curvature.blocks import find_blocks
+from ekfac.curvature.layers import Call
+
+
+@pytest.mark.parametrize("width", [3, 255, 256, 257, 300, 511])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("memory", [10**4, 10**9])
+def test_sums_over_batches_are_sums_of_outer_products(width: int, bias: bool, memory: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(width, 260, bias=bias).double()
+    (block,) = find_blocks(model)
+    batches = [(torch.randn(n, 2, width).double(), torch.randn(3, n, 2, 260).double()) for n in (5, 1, 9)]
+    into = None
+    for x, ds in batches:
+        passes = [[Call(block.layer, x, d)] for d in ds]
+        alone = statistics.factor_sums(block, passes[0], len(x), "expand", memory, passes[1:])
+        rows = torch.cat([x, torch.ones(len(x), 2, 1).double()], -1) if bias else x
+        rows = rows.flatten(0, 1)
+        torch.testing.assert_close(alone.A[0], rows.T @ rows)
+        torch.testing.assert_close(alone.B[0], ds.flatten(0, 2).T @ ds.flatten(0, 2))
+        assert alone.terms == len(rows)
+        into = statistics.factor_sums(block, passes[0], len(x), "expand", memory, passes[1:], into)
+    assert into is not None
+    into.mirror()
+    rows = torch.cat([x.flatten(0, 1) for x, _ in batches])
+    rows = torch.cat([rows, torch.ones(len(rows), 1).double()], -1) if bias else rows
+    deltas = torch.cat([ds.flatten(0, 2) for _, ds in batches])
+    torch.testing.assert_close(into.A[0], rows.T @ rows)
+    torch.testing.assert_close(into.B[0], deltas.T @ deltas)
+    assert into.terms == len(rows)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_adding_to_an_earlier_sum(groups: int, diagonal: bool) -> None:
+    torch.manual_seed(0)
+    one, two = (torch.randn(m, groups, 270).double() for m in (7, 11))
+    expected = factors.outer_sum(torch.cat([one, two]), diagonal)
+    total = factors.outer_sum(one, diagonal)
+    assert factors.outer_sum(two, diagonal, into=total) is total
+    torch.testing.assert_close(total if diagonal else factors.mirror(total), expected)
