@@ -149,6 +149,7 @@ def demo(
     display.show_verdict(console, runs)
     if out is not None:
         console.print(f"recorded in {out}", soft_wrap=True)
+    console.print(commands_show.demo_report(list(runs.values()), out), soft_wrap=True, markup=False)
 
 
 @app.command(epilog="Examples:\n\n`ekfac summary autoencoder`\n\n`ekfac summary vgg11 --sua --json`")

@@ -150,7 +150,8 @@ def test_demo_trains_all_five_and_says_who_is_ahead(monkeypatch, capsys, tmp_pat
     for name in ("SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"):
         assert name in text
     assert "steps" in text and "seconds of training" in text and "is ahead" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adam+bn", "ekfac", "ekfac-ra", "kfac", "sgd+bn"]
+    names = ["adam+bn", "ekfac", "ekfac-ra", "kfac", "report.html", "sgd+bn"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert run("demo", "--seconds", "0.05", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["verdict"]["standings"]) == 5 and set(data["runs"]) == set(small)

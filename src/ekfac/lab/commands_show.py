@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from ekfac.lab import display
 from ekfac.lab.gather import find_runs
 from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.runs import Run
 
 FIGURE_NAMES = (
     "rescaling, convolution, correlation, error, autoencoder, frequency, vgg11, resnet34, batch-size, schedule"
@@ -63,6 +68,66 @@ def figure(
         print(f"{one.name}: {', '.join(map(str, one.files)) or 'left out, ' + one.reason}")
 
 
+def demo_report(runs: Sequence[Run], out: str | None) -> str:
+    """Write the demo's report, into its folder or else beside the user, and return a line that says where."""
+    try:
+        from ekfac.lab.report import write_report
+
+        file = write_report(runs, Path(out or ".") / ("report.html" if out else "ekfac-demo.html"), "ekfac demo")
+    except ImportError as error:
+        return f"no report: {needs(error)}"
+    except OSError as error:
+        return f"no report: {error}"
+    return f"interactive report: {file}"
+
+
+def report(
+    places: list[str] = _PLACES,
+    out: str = typer.Option("report.html", help="The file to write."),
+    title: str = typer.Option("ekfac: report", help="The page's heading."),
+    plugin: list[str] = _PLUGIN,
+) -> None:
+    """Write one self-contained page about runs: interactive curves, best settings, planes, commands."""
+    try:
+        from ekfac.lab.report import write_report
+    except ImportError as error:
+        raise needs(error) from None
+    for where in plugin:
+        load_plugin(where)
+    runs = find_runs(places)
+    print(f"{len(runs)} runs reported in {write_report(runs, out, title)}")
+
+
+def watch(
+    places: list[str] = _PLACES,
+    page: bool = typer.Option(False, "--page", help="Serve a page at 127.0.0.1 instead of drawing in the terminal."),
+    port: int = typer.Option(0, help="Port of the page; 0 takes a free one."),
+    every: float = typer.Option(2.0, help="Seconds between looks."),
+    plugin: list[str] = _PLUGIN,
+) -> None:
+    """Show the curves of runs while they are under way, until Ctrl-C."""
+    from ekfac.lab.watch import make_server, watch_terminal
+
+    for where in plugin:
+        load_plugin(where)
+    if not every > 0:
+        raise LabError(f"every must be positive, not {every}")
+    find_runs(places, skip_broken=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        if not page:
+            watch_terminal(places, Console(), every)
+            return
+        try:
+            server = make_server(places, port, every)
+        except ImportError as error:
+            raise needs(error) from None
+        except (OSError, OverflowError) as error:
+            raise LabError(f"port {port} cannot be used: {error}") from error
+        with server:
+            print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command(
@@ -71,3 +136,7 @@ def register(app: typer.Typer) -> None:
         "`ekfac figure correlation error --dataset mnist --data-dir data`\n\n"
         "`ekfac figure autoencoder --runs results/autoencoder --out figures`",
     )(figure)
+    app.command(
+        epilog="Examples:\n\n`ekfac report runs/search`\n\n`ekfac report runs/a runs/b --out comparison.html`",
+    )(report)
+    app.command(epilog="Examples:\n\n`ekfac watch runs`\n\n`ekfac watch runs --page --port 8080`")(watch)
