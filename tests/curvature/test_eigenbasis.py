@@ -183,3 +183,20 @@ def test_solver_takes_the_symmetric_part() -> None:
     skew = torch.randn(1, 6, 6, dtype=torch.float64)
     found = eigh_with_fallback(matrix + skew - skew.mT)
     assert is_eigendecomposition(matrix, found.U, found.values)
+
+
+@pytest.mark.parametrize("size", [2, 30, 400])
+@pytest.mark.parametrize("fault", ["two columns exchanged", "one column a little long", "one turned a little", "NaN"])
+def test_one_wrong_eigenvector_is_noticed(size: int, fault: str) -> None:
+    matrix = covariance(size, 2 * size)
+    values, U = torch.linalg.eigh(matrix)
+    assert is_eigendecomposition(matrix, U, values)
+    if fault == "two columns exchanged":
+        U[..., [0, -1]] = U[..., [-1, 0]]
+    elif fault == "one column a little long":
+        U[..., -1] *= 1.05
+    elif fault == "one turned a little":
+        U[..., -1] += 0.05 * U[..., 0]
+    else:
+        U[0, size // 2, -1] = float("nan")
+    assert not is_eigendecomposition(matrix, U, values)
