@@ -22,6 +22,11 @@ from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, by_method, curves
 
 CHART_ROWS = 11
+NUMBERS = (
+    ("training", "train_loss", ".4g"),
+    ("validation", "validation_loss", ".4g"),
+    ("seconds", "seconds", ".1f"),
+)
 
 
 def leaders(runs: Sequence[Run]) -> dict[str, Curve]:
@@ -65,6 +70,8 @@ def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
     title = f"{len(runs)} runs: " + ", ".join(f"{number} {status}" for status, number in counts.items() if number)
     table = Table(title=title, title_justify="left")
     widths = {"method": 16, "setting": 10, "epoch": 7, "training": 8, "validation": 10, "seconds": 7, "status": 10}
+    if width < 100:
+        widths = {name: least for name, least in widths.items() if name not in ("validation", "seconds")}
     for name, least in widths.items():
         side = "left" if name in ("method", "setting", "status") else "right"
         # Only the settings may be cut short, where the screen is narrow.
@@ -74,8 +81,9 @@ def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
     for run in running[:rows]:
         last = run.history[-1] if run.history else {}
         cells = [f"{last.get('epoch', 0)} of {run.config.epochs}"]
-        for key, pattern in (("train_loss", ".4g"), ("validation_loss", ".4g"), ("seconds", ".1f")):
-            cells.append("-" if last.get(key) is None else format(last[key], pattern))
+        for column, key, pattern in NUMBERS:
+            if column in widths:
+                cells.append("-" if last.get(key) is None else format(last[key], pattern))
         # As text: a setting must not be taken for markup.
         words = [Curve((run,)).label, describe(run.config), *cells, run.status]
         table.add_row(*(Text(word) for word in words))

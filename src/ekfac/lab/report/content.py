@@ -6,12 +6,9 @@ its texts; those in tables are escaped where the tables are written.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from typing import Any
-
-import numpy
 
 from ekfac.lab.labels import describe, option
 from ekfac.lab.looks import lines, ordered
@@ -40,6 +37,11 @@ AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _SYMBOLS = {"v": "triangle-down", "^": "triangle-up", "<": "triangle-left", ">": "triangle-right", "D": "diamond"}
 _SYMBOLS |= {"s": "square", "o": "circle", "P": "cross", "X": "x", "*": "star", "h": "hexagon", "p": "pentagon"}
+
+
+def plain(text: str) -> str:
+    """Return a text that Plotly shows as it is: it takes tags, and knows three of HTML's entities."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Curve]]:
@@ -74,7 +76,7 @@ def chart(candidates: Sequence[Curve]) -> dict[str, Any]:
         "floor": {name: floor for name, floor in floors.items() if floor > 0},
         "methods": [
             {
-                "name": html.escape(name),
+                "name": plain(name),
                 "color": looks[name].color,
                 "dash": _DASHES[looks[name].variant % len(_DASHES)],
                 "symbol": _SYMBOLS.get(looks[name].marker, "circle"),
@@ -106,7 +108,7 @@ def _points(envelope: Envelope) -> dict[str, Any]:
     found = {
         "x": _numbers(envelope.x),
         "y": _numbers(envelope.value),
-        "text": [html.escape(describe(curve.config)) for curve in envelope.chosen],
+        "text": [plain(describe(curve.config)) for curve in envelope.chosen],
     }
     return {**found, "low": _numbers(envelope.low), "high": _numbers(envelope.high)} if several else found
 
@@ -117,7 +119,7 @@ def _numbers(values: Any) -> list[float | None]:
 
 
 def _has(candidates: Sequence[Curve], name: str) -> bool:
-    return any(numpy.isfinite(curve.mean(name)).any() for curve in candidates)
+    return any(record.get(name) is not None for c in candidates for run in c.runs for record in run.history)
 
 
 def _floor(curve: Curve, split: str) -> float:
@@ -135,11 +137,11 @@ def planes(candidates: Sequence[Curve]) -> list[dict[str, Any]]:
             continue
         found.append(
             {
-                "name": html.escape(name),
+                "name": plain(name),
                 "lr": [p[0] for p in points],
                 "damping": [p[1] for p in points],
                 "loss": _numbers(p[2] for p in points),
-                "text": [html.escape(describe(p[3].config)) for p in points],
+                "text": [plain(describe(p[3].config)) for p in points],
             }
         )
     return found
