@@ -85,7 +85,9 @@ def _say(console: Console, name: str, run: Run) -> None:
 
 
 def _standing(runs: Mapping[str, Run]) -> Table:
-    table = Table(title="auto-encoder, 4,000 digits: training loss above its floor", title_justify="left")
+    table = Table(
+        title=f"auto-encoder of width {demo.WIDTH}, 4,000 digits: training loss above its floor", title_justify="left"
+    )
     for name in ("optimizer", "epoch", "step", "seconds", "loss", ""):
         table.add_column(name, justify="left" if name in ("optimizer", "") else "right")
     for name, run in runs.items():

@@ -153,7 +153,9 @@ register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam"
 register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
 if hasattr(torch.optim, "Muon"):
     register_optimizer("muon", muon, about="Muon for hidden matrices, AdamW for the rest")
-register_optimizer("kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9}, "KFAC, inverse form")
+register_optimizer(
+    "kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "kl_clip": 1.0}, "KFAC, inverse form"
+)
 register_optimizer(
     "ekfac",
     ekfac.EKFAC,
