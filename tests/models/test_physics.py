@@ -64,7 +64,7 @@ def test_by_itself_it_is_an_error_that_names_the_ways_out(scaling: str) -> None:
     ("with_statistics", "steps", "options"),
     [
         (True, 150, {"lr": 0.03, "scaling": "per_example", "scaling_decay": 0.9, "kl_clip": 1e-2}),
-        (True, 150, {"lr": 0.1, "kl_clip": 1e-2}),
+        (True, 150, {"lr": 0.1, "kl_clip": 1e-2, "on_refresh": "carry"}),
         (False, 300, {"lr": 0.03, "momentum": 0.9, "exclude": "*"}),
     ],
     ids=["statistics of another loss, per_example", "statistics of another loss, running", "all layers excluded"],

@@ -1,0 +1,144 @@
+"""docs/layers.md: its code runs, its table of kinds is true, and its numbers are those of the recorded runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ekfac import EKFAC, summary
+from ekfac.curvature import blocks
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "layers.md").read_text()
+
+
+@pytest.fixture
+def page() -> Iterator[tuple[dict[str, Any], str]]:
+    """What the page's Python defines when run from top to bottom, and what it prints."""
+    before = dict(blocks.KINDS)
+    namespace: dict[str, Any] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for code in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+            exec(code, namespace)
+    yield namespace, printed.getvalue()
+    blocks.KINDS.clear()
+    blocks.KINDS.update(before)
+
+
+def test_the_pages_code_runs_and_prints_what_it_shows(page: tuple[dict[str, Any], str]) -> None:
+    _, printed = page
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    assert shown in printed
+
+
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+@pytest.mark.parametrize("scaling", ["running", "per_example"])
+def test_a_kind_of_ones_own_is_as_exact_as_a_built_in_one(
+    page: tuple[dict[str, Any], str], scaling: str, frozen: str | None
+) -> None:
+    """GPT-2's Conv1D, registered as the page shows, trains exactly as the Linear layer that it is."""
+    Conv1D = page[0]["Conv1D"]
+    torch.manual_seed(0)
+    own = nn.Sequential(Conv1D(4, 6), nn.GELU(), Conv1D(6, 2)).double()
+    linear = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)).double()
+    optimizers = []
+    for a, b in zip(own, linear, strict=True):
+        if isinstance(b, nn.Linear):
+            with torch.no_grad():
+                b.weight.copy_(a.weight.T)
+                b.bias.copy_(a.bias)
+            for m in (a, b):
+                if frozen is not None:
+                    getattr(m, frozen).requires_grad_(False)
+    for model in (own, linear):
+        opt = EKFAC(model, lr=0.1, scaling=scaling, damping=0.1, refresh_every=2)
+        assert not any(row.block == "diagonal" for row in opt.summary().rows)
+        optimizers.append(opt)
+    for _ in range(5):
+        x, y = torch.randn(12, 3, 4, dtype=torch.float64), torch.randn(12, 3, 2, dtype=torch.float64)
+        for model, opt in zip((own, linear), optimizers, strict=True):
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+    for a, b in zip(own, linear, strict=True):
+        if isinstance(b, nn.Linear):
+            torch.testing.assert_close(a.weight.T, b.weight, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(a.bias, b.bias, rtol=1e-9, atol=1e-11)
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Untouched(nn.Linear):
+    """A subclass that leaves forward alone."""
+
+
+KINDS: list[tuple[nn.Module, str]] = [
+    (nn.Linear(3, 2), "kronecker 4 x 2"),
+    (Untouched(3, 2), "kronecker 4 x 2"),
+    (nn.Conv1d(4, 2, 3), "kronecker 13 x 2"),
+    (nn.Conv2d(4, 2, 3, padding="same", padding_mode="circular"), "kronecker 37 x 2"),
+    (nn.Conv3d(1, 2, 2, dilation=2), "kronecker 9 x 2"),
+    (nn.Conv2d(4, 4, 3, groups=4), "kronecker 10 x 1, 4 groups"),
+    (nn.ConvTranspose1d(4, 2, 3), "kronecker 13 x 2"),
+    (nn.ConvTranspose2d(4, 2, 3, output_padding=1, stride=2), "kronecker 37 x 2"),
+    (nn.ConvTranspose3d(4, 2, 1), "kronecker 5 x 2"),
+    (nn.Embedding(9, 3), "kronecker 9 x 3, A diagonal"),
+    (nn.LayerNorm(5), "exact 2 x 2 block for each of 5 units"),
+    (nn.RMSNorm(5), "exact 1 x 1 block for each of 5 units"),
+    (nn.GroupNorm(2, 4), "exact 2 x 2 block for each of 4 units"),
+    (nn.BatchNorm1d(4), "exact 2 x 2 block for each of 4 units"),
+    (nn.BatchNorm2d(4), "exact 2 x 2 block for each of 4 units"),
+    (nn.BatchNorm3d(4), "exact 2 x 2 block for each of 4 units"),
+    *(
+        (module, "diagonal")
+        for module in (
+            nn.LSTM(3, 2),
+            nn.GRU(3, 2),
+            nn.RNN(3, 2),
+            nn.MultiheadAttention(4, 2),
+            nn.EmbeddingBag(9, 3),
+            nn.Bilinear(3, 2, 2),
+            nn.InstanceNorm2d(3, affine=True),
+            nn.PReLU(),
+            nn.Embedding(9, 3, sparse=True),
+            OwnForward(3, 2),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "how"), KINDS, ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "")
+def test_the_table_of_kinds(module: nn.Module, how: str) -> None:
+    rows = summary(nn.Sequential(module)).rows
+    assert {row.block for row in rows} == {how}
+    kind = type(module)
+    if kind.__module__.startswith("torch.nn"):
+        assert kind.__name__ in PAGE or kind.__name__[-2:] in ("1d", "2d", "3d")
+    assert sum(row.numbers for row in rows) == sum(p.numel() for p in module.parameters())
+
+
+def test_a_parametrized_weight_is_diagonal_and_its_bias_a_block() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    how = {row.name: row.block for row in summary(nn.Sequential(module)).rows}
+    assert how["0"] == "kronecker 1 x 5" and set(how.values()) == {"kronecker 1 x 5", "diagonal"}
+
+
+def test_the_numbers_are_those_of_the_recorded_runs() -> None:
+    recorded = (ROOT / "results" / "models.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", recorded, re.M)
+    assert len(tables) == 2
+    for table in tables:
+        assert table in PAGE
