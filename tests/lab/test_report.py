@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.report import content, write_report
 from ekfac.lab.report.page import data, embedded
-from ekfac.lab.runs import Run
+from ekfac.lab.runs import Run, RunFolder
+from ekfac.lab.watch import make_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>'
@@ -227,6 +229,36 @@ def test_tasks_data_and_schedules_get_sections_of_their_own() -> None:
     runs.append(made_up(TrainConfig("classifier", "sgd", dataset="mnist-5k", halve_every=20), 0.5))
     names = [section["name"] for section in data(runs)["sections"]]
     assert names == ["autoencoder on mnist", "classifier on mnist-5k, learning rate halved every 20 epochs"]
+
+
+def test_a_watched_page_follows_the_runs_and_keeps_what_is_hidden(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    base = made_up(TrainConfig("autoencoder", "sgd", dataset="mnist", lr=0.1), 0.7)
+    writer = RunFolder(folder)
+    writer.start(base.config, base.about, base.history[:3])
+    server = make_server([tmp_path], every=0.2)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        opened = Opened(browser, f"http://127.0.0.1:{server.server_port}/")
+        count = "document.querySelector('.chart')._fullData[0].x.length"
+        assert opened.tab.evaluate(count) == 3
+        opened.tab.get_by_label("log x").click()
+        for record in base.history[3:]:
+            writer.add(record)
+        for _ in range(200):
+            if opened.tab.evaluate(count) == len(base.history):
+                break
+            opened.tab.wait_for_timeout(50)
+        assert opened.tab.evaluate(count) == len(base.history)
+        assert opened.tab.evaluate("document.querySelector('.chart')._fullLayout.xaxis.type") == "log"
+        assert [text for text in opened.said if "favicon" not in text and "404" not in text] == []
+        opened.tab.close()
+    finally:
+        writer.close()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def draw(request: Request) -> Figure:
 def title(request: Request) -> str:
     """Say what was trained on what."""
     datasets = sorted({str(run.config.dataset) for run in request.runs})
-    return f"Deep auto-encoder on {', '.join(datasets)}" + (f"\n{quick.NOTE_DIGITS}" if request.quick else "")
+    return "Deep auto-encoder" + (f"\n{quick.NOTE_DIGITS}" if request.quick else f" on {', '.join(datasets)}")
 
 
 def _longest(group: Sequence[Curve]) -> list[Curve]:

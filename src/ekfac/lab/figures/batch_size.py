@@ -32,12 +32,11 @@ def draw(request: Request) -> Figure:
     """Draw two rows a network: by epoch, one panel a batch size; then by iteration and by wall-clock, all sizes."""
     found = {task: curves(filter(_of(task), request.runs)) for task in NAMES}
     found = {task: group for task, group in found.items() if group}
-    names = style.ordered({_with_size(curve) for group in found.values() for curve in group})
-    sized = style.lines(names)
     plain = style.lines(style.ordered({curve.label for group in found.values() for curve in group}))
     figure, axes = style.panels(2 * len(found), 3, height=1.95)
     for row, (task, group) in enumerate(found.items()):
         top, bottom = axes[6 * row : 6 * row + 3], axes[6 * row + 3 : 6 * row + 6]
+        sized = style.lines({_with_size(curve) for curve in group})
         sizes = sorted({curve.config.batch_size for curve in group})
         for axis, size in zip(top, sizes, strict=False):
             rivals = by_method([curve for curve in group if curve.config.batch_size == size])
@@ -52,7 +51,7 @@ def draw(request: Request) -> Figure:
         bottom[1].set_title(f"{NAMES[task]}, by wall-clock time")
         bottom[2].set_axis_off()
         handles, labels = bottom[0].get_legend_handles_labels()
-        bottom[2].legend(handles, labels, loc="center left", frameon=False, handlelength=3.2)
+        bottom[2].legend(handles, labels, loc="center left", **style.HANDLES)
     figure.suptitle(title(request, list(found), ": impact of batch size"))
     return figure
 

@@ -68,14 +68,18 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, floor: f
     # What a diverging setting reached would squeeze all that is of interest into a corner.
     start = max((float(c.value[0]) for c in found if len(c.value)), default=high)
     high = min(high, 2 * start)
-    if floor > 0:
+    label = NAMES.get(name, name)
+    if floor > 0 and low > 2.5 * floor:
+        # Far above it: a line there would take half of the panel.
+        label += f" (floor {floor:.1f})"
+    elif floor > 0:
         axis.axhline(floor, color=style.GREY, linewidth=0.8, linestyle=(0, (1, 2)))
         axis.annotate(f"floor {floor:.1f}", (0.99, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom")
         low = min(low, floor)
     axis.set_ylim(low / 1.15, high * 1.15)
     plain_log_ticks(axis)
     axis.set_xlabel(AXES[x])
-    axis.set_ylabel(NAMES.get(name, name))
+    axis.set_ylabel(label)
     if x != "seconds":
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 

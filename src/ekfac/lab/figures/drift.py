@@ -15,6 +15,8 @@ from ekfac.lab.figures.measure import Subject, flat_spectrum, second_moments
 # As the library has them: of EKFAC-ra's running average, and of the damping in the angles.
 DECAY = 0.95
 DAMPING = 1e-3
+# Steps of training, steps between measurements, examples to measure on.
+QUICK_ERRORS = (200, 10, 250)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def errors(request: Request, renew_every: int = 100) -> tuple[Drift, Drift]:
     """
     subject = Subject("classifier", request)
     layers = [subject.layer(number) for number in range(1, 6)]
-    total, stride, examples = (200, 10, 250) if request.quick else (500, 5, 2000)
+    total, stride, examples = QUICK_ERRORS if request.quick else (500, 5, 2000)
     sample = subject.sample(examples)
     steps: list[int] = []
     error: dict[str, list[float]] = {"KFAC": [], "EKFAC": []}
@@ -56,14 +58,15 @@ def errors(request: Request, renew_every: int = 100) -> tuple[Drift, Drift]:
             exact = G.solve(mean, DAMPING)
             steps.append(step)
             for name, values in (("KFAC", s), ("EKFAC", s_star)):
-                error[name].append(_error(norm, values, s_star))
+                error[name].append(frobenius(norm, values, s_star))
                 step_direction = kfac.unproject(kfac.project(mean) / (values + DAMPING))
                 angle[name].append(_degrees(step_direction, exact))
         subject.steps(1)
     return Drift(steps, error), Drift(steps, angle)
 
 
-def _error(norm: float, s: Tensor, s_star: Tensor) -> float:
+def frobenius(norm: float, s: Tensor, s_star: Tensor) -> float:
+    """Return ||G - U diag(s) U^T|| / ||G|| from ||G|| and s* = diag(U^T G U)."""
     s, s_star = s.double(), s_star.double()
     distance = norm**2 - 2 * float(s @ s_star) + float(s @ s)
     return math.sqrt(max(distance, 0.0)) / norm

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
@@ -27,7 +26,9 @@ def draw(request: Request) -> Figure:
         _losses(axes[:2], best)
     _spectra(axes[-1], request)
     datasets = ", ".join(sorted({str(run.config.dataset) for run in request.runs})) or request.dataset
-    note = f"\n{quick.NOTE_DIGITS} in (a) and (b)" if request.quick else f" on {datasets}"
+    note = f" on {datasets}"
+    if request.quick:
+        note = f"\n{quick.NOTE_DIGITS} in (a) and (b); full size in (c)"
     figure.suptitle(f"Frequency of renewal, deep auto-encoder{note}")
     style.share_legend(figure, axes[:-1], columns=3)
     return figure
@@ -41,9 +42,6 @@ def _losses(axes: Sequence[Axes], best: Mapping[str, Curve]) -> None:
         loss_axis(axis, list(entries.values()), "train_loss", x, max(curve.floor for curve in best.values()))
     axes[0].set_title("(a) training loss")
     axes[1].set_title("(b) wall-clock time")
-    # A renewal at every step takes tens of times longer than one now and then.
-    axes[1].set_xscale("symlog", linthresh=1.0)
-    axes[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _spectra(axis: Axes, request: Request) -> None:

@@ -14,7 +14,9 @@ from ekfac.lab.looks import BLACK, BLUE, FAMILIES, GREEN, GREY, ORANGE, RED, SKY
 
 __all__ = ["BLACK", "BLUE", "FAMILIES", "GREEN", "GREY", "ORANGE", "RED", "SKY", "Line", "lines", "ordered"]
 
-_LINES: Sequence[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1))]
+_LINES: Sequence[Any] = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1))]
+# Markers at both ends of a legend's line leave its dashes to be seen.
+HANDLES: Any = {"handlelength": 4.0, "numpoints": 2, "frameon": False}
 
 SETTINGS: Any = {
     "font.size": 8,
@@ -75,6 +77,5 @@ def share_legend(figure: Figure, axes: Sequence[Axes], columns: int = 5) -> None
             names,
             loc="outside lower center",
             ncols=min(columns, len(names)),
-            frameon=False,
-            handlelength=3.2,
+            **HANDLES,
         )

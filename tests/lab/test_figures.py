@@ -1,0 +1,254 @@
+"""The figures: right numbers in the right panels, from runs, from quick runs and computed on the spot."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import ekfac
+from ekfac.cli import run
+from ekfac.lab import LabError
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data import load_dataset
+from ekfac.lab.figures import FIGURES, Request, drift, make, measure, quick, rescaling, style
+from ekfac.lab.runs import Run
+
+ALL = {
+    "rescaling",
+    "convolution",
+    "correlation",
+    "error",
+    "autoencoder",
+    "frequency",
+    "vgg11",
+    "resnet34",
+    "batch-size",
+    "schedule",
+}
+
+
+def made_up(config: TrainConfig, rate: float, seconds: float = 1.0, floor: float = 0.0, epochs: int = 4) -> Run:
+    history = [
+        {
+            "epoch": epoch,
+            "step": 10 * epoch,
+            "seconds": seconds * epoch,
+            "train_loss": floor + 2 * rate**epoch,
+            "validation_loss": floor + 2 * rate**epoch + 0.1,
+            "train_accuracy": 1 - 0.9 * rate**epoch,
+            "validation_accuracy": 0.9 - 0.8 * rate**epoch,
+            "diverged": False,
+        }
+        for epoch in range(epochs + 1)
+    ]
+    about = {"floor": {"train": floor, "validation": floor}} if floor else {"floor": {}}
+    return Run(replace(config, epochs=epochs), history, "finished", about)
+
+
+def cifar_runs(**changes: Any) -> list[Run]:
+    found = []
+    for task, (name, rate) in itertools.product(
+        ("vgg11", "resnet34"), (("sgd", 0.8), ("kfac", 0.7), ("ekfac-ra", 0.5))
+    ):
+        for lr, size in itertools.product((0.1, 0.01), (200, 500)):
+            every = None if name == "sgd" else 500
+            config = TrainConfig(
+                task, name, dataset="cifar10", lr=lr, damping=0.01, batch_size=size, refresh_every=every, **changes
+            )
+            found.append(made_up(config, rate + lr, seconds=1 / rate))
+    return found
+
+
+def drawn(name: str, runs: list[Run], quickly: bool = False) -> Figure:
+    with style.styled():
+        return FIGURES.get(name).draw(Request([r for r in runs if FIGURES.get(name).takes(r)], quickly))
+
+
+def titles(figure: Figure) -> list[str]:
+    return [axis.get_title() for axis in figure.axes if axis.get_title()]
+
+
+def curve(figure: Figure, title: str, label: str) -> tuple[list[float], list[float]]:
+    axis = next(axis for axis in figure.axes if axis.get_title().startswith(title))
+    line = next(line for line in axis.lines if line.get_label() == label)
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def test_every_figure_has_its_name_and_unknown_names_list_them() -> None:
+    assert set(FIGURES) == ALL
+    with pytest.raises(LabError, match=r"unknown figure 'none'; known: .*batch-size"):
+        make(["none"], "figures")
+
+
+def test_vgg11_shows_the_best_at_each_epoch_and_each_budget() -> None:
+    figure = drawn("vgg11", cifar_runs())
+    assert [t.split("\n")[0] for t in titles(figure)] == ["(a) training loss", "(b) wall-clock time", "(c) accuracy"]
+    x, y = curve(figure, "(a)", "EKFAC-ra freq=500")
+    assert x == [0, 1, 2, 3, 4] and numpy.allclose(y, [2 * 0.51**e for e in range(5)])
+    x, y = curve(figure, "(b)", "EKFAC-ra freq=500")
+    assert numpy.allclose(x, [2 * e for e in range(5)]) and numpy.allclose(y, [2 * 0.51**e for e in range(5)])
+    assert "CIFAR" in figure.get_suptitle() or "cifar10" in figure.get_suptitle()
+    assert "padded" in drawn("vgg11", cifar_runs(), quickly=True).get_suptitle()
+
+
+def test_scheduled_runs_go_to_their_own_figure_and_nowhere_else() -> None:
+    plain, halved = cifar_runs(), cifar_runs(halve_every=20)
+    assert not any(FIGURES.get("vgg11").takes(r) for r in halved) and not any(map(FIGURES.get("schedule").takes, plain))
+    figure = drawn("schedule", plain + halved)
+    assert titles(figure) == [
+        "(a) VGG11, training loss",
+        "(b) VGG11, wall-clock time",
+        "(a) ResNet34, training loss",
+        "(b) ResNet34, wall-clock time",
+    ]
+    assert "halved every 20 epochs" in figure.get_suptitle()
+
+
+def test_batch_sizes_have_panels_by_epoch_and_one_by_iteration() -> None:
+    figure = drawn("batch-size", cifar_runs())
+    assert titles(figure) == [
+        f"{net}, {what}"
+        for net in ("VGG11", "ResNet34")
+        for what in ("batch 200", "batch 500", "by iteration", "by wall-clock time")
+    ]
+    x, _ = curve(figure, "VGG11, by iteration", "KFAC freq=500, batch 200")
+    assert x == [0, 10, 20, 30, 40]
+
+
+def test_autoencoder_takes_the_best_setting_and_shows_the_plane() -> None:
+    base = TrainConfig("autoencoder", "ekfac-ra", dataset="mnist", batch_size=200, refresh_every=50)
+    runs = [
+        made_up(replace(base, lr=lr, damping=damping, seed=seed), 0.3 + lr + damping + seed / 100, floor=45.76)
+        for lr in (0.1, 0.01)
+        for damping in (0.1, 0.01)
+        for seed in (0, 1)
+    ]
+    runs.append(made_up(replace(base, optimizer="sgd", batch_norm=True, lr=0.1, refresh_every=None), 0.9, floor=45.76))
+    figure = drawn("autoencoder", runs)
+    assert titles(figure) == [
+        "(a) training loss",
+        "(b) wall-clock time",
+        "(c) validation loss",
+        "(d) EKFAC-ra freq=50",
+    ]
+    _, y = curve(figure, "(a)", "EKFAC-ra freq=50")
+    assert numpy.allclose(y, [45.76 + (2 * 0.32**e + 2 * 0.33**e) / 2 for e in range(5)])
+    axis = figure.axes[0]
+    assert len(axis.collections) == 1, "a band over the seeds, for the one setting that has two"
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["SGD + BN", "EKFAC-ra freq=50"]
+    points = next(a for a in figure.axes if a.get_title().startswith("(d)")).collections[0].get_offsets()
+    assert sorted(map(tuple, numpy.round(points, 6))) == [(0.01, 0.01), (0.01, 0.1), (0.1, 0.01), (0.1, 0.1)]
+
+
+def test_a_single_setting_has_no_plane() -> None:
+    one = made_up(TrainConfig("autoencoder", "kfac", dataset="mnist", lr=0.1, damping=0.1), 0.5, floor=45.76)
+    assert len(titles(drawn("autoencoder", [one]))) == 3
+
+
+def test_lines_are_told_apart_without_colour() -> None:
+    labels = ["SGD", "SGD + BN", "Adam + BN", "Mine", "Other"]
+    labels += [f"{name} freq={every}" for name in ("KFAC", "EKFAC", "EKFAC-ra") for every in (1, 50, 500)]
+    looks = style.lines(labels)
+    assert len({(look.marker, str(style.linestyle(look))) for look in looks.values()}) == len(labels)
+    assert looks["KFAC freq=50"].variant == looks["EKFAC freq=50"].variant == 1
+    assert style.ordered(["EKFAC freq=50", "EKFAC freq=1", "SGD"]) == ["SGD", "EKFAC freq=1", "EKFAC freq=50"]
+
+
+def test_rescaling_ekfac_touches_the_ellipse_and_kfac_does_not() -> None:
+    model, data = rescaling.two_parameters(Request())
+    G = rescaling.fisher(model, data, "full").dense().double()
+    for name, touches in (("full", True), ("diagonal", True), ("ekfac", True), ("kfac", False)):
+        directions, values = rescaling.axes_of(rescaling.fisher(model, data, name))
+        true = torch.stack([directions[:, n] @ G @ directions[:, n] for n in range(2)])
+        assert torch.allclose(values, true, rtol=1e-3) is touches
+        if not touches:
+            assert ((values / true).log().abs() > 0.2).all()
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[drift.Drift, drift.Drift]:
+    short = pytest.MonkeyPatch()
+    # The first two layers' worth of steps, around one renewal, is enough.
+    short.setattr(drift, "QUICK_ERRORS", (12, 3, 60))
+    found = drift.errors(Request(quick=True), renew_every=6)
+    short.undo()
+    return found
+
+
+def test_errors_obey_the_theorem_and_ekfac_ages_less(measured: tuple[drift.Drift, drift.Drift]) -> None:
+    error, angle = measured
+    assert error.steps == [0, 3, 6, 9, 12]
+    assert all(e <= k for e, k in zip(error.distances["EKFAC"], error.distances["KFAC"], strict=True))
+    assert all(0 <= a <= 180 for values in angle.distances.values() for a in values)
+    # Just before a renewal against just after it.
+    assert error.distances["KFAC"][1] > error.distances["KFAC"][2]
+
+
+def test_the_error_at_a_renewal_is_that_of_the_librarys_operators() -> None:
+    subject = measure.Subject("classifier", Request())
+    subject.steps(3)
+    layers, sample = [subject.layer(2), subject.layer(3)], subject.sample(80)
+    G, kfac, corrected = (subject.fisher(name, sample, layers) for name in ("block", "kfac", "ekfac"))
+    s, s_star = measure.flat_spectrum(kfac), measure.second_moments(kfac, subject.gradients(layers, sample))
+    for values, operator in ((s, kfac), (s_star, corrected)):
+        expected = float(ekfac.relative_error(G, operator))
+        assert math.isclose(drift.frobenius(float(G.norm()), values, s_star), expected, rel_tol=1e-3)
+    everything = subject.gradients(layers, sample)
+    subject.backward(sample)
+    assert torch.allclose(subject.mean_gradient(layers), everything.mean(0), atol=1e-6)
+
+
+def test_padded_digits_are_the_digits() -> None:
+    padded, digits = load_dataset("mnist-5k-padded"), load_dataset("mnist-5k")
+    x = padded.train.x
+    assert x.shape == (4000, 3, 32, 32) and torch.equal(padded.train.y, digits.train.y)
+    inner = x[:, 0, 2:-2, 2:-2].flatten(1)
+    assert torch.allclose(inner * digits.train.x.std() + digits.train.x.mean(), digits.train.x, atol=1e-5)
+    assert torch.equal(x[:, 0], x[:, 2]) and x[:, :, 0].unique().numel() == 1
+
+
+def test_figures_are_written_as_svg_and_png_and_the_same_twice(tmp_path: Path) -> None:
+    made = [make(["convolution"], tmp_path / name)[0] for name in ("one", "two")]
+    assert [file.suffix for file in made[0].files] == [".svg", ".png"]
+    assert made[0].files[0].read_bytes() == made[1].files[0].read_bytes()
+    assert made[0].files[1].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_quick_makes_the_runs_it_needs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = replace(quick._AUTOENCODER, width=4, limit=100, batch_size=50, epochs=1)
+    monkeypatch.setattr(quick, "_AUTOENCODER", tiny)
+    monkeypatch.setattr(quick, "planes", list)
+    said: list[str] = []
+    made = make(["autoencoder"], tmp_path, quick=True, say=said.append)
+    assert all(file.stat().st_size > 10_000 for file in made[0].files)
+    assert len(list((tmp_path / "quick-runs").iterdir())) == 5
+    stamps = [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("metrics.jsonl"))]
+    make(["autoencoder"], tmp_path, quick=True)
+    assert [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("metrics.jsonl"))] == stamps
+
+
+def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for words, message in (
+        (["figure", "none"], "unknown figure 'none'"),
+        (["figure", "vgg11", "--out", str(tmp_path / "f")], "figure vgg11 is drawn from runs"),
+        (["figure", "vgg11", "--runs", str(tmp_path)], "holds no run"),
+        (["figure", "vgg11", "--workers", "0"], "workers must be at least 1"),
+        (["report", str(tmp_path / "none")], "is not a folder"),
+    ):
+        assert run(words) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ") and message in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_every_figure_can_be_made_quickly(tmp_path: Path) -> None:
+    made = make(["all"], tmp_path, quick=True, workers=2)
+    assert {one.name for one in made} == ALL
+    assert all(file.stat().st_size > 10_000 for one in made for file in one.files)
+    assert all(len(one.files) == 2 for one in made)

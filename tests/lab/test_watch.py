@@ -1,0 +1,110 @@
+"""Watching runs: the terminal's view, and the page that is served to this machine alone."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ekfac.cli import run
+from ekfac.lab import plan
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.gather import find_runs
+from ekfac.lab.labels import key
+from ekfac.lab.watch import leaders, make_server, view
+
+PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+BASE = TrainConfig("tiny", "sgd", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A finished run, and one cut off in the middle of its third record, as a run under way looks."""
+    for optimizer in ("sgd", "adam"):
+        config = TrainConfig("tiny", optimizer, lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4)
+        plan.run_one(config, tmp_path)
+    metrics = next(tmp_path.glob("tiny-adam-*/metrics.jsonl"))
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:2]) + lines[2][:20])
+    return tmp_path
+
+
+def shown(folder: Path, width: int = 120, height: int = 60) -> str:
+    console = Console(width=width, height=height, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view(find_runs([folder], skip_broken=True), width, height))
+    return console.export_text()
+
+
+def test_the_terminal_shows_every_run_and_the_leading_curves(folder: Path) -> None:
+    text = shown(folder)
+    assert "2 runs: 1 unfinished, 1 finished" in text
+    assert "4 of 4" in text and "1 of 4" in text
+    assert "tiny on tiny" in text and "s SGD   a Adam" in text
+    assert text.index("1 of 4") < text.index("4 of 4"), "runs under way come first"
+    narrow = shown(folder, width=80)
+    assert max(map(len, narrow.splitlines())) <= 80 and "unfinished" in narrow
+
+
+def test_a_folder_without_runs_and_a_broken_run_are_no_error(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    assert "no run yet" in shown(tmp_path / "none")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+    assert "2 runs" in shown(folder)
+
+
+def test_the_leader_is_the_setting_that_is_lowest_now(folder: Path) -> None:
+    plan.run_one(TrainConfig("tiny", "sgd", lr=1e-6, plugins=(PLUGIN,), device="cpu", epochs=4), folder)
+    assert leaders(find_runs([folder], skip_broken=True))["SGD"].config.lr == 0.1
+
+
+def test_the_command_prints_once_where_nothing_can_be_redrawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", str(folder)]) == 0
+    assert "1 unfinished" in capsys.readouterr().out
+    for words in (["watch", str(folder / "none")], ["watch", str(folder), "--every", "0"]):
+        assert run(words) == 2
+    assert run(["watch", str(folder), "--page", "--port", "99999"]) == 2
+    assert "port 99999 cannot be used" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[ThreadingHTTPServer]:
+    made = make_server([folder])
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def get(server: ThreadingHTTPServer, path: str, host: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("GET", path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_the_page_is_served_to_this_machine_alone_and_follows_the_runs(
+    folder: Path, server: ThreadingHTTPServer
+) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    status, body = get(server, "/")
+    assert status == 200 and b"Plotly" in body and b"connect-src 'self'" in body
+    assert get(server, "/config.json")[0] == 404
+    assert get(server, "/", host="evil.example")[0] == 403
+
+    def points() -> int:
+        sections = json.loads(get(server, "/data.json")[1])["sections"]
+        adam = next(m for m in sections[0]["chart"]["methods"] if m["name"] == "Adam")
+        return len(adam["curves"]["final"]["train_loss"]["epoch"]["x"])
+
+    assert points() == 2
+    # The run goes on.
+    plan.run_one(TrainConfig("tiny", "adam", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4), folder)
+    assert points() == 5
+    assert key(BASE.resolved()) in {path.name for path in folder.iterdir()}
