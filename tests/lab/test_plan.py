@@ -91,3 +91,26 @@ def test_bad_usage_of_the_command_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert plan.main([]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("error:") == 2 and "Traceback" not in captured.err
+
+
+def test_a_plan_goes_out_and_its_results_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optuna")
+    from ekfac.cli import run
+
+    file, done, out = str(tmp_path / "plan.json"), str(tmp_path / "done"), str(tmp_path / "search")
+    settings_words = ["--optimizer", "sgd", "--plugin", PLUGIN, "--lr", "0.1,0.01", "--random", "1"]
+    assert run(["sweep", "tiny", *settings_words, "--write-plan", file]) == 0
+    assert "4 settings written" in capsys.readouterr().out
+    assert plan.main([file, "--out", done]) == 0
+    capsys.readouterr()
+    for taken in ("4 of 4", "0 of 4"):
+        assert run(["sweep", "--take-in", done, "--out", out]) == 0
+        assert f"{taken} runs taken in" in capsys.readouterr().out
+    assert run(["sweep", "--take-in", done, "--out", out, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["trials"] == {"tiny-sgd": 4}
+    losses = [o.history[-1]["train_loss"] for o in find_runs([done])]
+    assert answer["best"]["tiny-sgd: SGD"][0]["loss"] == min(losses)
+    # All is there: searching the same settings runs nothing.
+    assert run(["sweep", "--plan", file, "--out", out]) == 0
+    assert not (tmp_path / "search" / "runs").exists()

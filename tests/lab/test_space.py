@@ -64,6 +64,8 @@ def test_names_say_what_differs_and_keys_are_one_a_setting() -> None:
     assert method(config) == "EKFAC-ra freq=50"
     assert method(TrainConfig("autoencoder", "sgd", batch_norm=True)) == "SGD + BN"
     assert describe(config) == "lr 0.01, damping 0.001, batch 200"
+    clipped = TrainConfig("autoencoder", "ekfac-ra", lr=0.01, damping=1e-3, options={"kl_clip": 0.1}).resolved()
+    assert describe(clipped) == "lr 0.01, damping 0.001, batch 200, kl_clip 0.1"
     assert key(config).startswith("autoencoder-ekfac-ra-lr0.01-d0.001-b200-s0-")
     spelled = TrainConfig("autoencoder", "ekfac-ra", lr=0.01, damping=1e-3, refresh_every=50, batch_size=200).resolved()
     other = TrainConfig("autoencoder", "ekfac-ra", lr=0.01, damping=1e-3, refresh_every=51).resolved()

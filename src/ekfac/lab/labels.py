@@ -11,6 +11,7 @@ from typing import Any
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.tasks import TASKS
 
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon", "kfac": "KFAC", "ekfac": "EKFAC"}
 NAMES |= {"ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
@@ -45,7 +46,10 @@ def method(config: TrainConfig) -> str:
 
 
 def describe(config: TrainConfig, names: Iterable[str] = ("lr", "damping", "batch_size")) -> str:
-    """Return the settings that a search varies, in one line: ``lr 0.01, damping 0.001, batch 200``."""
+    """Return the settings that a search varies, and options that are not the usual ones, in one line.
+
+    Such as ``lr 0.01, damping 0.001, batch 200, kl_clip 0.1``.
+    """
     words = {"batch_size": "batch", "refresh_every": "freq"}
     found = []
     for name in names:
@@ -54,6 +58,11 @@ def describe(config: TrainConfig, names: Iterable[str] = ("lr", "damping", "batc
         if value is not None:
             text = f"{value:.3g}" if isinstance(value, float) else str(value)
             found.append(f"{words.get(name, name)} {text}")
+    usual: dict[str, Any] = {}
+    if config.optimizer in OPTIMIZERS and config.task in TASKS:
+        task = TASKS.get(config.task).settings.get(config.optimizer, {})
+        usual = {**OPTIMIZERS.get(config.optimizer).defaults, **task}
+    found += [f"{name} {value}" for name, value in config.options.items() if name not in usual or usual[name] != value]
     return ", ".join(found)
 
 

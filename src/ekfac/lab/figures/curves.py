@@ -74,8 +74,8 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, floor: f
         label += f" (floor {floor:.1f})"
     elif floor > 0:
         axis.axhline(floor, color=style.GREY, linewidth=0.8, linestyle=(0, (1, 2)))
-        axis.annotate(f"floor {floor:.1f}", (0.99, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom")
-        low = min(low, floor)
+        axis.annotate(f"floor {floor:.1f}", (0.99, floor), xycoords=("axes fraction", "data"), ha="right", va="top")
+        low = min(low, floor / 1.15)
     axis.set_ylim(low / 1.15, high * 1.15)
     plain_log_ticks(axis)
     axis.set_xlabel(AXES[x])
