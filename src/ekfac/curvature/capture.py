@@ -8,6 +8,8 @@ at once where there was one call and the graph is freed, else when the record is
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,6 +143,8 @@ class Capture:
             for module, layer in block.uses.items():
                 self._uses.setdefault(module, []).append((block, layer))
         self.fired &= {block for uses in self._uses.values() for block, _ in uses}
+        if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
+            _run_hooks_in_compiled_models()
         me = weakref.ref(self)
         self._handles = [module.register_forward_hook(_ForwardHook(me)) for module in self._uses]
         self._handles.append(self.model.register_forward_pre_hook(_BeginHook(me), with_kwargs=True, prepend=True))
@@ -391,3 +395,10 @@ class _EndHook(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None and module is self.capture.model:
             self.capture.end(output)
+
+
+@functools.cache
+def _run_hooks_in_compiled_models() -> None:
+    """Keep the compiler out of the hooks: what it traces it would run once, and capture nothing."""
+    for hook in (_ForwardHook, _BeginHook, _EndHook):
+        hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
