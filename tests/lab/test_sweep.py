@@ -58,7 +58,9 @@ def ekfac(out: Path, *more: str, **environment: str) -> "subprocess.Popen[str]":
 
 
 def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    while process.poll() is None and not condition():
+    for _ in range(20_000):
+        if process.poll() is not None or condition():
+            break
         time.sleep(0.02)
     assert process.poll() is None, process.communicate()
 
@@ -188,6 +190,27 @@ def test_a_trial_of_a_silent_machine_is_taken_over_and_one_of_a_living_machine_i
     assert trials.release() == 1
     assert {t.user_attrs["key"] for t in trials.all(TrialState.WAITING)} == {silent.user_attrs["key"]}
     assert trials.release() == 0
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+def test_a_running_trial_gives_signs_of_life(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ekfac.lab.study.SIGN_OF_LIFE", 0.01)
+    monkeypatch.setenv("EKFAC_TEST_SLEEP", "0.02")
+    signs: list[float] = []
+    real = Trials.finish
+
+    def finish(self: Trials, trial: optuna.Trial, run: Run) -> None:
+        frozen = self.all(TrialState.RUNNING)[0]
+        assert frozen.datetime_start is not None
+        signs.append(frozen.user_attrs["worker"]["seen"] - frozen.datetime_start.timestamp())
+        real(self, trial, run)
+
+    monkeypatch.setattr(Trials, "finish", finish)
+    storage = f"journal:{tmp_path / 'log'}" if kind == "journal" else None
+    study = sweep(search((0.1,)), Where.of(tmp_path, storage))["tiny-sgd"]
+    # Eight steps and three evaluations at 20 ms each lie between the first sign and the last.
+    assert len(signs) == 1 and signs[0] > 0.1
+    assert len(study.runs()) == 1
 
 
 def test_pruning_is_off_unless_asked_for(tmp_path: Path) -> None:
