@@ -91,7 +91,7 @@ def test_a_few_steps_move_every_parameter(name: str, scaling: str) -> None:
 def test_two_hundred_steps_train(name: str) -> None:
     model = PROBLEMS[name].build()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    opt = EKFAC(model, lr=0.1, kl_clip=0.01, refresh_every=10)
+    opt = EKFAC(model, lr=0.01, kl_clip=0.01, refresh_every=10)
     losses = train(model, name, opt, steps=200, size=64)
     assert_all_moved(model, before)
     assert sum(losses[-20:]) / 20 < LEARNT[name] * losses[0]
