@@ -73,7 +73,10 @@ def read_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, need
             "a batch has no target, which the labels given (estimate='empirical') need. Allowed: (inputs, target), or "
             f"a mapping with its target under one of {', '.join(TARGET_KEYS)}"
         )
-    args, kwargs, target = tree_map_only(Tensor, move, (args, kwargs, target))
+    if not kwargs and isinstance(target, Tensor) and all(isinstance(x, Tensor) for x in args):
+        args, target = tuple(move(x) for x in args), move(target)  # the usual case, without the cost of the general one
+    else:
+        args, kwargs, target = tree_map_only(Tensor, move, (args, kwargs, target))
     first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
     if first is None or first.dim() == 0 or first.shape[0] == 0:
         raise ValueError("a batch has no tensor of inputs whose first dimension counts at least one example")

@@ -107,7 +107,9 @@ class Eigendecomposition:
     rung: str
 
 
-def eigh_with_fallback(matrix: Tensor, previous: Tensor | None = None) -> Eigendecomposition:
+def eigh_with_fallback(
+    matrix: Tensor, previous: Tensor | None = None, *, symmetric: bool = False
+) -> Eigendecomposition:
     """Eigendecomposition of symmetric ``[G, D, D]`` that does not give up.
 
     ``torch.linalg.eigh`` fails on real training matrices: it raises, or returns NaN without raising. Every answer is
@@ -117,8 +119,10 @@ def eigh_with_fallback(matrix: Tensor, previous: Tensor | None = None) -> Eigend
     Args:
         matrix: The factor; it is symmetrised here.
         previous: The basis in use, kept when nothing else works.
+        symmetric: The factor is symmetric to the last bit, so that no copy is needed.
     """
-    matrix = (matrix + matrix.mT).div_(2)
+    if not symmetric:
+        matrix = (matrix + matrix.mT).div_(2)
     if bool(torch.isfinite(matrix).all()):
         for rung, attempt in _LADDER:
             if rung == "other_device" and not (matrix.is_cuda or torch.cuda.is_available()):

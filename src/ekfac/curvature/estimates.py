@@ -60,13 +60,13 @@ class Estimate:
     def passes(self, output: Any, target: Any, n: int) -> Iterator[Cotangents]:
         """Gradients with respect to the tensors of the output, one list for each backward pass that is needed."""
         leaves, spec = tree_flatten(output)
-        apart = [
-            leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            for leaf in leaves
-        ]
-        output = tree_unflatten(apart, spec)
         if self.likelihood is None:
-            yield _gradients(self._function_total(output, target, n), apart)
+            apart = [
+                leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+                for leaf in leaves
+            ]
+            total = self._function_total(tree_unflatten(apart, spec), target, n)
+            yield _gradients(total, apart)
             return
         z = logits_of(output)
         if z.dim() == 0 or z.shape[0] % n:
@@ -74,24 +74,27 @@ class Estimate:
                 f"the model's output has shape {tuple(z.shape)}, whose leading dimension is no multiple of the number "
                 f"of examples, {n}"
             )
+        for gradient in self._by_likelihood(self.likelihood, z.detach(), target, n):
+            yield [gradient if leaf is z else None for leaf in leaves]
+
+    def _by_likelihood(self, likelihood: Likelihood, z: Tensor, target: Any, n: int) -> Iterator[Tensor]:
         if self.kind == "empirical":
             if not isinstance(target, Tensor):
                 raise TypeError(f"the target of a batch must be a tensor of labels, not {type(target).__name__}")
-            self.likelihood.check(z, target)
-            yield _gradients(self.likelihood.total(z, target, n), apart)
+            likelihood.check(z, target)
+            gradient = likelihood.gradient(z, target, n)
+            if not bool(torch.isfinite(gradient).all()):
+                raise ValueError("the gradient of a batch's loss is not finite")
+            yield gradient
             return
-        for gradient in self._from_model(z.detach(), self.likelihood.live_terms(z, target), n):
-            yield [gradient if leaf is z else None for leaf in apart]
-
-    def _from_model(self, z: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
-        assert self.likelihood is not None
+        live = likelihood.live_terms(z, target)
         if self.kind == "exact":
-            yield from self.likelihood.columns(z, live, n)
+            yield from likelihood.columns(z, live, n)
             return
         if self._generator is None:
             self._generator = torch.Generator(z.device).manual_seed(self.seed)
         for _ in range(self.draws):
-            yield self.likelihood.draw(z, live, n, self._generator) / math.sqrt(self.draws)
+            yield likelihood.draw(z, live, n, self._generator) / math.sqrt(self.draws)
 
     def _function_total(self, output: Any, target: Any, n: int) -> Tensor:
         """Sum over examples of l_n, from a function that gives one loss per example or their mean."""

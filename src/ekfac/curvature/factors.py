@@ -11,7 +11,7 @@ Here only the sums are taken; what they are divided by is known when all example
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
     """
-    with torch.autocast(device.type, enabled=False):
+    # Entering autocast costs as much as a small layer's statistics: only where there is something to undo.
+    on = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if on else nullcontext():
         if device.type != "cuda":
             yield
             return
@@ -61,9 +63,8 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
 
 
 def mirror(matrix: Tensor) -> Tensor:
-    """Copy the upper half of ``[G, D, D]`` onto the lower, in place, if it was summed by strips."""
-    strips = _strips(matrix)
-    for strip in strips if len(strips) > 1 else []:
+    """Copy the upper half of ``[G, D, D]`` onto the lower, in place."""
+    for strip in _strips(matrix):
         matrix[:, strip.stop :, strip] = matrix[:, strip, strip.stop :].mT
         square = matrix[:, strip, strip]
         square.copy_(square.triu() + square.triu(1).mT)

@@ -22,7 +22,7 @@ from ekfac.curvature.operators.operator import Curvature
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
 from ekfac.curvature.per_example import ExampleGradients
-from ekfac.curvature.sweep import MEMORY, Data
+from ekfac.curvature.sweep import Data
 
 APPROXIMATIONS = ("full", "block", "diagonal", "kfac", "ekfac")
 
@@ -170,7 +170,7 @@ def exact_parts(data: Data, blocks: Sequence[Block], *, together: bool) -> tuple
         for one, at in zip(sums, places, strict=True):
             one.add(rows if together else rows[:, at].contiguous())
 
-    n = data.sweep([], lambda *_: None, ExampleGradients(data.model, layout.names, MEMORY), add)
+    n = data.sweep([], lambda *_: None, ExampleGradients(data.model, layout.names, 8 * data.memory), add)
     return [one.part(n) for one in sums], n
 
 
@@ -179,7 +179,7 @@ def structured_parts(data: Data, blocks: Sequence[Block], approximation: str, sh
     covered = [block for block in blocks if block.covered]
     rest = [block for block in blocks if not block.covered]
     names = [name for block in rest for name in block.parameter_names.values()]
-    rows = ExampleGradients(data.model, names, MEMORY) if rest else None
+    rows = ExampleGradients(data.model, names, 8 * data.memory) if rest else None
     squares = torch.zeros(rows.size if rows else 0, dtype=blocks[0].dtype, device=data.device)
 
     def add(gradients: Tensor) -> None:
@@ -216,7 +216,7 @@ def eigenbases(
     sums: dict[Block, statistics.FactorSums] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int) -> None:
-        sums[block] = statistics.factor_sums(block, passes[0], n, sharing, MEMORY, passes[1:], sums.get(block))
+        sums[block] = statistics.factor_sums(block, passes[0], n, sharing, data.memory, passes[1:], sums.get(block))
 
     n = data.sweep(blocks, receive, rows, add_rows)
     bases = {}
@@ -225,7 +225,6 @@ def eigenbases(
         if total is None:  # a layer that the loss does not depend on
             bases[block] = plain_basis(block, 0.0)
             continue
-        total.mirror()
         U_A, S_A = eigenvectors(block, "A", total.A.div_(total.terms), block.diagonal_A)
         U_B, S_B = eigenvectors(block, "B", total.B.div_(n), block.diagonal_B)
         bases[block] = Basis(block.shape, U_A, U_B, S_A, S_B)
@@ -233,11 +232,12 @@ def eigenbases(
 
 
 def eigenvectors(block: Block, side: str, matrix: Tensor, diagonal: bool) -> tuple[Tensor | None, Tensor]:
-    """U and S of a factor; no U for a side that is kept diagonal."""
+    """U and S of a factor, which is made symmetric in place; no U for a side that is kept diagonal."""
     if diagonal:
         return None, matrix.clamp(min=0)
+    factors.mirror(matrix)
     with factors.full_precision(matrix.device):
-        solved = eigh_with_fallback(matrix)
+        solved = eigh_with_fallback(matrix, symmetric=True)
     if solved.rung == "kept":
         raise RuntimeError(
             f"layer '{block.name}': {side} has no eigendecomposition; its activations or gradients are not finite"
@@ -255,7 +255,7 @@ def second_moments(
     sums: dict[Block, Tensor] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int) -> None:
-        found = statistics.scaling_sum(block, passes[0], n, bases[block], MEMORY, passes[1:])
+        found = statistics.scaling_sum(block, passes[0], n, bases[block], data.memory, passes[1:])
         sums[block] = sums[block].add_(found) if block in sums else found
 
     n = data.sweep(list(bases), receive, rows, add_rows)

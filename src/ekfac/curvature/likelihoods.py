@@ -39,8 +39,8 @@ class Likelihood(ABC):
         """Raise if the labels do not fit the output."""
 
     @abstractmethod
-    def total(self, output: Tensor, target: Tensor, n: int) -> Tensor:
-        """Sum over examples of l_n."""
+    def gradient(self, output: Tensor, target: Tensor, n: int) -> Tensor:
+        """The gradient of the sum of l_n at the labels given, shaped like the output."""
 
     def live_terms(self, output: Tensor, target: Any) -> Tensor | None:
         """True for terms that have a loss, read from the target's marks; None where all have."""
@@ -79,6 +79,9 @@ class Categorical(Likelihood):
             return
         if target.shape != logits.shape[:-1]:
             raise ValueError(_misfit("class labels", target, tuple(logits.shape[:-1]), output))
+        smallest, largest = target.aminmax()
+        if int(smallest) >= 0 and int(largest) < logits.shape[-1]:
+            return
         wrong = target[((target < 0) | (target >= logits.shape[-1])) & (target != self.ignore_index)]
         if wrong.numel():
             raise ValueError(
@@ -86,11 +89,15 @@ class Categorical(Likelihood):
                 f"must be 0 to {logits.shape[-1] - 1} (or {self.ignore_index} for a term without a loss)"
             )
 
-    def total(self, output: Tensor, target: Tensor, n: int) -> Tensor:
-        logits = self._classes_last(output).flatten(0, -2)
-        labels = self._classes_last(target).flatten(0, -2) if target.is_floating_point() else target.flatten()
-        loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=self.ignore_index)
-        return loss * self._weight(output, self.live_terms(output, target), n)
+    def gradient(self, output: Tensor, target: Tensor, n: int) -> Tensor:
+        p = self._classes_last(output).softmax(-1)
+        weight = self._weight(output, self.live_terms(output, target), n)
+        if target.is_floating_point():
+            q = self._classes_last(target).to(p)
+            return self._classes_back(p * q.sum(-1, keepdim=True) - q) * weight
+        live = (target != self.ignore_index)[..., None]
+        gradient = p.scatter_add(-1, torch.where(live, target[..., None], 0), p.new_full((), -1.0).expand_as(live))
+        return self._classes_back(gradient * live) * weight
 
     def live_terms(self, output: Tensor, target: Any) -> Tensor | None:
         if not isinstance(target, Tensor) or target.is_floating_point():
@@ -156,9 +163,8 @@ class Bernoulli(Likelihood):
         if wrong.numel():
             raise ValueError(f"label {float(wrong[0]):g} is out of range: bernoulli labels must lie between 0 and 1")
 
-    def total(self, output: Tensor, target: Tensor, n: int) -> Tensor:
-        loss = F.binary_cross_entropy_with_logits(output, target.to(output), reduction="sum")
-        return loss * self._weight(output, n)
+    def gradient(self, output: Tensor, target: Tensor, n: int) -> Tensor:
+        return (output.sigmoid() - target.to(output)) * self._weight(output, n)
 
     def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
         p = output.sigmoid()
@@ -191,8 +197,8 @@ class Gaussian(Likelihood):
         if target.shape != output.shape:
             raise ValueError(_misfit("targets", target, tuple(output.shape), output))
 
-    def total(self, output: Tensor, target: Tensor, n: int) -> Tensor:
-        return 0.5 * self._tau(output, n) * (output - target.to(output)).square().sum()
+    def gradient(self, output: Tensor, target: Tensor, n: int) -> Tensor:
+        return (output - target.to(output)) * self._tau(output, n)
 
     def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)

@@ -21,8 +21,8 @@ from ekfac.curvature.estimates import Cotangents, Estimate
 from ekfac.curvature.layers import Call
 from ekfac.curvature.per_example import ExampleGradients
 
-#: Bytes that temporary tensors may take.
-MEMORY = 64 * 2**20
+#: Bytes that temporary tensors may take: a few caches' worth on a CPU, where more is not faster.
+MEMORY = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
 #: Receives a block's calls in one forward, with what one or more backward passes over it brought: (block, passes, n).
 PassReceiver = Callable[[Block, Sequence[Sequence[Call]], int], None]
@@ -56,6 +56,7 @@ class Data:
         self.dtype = dtype
         self.progress = progress
         self.device = next(model.parameters()).device
+        self.memory = MEMORY.get(self.device.type, MEMORY["cuda"])
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def read(self) -> Iterator[Batch]:
@@ -99,7 +100,7 @@ class Data:
             The number of examples.
         """
         total = 0
-        grouped = Grouped(receive)
+        grouped = Grouped(receive, self.memory // 2)
         with captured(self.model, blocks, grouped.receive) as (capture, edges), torch.enable_grad():
             for batch in self.read():
                 total += batch.n
@@ -137,7 +138,7 @@ class Data:
         vectors = {block: probe_vectors(block) for block in blocks}
 
         def probe(block: Block, calls: list[Call], n: int) -> None:
-            probes[block] = statistics.probe_sum(block, calls, n, MEMORY, *vectors[block])
+            probes[block] = statistics.probe_sum(block, calls, n, self.memory, *vectors[block])
 
         parameters = [p for block in blocks for p in block.parameters.values()]
         with captured(self.model, blocks, probe) as (capture, edges), torch.enable_grad():
@@ -192,10 +193,12 @@ class Grouped:
 
     Args:
         receive: Gets each block's passes.
+        memory: Bytes that they may take.
     """
 
-    def __init__(self, receive: PassReceiver) -> None:
+    def __init__(self, receive: PassReceiver, memory: int) -> None:
         self._receive = receive
+        self._memory = memory
         self._held: dict[Block, dict[tuple[int, ...], list[list[Call]]]] = {}
         self._bytes = 0
         self._n = 0
@@ -207,7 +210,7 @@ class Grouped:
         self._n = n
         self._held.setdefault(block, {}).setdefault(tuple(id(call.x) for call in calls), []).append(calls)
         self._bytes += sum(call.d.numel() * call.d.element_size() for call in calls)
-        if self._bytes > MEMORY:
+        if self._bytes > self._memory:
             self.flush()
 
     @torch.no_grad()
