@@ -107,6 +107,8 @@ def test_the_page_renders_from_a_file_without_network_and_says_nothing(opened: O
         "ekfac train autoencoder --dataset mnist --batch-size 200 --lr 0.1 --damping 0.01"
         in opened.tab.locator("footer").inner_text()
     )
+    buttons = opened.tab.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert "Reset axes" in buttons and not any("Share" in title or "cloud" in title.lower() for title in buttons)
     assert [url for url in opened.asked if not url.startswith(("file:", "data:", "blob:"))] == []
     assert opened.said == []
 

@@ -7,7 +7,11 @@
     per_time: "best setting for each time budget",
     validation: "best setting by validation",
   };
-  const CONFIG = { displaylogo: false, responsive: true };
+  // Plotly's own button would send the chart to its makers' server; the page must not even offer it.
+  const CONFIG = {
+    displaylogo: false, responsive: true, showSendToCloud: false, plotlyServerURL: "",
+    modeBarButtonsToRemove: ["select2d", "lasso2d"],
+  };
   const main = document.getElementById("content");
   const views = new Map();
 
@@ -96,9 +100,8 @@
       yaxis: {
         title: { text: chart.metrics[state.metric] + (floor ? " above its floor of " + floor.toPrecision(4) : "") },
         type: state.logY && !percent ? "log" : "linear",
-        tickformat: percent ? ".0%" : "",
+        tickformat: percent ? ".0%" : ".3~g",
         uirevision: revision,
-        exponentformat: "power",
       },
     };
   }
