@@ -1,5 +1,7 @@
 """Optimizers by name: every one trains, bad options are refused in one clear line, a user's file adds more."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,9 @@ def test_every_optimizer_trains_and_is_recorded(name):
         ("sgd", {"damping": 0.1}, "optimizer sgd has no option 'damping'; it has: .*momentum"),
         ("adam", {"lr": -1.0}, "optimizer adam: Invalid learning rate"),
         ("muon", {"beta": 1}, "optimizer muon has no option 'beta'"),
+        ("muon", {"adjust_lr_fn": "mine"}, "optimizer muon: .*mine"),
+        ("soap", {"rank": 1}, "optimizer soap has no option 'rank'; it has: betas, .*precondition_frequency"),
+        ("soap", {"lr": -1.0}, "optimizer soap: "),
         ("ekfac", {"scaling": "magic"}, "optimizer ekfac: .*magic.*per_example"),
         ("ekfac", {"no_such_option": 1}, "optimizer ekfac: .*no_such_option"),
         ("kfac", {"damping": -1}, "optimizer kfac: .*damping"),
@@ -41,14 +46,61 @@ def test_bad_options_are_refused_in_one_line(name, options, message):
     assert "\n" not in str(caught.value)
 
 
-def test_muon_takes_the_matrices_between_first_and_last_layer():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
-    optimizer = build_optimizer("muon", model, {})
-    muon, rest = optimizer.optimizers
-    assert [p.shape for p in muon.param_groups[0]["params"]] == [(3, 3), (3, 3)]
-    assert len(rest.param_groups[0]["params"]) == 6
+def test_muon_takes_all_weight_matrices_unless_told_to_spare_the_ends():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 2))
+
+    def split(**options):
+        muon, rest = build_optimizer("muon", model, options).optimizers
+        return [tuple(p.shape) for p in muon.views], len(rest.param_groups[0]["params"])
+
+    assert split() == ([(3, 4), (3, 3), (3, 3), (2, 3)], 6)
+    assert split(hidden_only=True) == ([(3, 3), (3, 3)], 8)
     with pytest.raises(LabError, match="hidden weight matrices"):
-        build_optimizer("muon", nn.Linear(3, 2), {})
+        build_optimizer("muon", nn.Linear(3, 2), {"hidden_only": True})
+    with pytest.raises(LabError, match="weight matrices; this one has none"):
+        build_optimizer("muon", nn.Embedding(3, 2), {})
+    assert len(build_optimizer("muon", nn.Linear(3, 2, bias=False), {}).optimizers) == 1
+
+
+def test_muon_on_a_linear_layer_is_torchs_own_and_on_a_convolution_that_of_its_flat_weight():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2))
+    flat = [nn.Parameter(model[0].weight.detach().flatten(1).clone()), nn.Parameter(model[2].weight.detach().clone())]
+    ours = build_optimizer("muon", model, {"lr": 0.01, "weight_decay": 0.1})
+    theirs = torch.optim.Muon(flat, lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        ours.zero_grad()
+        assert model[0].weight.grad is None
+        model(torch.randn(5, 2, 4, 4)).square().mean().backward()
+        for twin, layer in zip(flat, (model[0], model[2]), strict=True):
+            twin.grad = layer.weight.grad.flatten(1).clone()
+        ours.step()
+        theirs.step()
+    assert torch.equal(flat[0], model[0].weight.flatten(1)) and torch.equal(flat[1], model[2].weight)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize(("name", "task"), [("muon", "vgg11"), ("soap", "vgg11"), ("adamw", "classifier")])
+def test_rivals_train_convolutions_with_and_without_batch_norm(name, task, batch_norm):
+    torch.manual_seed(0)
+    model = TASKS.get(task).build(2, batch_norm)
+    optimizer = build_optimizer(name, model, {"lr": 1e-2, "weight_decay": 1e-3})
+    x, y = torch.rand(20, *TASKS.get(task).input_shape), torch.arange(20) % 10
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_soap_without_its_package_is_one_clear_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(LabError, match="needs the package pytorch_optimizer: pip install") as caught:
+        build_optimizer("soap", nn.Linear(3, 2), {})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_users_file_adds_an_optimizer_and_a_task(tmp_path):

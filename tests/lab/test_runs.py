@@ -90,7 +90,7 @@ def test_overwrite_with_a_bad_setting_removes_nothing(tmp_path):
     assert load_run(tmp_path).config.optimizer == "adam"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon", "kfac", "ekfac", "ekfac-ra"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon", "soap", "kfac", "ekfac", "ekfac-ra"])
 def test_resumed_equals_uninterrupted_bit_for_bit(optimizer, tmp_path):
     # Refreshing every 3 steps of 4 an epoch puts the cut between two refreshes.
     more = {"refresh_every": 3} if "kfac" in optimizer else {}

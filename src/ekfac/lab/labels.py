@@ -14,7 +14,7 @@ from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.tasks import TASKS
 
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon", "kfac": "KFAC", "ekfac": "EKFAC"}
-NAMES |= {"ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
+NAMES |= {"soap": "SOAP", "ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
 
 # What does not change the result that a run is after, or only in name.
 _OUTSIDE = ("device", "compile", "plugins")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ekfac
+from ekfac.lab import rivals
 from ekfac.lab.registry import LabError, Registry
 
 
@@ -95,64 +96,11 @@ def of_parameters(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Train
     return build
 
 
-class Together:
-    """Several optimizers, each with its own parameters, stepped as one."""
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.optimizers = list(optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all of them."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        """Step each in turn."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states by position."""
-        return {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up saved states."""
-        for index, optimizer in enumerate(self.optimizers):
-            optimizer.load_state_dict(state_dict[str(index)])
-
-
-def muon(
-    model: nn.Module,
-    lr: float = 3e-3,
-    momentum: float = 0.95,
-    weight_decay: float = 0.0,
-    rest_lr: float = 1e-3,
-) -> Trains:
-    """Muon for the weight matrices between the first and the last layer, AdamW for everything else."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    hidden = {id(p) for p in matrices[1:-1] if p.ndim == 2}
-    if not hidden:
-        raise ValueError("needs a network with hidden weight matrices (2-D); this one has none")
-    chosen: list[Tensor] = [p for p in matrices if id(p) in hidden]
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
-    return Together(
-        [
-            torch.optim.Muon(chosen, lr=lr, momentum=momentum, weight_decay=weight_decay),
-            torch.optim.AdamW(rest, lr=rest_lr, weight_decay=weight_decay),
-        ]
-    )
-
-
 register_optimizer("sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9")
 register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam")
 register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
-if hasattr(torch.optim, "Muon"):
-    register_optimizer("muon", muon, about="Muon for hidden matrices, AdamW for the rest")
+register_optimizer("muon", rivals.muon, {"lr": 3e-3}, "Muon for weight matrices, AdamW for the rest")
+register_optimizer("soap", rivals.soap, {"lr": 3e-3}, "SOAP, from the package pytorch_optimizer")
 register_optimizer(
     "kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "kl_clip": 1.0}, "KFAC, inverse form"
 )
