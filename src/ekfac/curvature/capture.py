@@ -399,6 +399,13 @@ class _EndHook(_Hook):
 
 @functools.cache
 def _run_hooks_in_compiled_models() -> None:
-    """Keep the compiler out of the hooks: what it traces it would run once, and capture nothing."""
+    """Keep the compiler out of the hooks, and let it see whether a model has any.
+
+    What it traces it would run once, and capture nothing. And it takes models that differ in their hooks alone for the
+    same, unless told to look: what it had compiled for one without hooks, it would then run in place of ours. So it is
+    told, and what it compiled before that is dropped, to be compiled anew when it is next called.
+    """
     for hook in (_ForwardHook, _BeginHook, _EndHook):
         hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.reset()
