@@ -1,7 +1,8 @@
-"""Datasets by name, as tensors: the 5,000 embedded digits, MNIST, CIFAR-10, and what a user adds."""
+"""Datasets by name, as tensors: the 5,000 embedded digits, MNIST, CIFAR-10, Python's sources, and what a user adds."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ekfac.lab import files
+from ekfac.lab import files, text
 from ekfac.lab.files import DataError
 from ekfac.lab.registry import LabError, Registry
 
@@ -25,10 +26,14 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The splits of a dataset: ``train`` and ``validation``, and ``test`` where one is kept apart."""
+    """The splits of a dataset: ``train`` and ``validation``, and ``test`` where one is kept apart.
+
+    ``sha256`` is for data that differ between machines: a run records it.
+    """
 
     name: str
     splits: Mapping[str, Split]
+    sha256: str | None = None
 
     @property
     def train(self) -> Split:
@@ -47,11 +52,15 @@ class Dataset:
         return replace(self, splits={**self.splits, "train": Split(x[:examples], y[:examples])})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Dataset:
-        """Return the same dataset as one tensor a split on a device, so that a batch is an index select."""
-        return replace(
-            self,
-            splits={name: Split(x.to(device, dtype), y.to(device)) for name, (x, y) in self.splits.items()},
-        )
+        """Return the same dataset as one tensor a split on a device, so that a batch is an index select.
+
+        Whole numbers, such as characters, stay what they are.
+        """
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+        return replace(self, splits={name: Split(moved(x), y.to(device)) for name, (x, y) in self.splits.items()})
 
 
 DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset")
@@ -93,8 +102,8 @@ def _pixels(raw: Tensor) -> Tensor:
 def _mnist_5k(folder: Path) -> Dataset:
     import numpy
 
-    text = files.read("mnist-5k", "all", folder)
-    table = torch.from_numpy(numpy.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=numpy.uint8))
+    raw = files.read("mnist-5k", "all", folder)
+    table = torch.from_numpy(numpy.array(raw.replace(b"\n", b",").rstrip(b",").split(b","), dtype=numpy.uint8))
     table = table.view(-1, 785)
     x, y = _pixels(table[:, :-1]), table[:, -1].long()
     train, validation = hold_out(y, one_in=5)
@@ -151,6 +160,16 @@ def _cifar10(folder: Path) -> Dataset:
     )
 
 
+def _stdlib(folder: Path) -> Dataset:
+    """Sources of the running Python's library in blocks of 128 characters, every tenth held out."""
+    characters = text.library_text()
+    x, y = text.blocks(text.encode(characters), 128)
+    held = torch.arange(len(x)) % 10 == 9
+    splits = {"train": Split(x[~held], y[~held]), "validation": Split(x[held], y[held])}
+    return Dataset("stdlib", splits, hashlib.sha256(characters.encode()).hexdigest())
+
+
 register_dataset("mnist-5k", _mnist_5k)
 register_dataset("mnist", _mnist)
 register_dataset("cifar10", _cifar10)
+register_dataset("stdlib", _stdlib)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ekfac.lab import networks
+from ekfac.lab import charlm, networks
 from ekfac.lab.registry import Registry
 
 
@@ -26,7 +26,8 @@ class Task:
         width: Width of the network's first layer as the paper has it.
         batch_size: Examples a step, unless ``settings`` or the user say otherwise.
         epochs: Passes over the training data.
-        correct: ``correct(output, y)`` returns one truth value per example; ``None`` without accuracy.
+        correct: ``correct(output, y)`` returns per example whether it is right, or the share of it that is; ``None``
+            without accuracy.
         floor: ``floor(x)`` returns the smallest loss that each example can have; ``None`` where that is zero.
         settings: Options that suit an optimizer on this task, by its name; the user's own come first.
         about: One line for listings.
@@ -134,5 +135,19 @@ register_task(
         batch_size=500,
         settings=_CONVOLUTIONAL,
         about="ResNet34 on CIFAR-10",
+    ),
+)
+register_task(
+    "charlm",
+    Task(
+        build=charlm.charlm,
+        losses=charlm.character_cross_entropy,
+        correct=charlm.character_correct,
+        dataset="stdlib",
+        input_shape=(charlm.CONTEXT,),
+        width=128,
+        batch_size=64,
+        epochs=10,
+        about="transformer on the characters of Python's own library",
     ),
 )

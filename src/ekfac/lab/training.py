@@ -61,6 +61,7 @@ def train(
     trainer = Trainer(config, load_dataset(given(config.dataset), data_dir))
     run = Run(config, path=None if folder is None else folder.path)
     if checkpoint is not None:
+        _check_same_data(run.path, trainer)
         try:
             trainer.load_state_dict(checkpoint["trainer"])
             run.history = list(checkpoint["history"])
@@ -131,6 +132,7 @@ def about(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
         "parameters": trainer.parameters,
         "examples": {name: len(split.y) for name, split in trainer.data.splits.items()},
         "floor": trainer.floors,
+        **({} if trainer.data.sha256 is None else {"data_sha256": trainer.data.sha256}),
     }
 
 
@@ -158,3 +160,9 @@ def _check_same(path: Path, config: TrainConfig) -> None:
             raise LabError(
                 f"{path} holds a run with {name} {old[name]!r}, not {value!r}; resume it without changing it"
             )
+
+
+def _check_same_data(path: Path | None, trainer: Trainer) -> None:
+    """Refuse to go on with other data, where a dataset differs between machines."""
+    if path is not None and read_config(path)[1].get("data_sha256") != trainer.data.sha256:
+        raise LabError(f"{path} holds a run on other data of {trainer.data.name}: its sha256 is another")
