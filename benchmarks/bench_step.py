@@ -1,138 +1,225 @@
 """One whole training step (forward, backward, optimizer) of each optimizer, as a ratio to Adam's with batch-norm.
 
     python benchmarks/bench_step.py [--device cuda] [--tasks autoencoder:200 autoencoder:500 vgg11:500 resnet34:500]
+    python benchmarks/bench_step.py --growth     # how the step grows with width, depth and batch
 
 All optimizers of a task are measured in one run, in turns, so that a busy machine disturbs them alike. The mean counts
 every step, those that renew a basis too; p50 and p99 are of single steps. Data are random: only time is measured.
+"State" is what the optimizer keeps between steps; "peak" the most that network, data, gradients and optimizer took at
+one time in the first three steps, a solve for the basis among them. Markdown and JSON go to results/bench.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
+import os
 import platform
+import re
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes on a CPU says nothing
+
 import torch
+from contenders import ENTRIES, WITHOUT_BATCH_NORM, Contender, on_square_layers, on_task, package_versions, reason
 
-from ekfac.lab.optimizers import build_optimizer
-from ekfac.lab.tasks import TASKS
-
-CONVOLUTIONAL = {"sua": True, "damping": 1e-2, "refresh_every": 500}
-RIVALS: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "Adam + BN": ("adam", True, {"lr": 1e-4}),
-    "SGD + BN": ("sgd", True, {"lr": 1e-4}),
-    "KFAC": ("kfac", False, {"lr": 1e-4, "damping": 1e-2}),
-    "EKFAC": ("ekfac", False, {"lr": 1e-4, "damping": 1e-2, "scaling": "per_example"}),
-    "EKFAC-ra": ("ekfac-ra", False, {"lr": 1e-4, "damping": 1e-2, "scaling": "running"}),
-}
-
-
-@dataclass
-class Contender:
-    """One network and optimizer, and the seconds that its steps took."""
-
-    step: Callable[[], None]
-    state_bytes: Callable[[], int]
-    seconds: list[float] = field(default_factory=list)
-
-
-def contender(task_name: str, batch: int, rival: str, device: torch.device, refresh_every: int | None) -> Contender:
-    """Set a rival up on a task."""
-    name, batch_norm, options = RIVALS[rival]
-    task = TASKS.get(task_name)
-    if name.startswith(("kfac", "ekfac")):
-        if task_name in ("vgg11", "resnet34"):
-            options = {**options, **CONVOLUTIONAL}
-        else:
-            options = {**options, "refresh_every": 50}
-        if refresh_every is not None:
-            options = {**options, "refresh_every": refresh_every}
-    torch.manual_seed(0)
-    model = task.build(task.width, batch_norm).to(device)
-    optimizer = build_optimizer(name, model, options)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(batch, *task.input_shape, generator=generator).to(device)
-    y = torch.randint(10, (batch,), generator=generator).to(device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        task.losses(model(x), x, y).mean().backward()
-        optimizer.step()
-
-    def state_bytes() -> int:
-        tensors = [t for s in getattr(optimizer, "state", {}).values() for t in s.values() if torch.is_tensor(t)]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    return Contender(step, state_bytes)
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+TURN = 10  # steps at a time
+GROWING = ("Adam", "KFAC", "EKFAC-ra")
+DEPTH, WIDTH, BATCH = 2, 500, 200
 
 
 def measure(contenders: dict[str, Contender], steps: int, device: torch.device) -> None:
-    """Time ``steps`` steps of each, ten at a time in turns; on a GPU by events, so that nothing waits in between."""
-    cuda = device.type == "cuda"
-    for _ in range(0, steps, 10):
-        for c in contenders.values():
-            if cuda:
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
-                events[0].record()
-                for event in events[1:]:
-                    c.step()
-                    event.record()
-                torch.cuda.synchronize()
-                c.seconds += [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
-            else:
-                for _ in range(10):
-                    started = time.perf_counter()
-                    c.step()
-                    c.seconds.append(time.perf_counter() - started)
+    """Time ``steps`` steps of each, a few at a time in turns; one that fails drops out."""
+    for _ in range(0, steps, TURN):
+        for contender in contenders.values():
+            if contender.failed is None:
+                try:
+                    contender.seconds += turn(contender, device)
+                except Exception as error:
+                    contender.failed = reason(error)
+
+
+def turn(contender: Contender, device: torch.device) -> list[float]:
+    """Time a few steps; on a GPU by events, so that nothing waits in between."""
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
+        events[0].record()
+        for event in events[1:]:
+            contender.step()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+    found = []
+    for _ in range(TURN):
+        started = time.perf_counter()
+        contender.step()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def rows_of(contenders: dict[str, Contender], about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one row a contender; ratios are to Adam, or without it to the first that went through."""
+    by_rank = sorted(contenders, key=lambda name: name not in ("Adam + BN", "Adam"))
+    reference = next((statistics.mean(contenders[n].seconds) for n in by_rank if contenders[n].failed is None), None)
+    rows = []
+    for name, c in contenders.items():
+        row = {**about, "optimizer": name, "options": ENTRIES[name].about if name in ENTRIES else ""}
+        if c.failed is None and reference is not None:
+            mean = statistics.mean(c.seconds)
+            row |= {
+                "mean_ms": mean * 1e3,
+                "ratio": mean / reference,
+                "p50_ms": statistics.median(c.seconds) * 1e3,
+                "p99_ms": statistics.quantiles(c.seconds, n=100)[98] * 1e3,
+                "state_bytes": c.state_bytes(),
+                "peak_bytes": c.peak_bytes,
+                "steps": len(c.seconds),
+            }
+        rows.append({**row, "failed": c.failed})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| optimizer | ratio | mean ms | p50 ms | p99 ms | state MiB | peak MiB |", "| --- |" + " ---: |" * 6]
+    for row in rows:
+        name = row["optimizer"] + (f" ({row['options']})" if row["options"] else "")
+        if row["failed"] is not None:
+            lines.append(f"| {name} | left out: {row['failed']} | | | | | |")
+            continue
+        lines.append(
+            f"| {name} | {row['ratio']:.2f} | {row['mean_ms']:.2f} | {row['p50_ms']:.2f} | {row['p99_ms']:.2f} "
+            f"| {row['state_bytes'] / MIB:.1f} | {row['peak_bytes'] / MIB:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def compare(
+    tasks: Sequence[str], rivals: Sequence[str], steps: int, refresh_every: int | None, device: torch.device
+) -> tuple[list[dict[str, Any]], str]:
+    """Measure every optimizer on every task; return the rows and the page."""
+    rows, page = [], []
+    for entry in tasks:
+        task, _, batch = entry.partition(":")
+        contenders = {r: on_task(task, int(batch), ENTRIES[r], device, refresh_every) for r in rivals}
+        measure(contenders, steps, device)
+        found = rows_of(contenders, {"task": task, "batch": int(batch)})
+        without = ", no network with batch-norm" if task in WITHOUT_BATCH_NORM else ""
+        page.append(f"## {task}, batch {batch}{without}\n\n{table(found)}")
+        print(f"\n{page[-1]}", flush=True)
+        rows += found
+        del contenders
+        release(device)
+    return rows, "\n\n".join(page)
+
+
+def growth(steps: int, refresh_every: int, device: torch.device) -> tuple[list[dict[str, Any]], str]:
+    """Measure Adam, KFAC and EKFAC-ra on square layers of growing width, depth and batch."""
+    widths = [250, 500, 1000, 2000] + ([4000, 8000] if device.type == "cuda" else [])
+    depths, batches = [1, 2, 4, 8, 16], [50, 100, 200, 400, 800, 1600]
+    sweeps = {
+        "width": [(width, DEPTH, BATCH) for width in widths],
+        "depth": [(WIDTH, depth, BATCH) for depth in depths],
+        "batch": [(WIDTH, DEPTH, batch) for batch in batches],
+    }
+    rows, page = [], []
+    for name, points in sweeps.items():
+        heads = "".join(f" {o} ms | ratio | state MiB | peak MiB |" for o in GROWING)
+        lines = [f"| {name} |{heads}", "| ---: |" + " ---: |" * 4 * len(GROWING)]
+        print(f"\n{name}\n" + "\n".join(lines), flush=True)
+        for point in points:
+            found = grow(point, steps, refresh_every, device)
+            rows += [{"sweep": name, **row} for row in found]
+            value = dict(zip(("width", "depth", "batch"), point, strict=True))[name]
+            lines.append(f"| {value:,} |" + "".join(cells(row) for row in found))
+            print(lines[-1], flush=True)
+        fixed = {"width": WIDTH, "depth": DEPTH, "batch": BATCH}
+        del fixed[name]
+        said = ", ".join(f"{key} {value}" for key, value in fixed.items())
+        page.append(f"## With {name} ({said})\n\n" + "\n".join(lines))
+    return rows, "\n\n".join(page)
+
+
+def grow(point: tuple[int, int, int], steps: int, refresh_every: int, device: torch.device) -> list[dict[str, Any]]:
+    """Measure one network; batch-norm is in none of them."""
+    entries = {"Adam": ENTRIES["Adam + BN"], "KFAC": ENTRIES["KFAC"], "EKFAC-ra": ENTRIES["EKFAC-ra"]}
+    contenders = {name: on_square_layers(*point, entries[name], device, refresh_every) for name in GROWING}
+    measure(contenders, steps, device)
+    width, depth, batch = point
+    found = rows_of(contenders, {"width": width, "depth": depth, "batch": batch})
+    del contenders
+    release(device)
+    return found
+
+
+def cells(row: dict[str, Any]) -> str:
+    if row["failed"] is not None:
+        return f" {row['failed']} | | | |"
+    state, most = row["state_bytes"] / MIB, row["peak_bytes"] / MIB
+    return f" {row['mean_ms']:.2f} | {row['ratio']:.2f} | {state:.1f} | {most:.0f} |"
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def machine_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def write(folder: Path, name: str, about: dict[str, Any], rows: list[dict[str, Any]], page: str) -> None:
+    """Write the page and the rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    head = f"{about['machine']}; Python {about['python']}; {versions}\n\n`{about['command']}`"
+    title = "What a step costs as the network grows" if name.startswith("growth") else "What a step costs"
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{head}\n\n{__doc__.split(chr(10) * 2)[-1].strip()}\n\n{page}\n")
+    (folder / f"{name}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    print(f"\nrecorded in {folder / name}.md and .json")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tasks", nargs="*", default=["autoencoder:200", "autoencoder:500"])
-    parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--refresh-every", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
+    parser.add_argument("--rivals", nargs="*", default=list(ENTRIES), choices=list(ENTRIES), metavar="NAME")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="[default: 100 on a CPU, 500 on a GPU; 50 for --growth]"
+    )
+    parser.add_argument("--refresh-every", type=int, default=None, help="[default: 50; 500 for convolutions]")
+    parser.add_argument("--growth", action="store_true", help="cost against width, depth and batch")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench", help="folder for Markdown and JSON")
     args = parser.parse_args()
     device = torch.device(args.device)
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    command = f"python {shlex.join(sys.argv)}"
-    print(f"{machine}, torch {torch.__version__}, Python {platform.python_version()}\n{command}")
-    rows = []
-    for entry in args.tasks:
-        task, _, batch = entry.partition(":")
-        contenders = {r: contender(task, int(batch), r, device, args.refresh_every) for r in args.rivals}
-        for c in contenders.values():  # the first step compiles, allocates and solves for the first bases
-            for _ in range(3):
-                c.step()
-        measure(contenders, args.steps, device)
-        reference = statistics.mean(contenders[args.rivals[0]].seconds)
-        print(f"\n{task}, batch {batch}\n{'':14}{'mean ms':>9}{'ratio':>8}{'p50 ms':>9}{'p99 ms':>9}{'state MiB':>11}")
-        for name, c in contenders.items():
-            mean = statistics.mean(c.seconds)
-            p50, p99 = statistics.median(c.seconds), statistics.quantiles(c.seconds, n=100)[98]
-            row = {
-                "task": task, "batch": int(batch), "optimizer": name, "mean_ms": mean * 1e3, "ratio": mean / reference,
-                "p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3, "state_bytes": c.state_bytes(),
-            }  # fmt: skip
-            rows.append(row)
-            print(f"{name:14}{mean * 1e3:9.2f}{mean / reference:8.2f}{p50 * 1e3:9.2f}{p99 * 1e3:9.2f}"
-                  f"{row['state_bytes'] / 2**20:11.1f}", flush=True)  # fmt: skip
-        del contenders
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        about = {"machine": machine, "torch": torch.__version__, "command": command}
-        args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    torch.set_num_threads(args.threads)
+    about = {
+        "machine": machine_of(device),
+        "python": platform.python_version(),
+        "versions": package_versions(),
+        "command": f"python benchmarks/bench_step.py {shlex.join(sys.argv[1:])}".strip(),
+    }
+    print("\n".join(f"{key}: {value}" for key, value in about.items()))
+    if args.growth:
+        every = args.refresh_every or 50
+        rows, page = growth(args.steps or every, every, device)
+    else:
+        steps = args.steps or (500 if device.type == "cuda" else 100)
+        rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device)
+    where = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", machine_of(device).lower()).strip("-")
+    write(args.out, f"{'growth' if args.growth else 'step'}-{where}", about, rows, page)
 
 
 if __name__ == "__main__":

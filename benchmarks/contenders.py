@@ -1,0 +1,255 @@
+"""Who takes part in `bench_step.py`: optimizers of torch, of this library and, where installed, of others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import ekfac
+from ekfac.lab.optimizers import Trains, build_optimizer
+from ekfac.lab.rivals import matrices
+from ekfac.lab.tasks import TASKS, Task
+from ekfac.lab.text import VOCABULARY
+
+WARM_UP = 3
+LR = 1e-4  # small, so that random data never lead a network astray
+CONVOLUTIONAL = ("vgg11", "resnet34")
+WITHOUT_BATCH_NORM = ("charlm",)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer: how it is made from a model and the interval of its basis, and on which network it runs."""
+
+    build: Callable[[nn.Module, dict[str, Any]], Trains]
+    batch_norm: bool = False
+    #: Whether it takes our options: refresh_every, damping, sua.
+    ours: bool = False
+    #: The whole step is captured in a CUDA graph.
+    captured: bool = False
+    about: str = ""
+
+
+def by_name(name: str, **options: Any) -> Callable[[nn.Module, dict[str, Any]], Trains]:
+    """An optimizer of the lab."""
+    return lambda model, ours: build_optimizer(name, model, {"lr": LR, **options, **ours})
+
+
+def from_package(package: str, name: str, **options: Any) -> Callable[[nn.Module, dict[str, Any]], Trains]:
+    """An optimizer of a package that may not be there."""
+
+    def build(model: nn.Module, ours: dict[str, Any]) -> Trains:
+        module = importlib.import_module(package)
+        if package == "heavyball":
+            importlib.import_module("heavyball.utils").compile_mode = None
+        return getattr(module, name)(_groups(model, name), lr=LR, **options)
+
+    return build
+
+
+def _groups(model: nn.Module, name: str) -> list[Any]:
+    if name != "Muon":
+        return list(model.parameters())
+    chosen = matrices(model)
+    taken = {id(p) for p in chosen}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    return [{"params": chosen, "use_muon": True}, {"params": rest, "use_muon": False}]
+
+
+def _adam_captured(model: nn.Module, ours: dict[str, Any]) -> Trains:
+    return torch.optim.Adam(model.parameters(), lr=LR, capturable=True)
+
+
+ENTRIES = {
+    "Adam + BN": Entry(by_name("adam"), batch_norm=True),
+    "Adam + BN, CUDA graph": Entry(_adam_captured, batch_norm=True, captured=True, about="capturable=True"),
+    "SGD + BN": Entry(by_name("sgd", momentum=0.9), batch_norm=True, about="momentum=0.9"),
+    "KFAC": Entry(by_name("kfac"), ours=True),
+    "EKFAC": Entry(by_name("ekfac", scaling="per_example"), ours=True, about="scaling='per_example'"),
+    "EKFAC-ra": Entry(by_name("ekfac-ra", scaling="running"), ours=True, about="scaling='running'"),
+    "Muon of torch": Entry(by_name("muon"), about="all weight matrices"),
+    "Muon of pytorch_optimizer": Entry(from_package("pytorch_optimizer", "Muon"), about="all weight matrices"),
+    "SOAP of pytorch_optimizer": Entry(from_package("pytorch_optimizer", "SOAP"), about="basis every 10"),
+    "SOAP of heavyball": Entry(
+        from_package("heavyball", "SOAP", precondition_frequency=10, use_precond_schedule=False),
+        about="basis every 10, compile_mode=None",
+    ),
+    "Shampoo of pytorch_optimizer": Entry(
+        from_package("pytorch_optimizer", "Shampoo", preconditioning_compute_steps=50), about="roots every 50"
+    ),
+    "Kron of pytorch_optimizer": Entry(
+        from_package("pytorch_optimizer", "Kron", pre_conditioner_update_probability=0.03),
+        about="update probability 0.03",
+    ),
+}
+
+
+@dataclass
+class Contender:
+    """One network and optimizer, and the seconds that its steps took; or why there are none."""
+
+    step: Callable[[], None] = lambda: None
+    state_bytes: Callable[[], int] = lambda: 0
+    peak_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    failed: str | None = None
+
+
+def our_options(entry: Entry, task: str, refresh_every: int | None) -> dict[str, Any]:
+    """Return what this library's optimizers get on a task."""
+    if not entry.ours:
+        return {}
+    convolutional = task in CONVOLUTIONAL
+    every = refresh_every or (500 if convolutional else 50)
+    return {"damping": 1e-2, "refresh_every": every, **({"sua": True} if convolutional else {})}
+
+
+def inputs(name: str, task: Task, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return random examples of a task."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "charlm":
+        x = torch.randint(len(VOCABULARY), (batch, *task.input_shape), generator=generator)
+        return x.to(device), x.to(device)
+    x = torch.rand(batch, *task.input_shape, generator=generator)
+    return x.to(device), torch.randint(10, (batch,), generator=generator).to(device)
+
+
+def on_task(name: str, batch: int, entry: Entry, device: torch.device, refresh_every: int | None) -> Contender:
+    """Set an optimizer up on one of the lab's tasks, and take its first steps."""
+    task = TASKS.get(name)
+
+    def make() -> Contender:
+        torch.manual_seed(0)
+        model = task.build(task.width, entry.batch_norm and name not in WITHOUT_BATCH_NORM).to(device)
+        optimizer = entry.build(model, our_options(entry, name, refresh_every))
+        x, y = inputs(name, task, batch, device)
+        return _contender(optimizer, lambda: task.losses(model(x), x, y).mean(), entry.captured)
+
+    return started(make, entry, device)
+
+
+def on_square_layers(
+    width: int, depth: int, batch: int, entry: Entry, device: torch.device, refresh_every: int
+) -> Contender:
+    """Set an optimizer up on tanh layers of one width, without batch-norm, and take its first steps."""
+
+    def make() -> Contender:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            layers += [nn.Linear(width, width), nn.Tanh()]
+        model = nn.Sequential(*layers).to(device)
+        optimizer = entry.build(model, our_options(entry, "", refresh_every))
+        x = torch.randn(batch, width, device=device)
+        return _contender(optimizer, lambda: (model(x) - x).square().sum(1).mean(), entry.captured)
+
+    return started(make, entry, device)
+
+
+def _contender(optimizer: Trains, loss: Callable[[], Tensor], captured: bool) -> Contender:
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return Contender(_captured(step, optimizer) if captured else step, lambda: state_bytes(optimizer))
+
+
+def _captured(step: Callable[[], None], optimizer: Trains) -> Callable[[], None]:
+    """Capture a whole step in a CUDA graph, after a few on a side stream, as torch's manual has it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def started(make: Callable[[], Contender], entry: Entry, device: torch.device) -> Contender:
+    """Make a contender and take its first steps; whatever goes wrong, it says so and the others go on."""
+    if entry.captured and device.type != "cuda":
+        return Contender(failed="needs a GPU")
+
+    def first_steps() -> Contender:
+        contender = make()
+        for _ in range(WARM_UP):  # compiles, allocates, solves for the first basis
+            contender.step()
+        return contender
+
+    try:
+        contender, contender_peak = peak(first_steps, device)
+    except Exception as error:
+        return Contender(failed=reason(error))
+    contender.peak_bytes = contender_peak
+    return contender
+
+
+def reason(error: Exception) -> str:
+    """Say in one line what went wrong."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]
+
+
+def peak(function: Callable[[], Contender], device: torch.device) -> tuple[Contender, int]:
+    """Run a function; return its result and the most bytes that it had allocated at one time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function()
+        torch.cuda.synchronize()
+        return result, torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    now = most = 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return result, most
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Return the bytes of an optimizer's state, a storage that is referred to twice only once."""
+    parts: Iterable[Any] = getattr(optimizer, "optimizers", [optimizer])
+    storages = {}
+    for part in parts:
+        for tensor in _tensors(list(part.state.values())):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr(), storage.device] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of what takes part."""
+    from importlib import metadata
+
+    found: dict[str, str | None] = {"torch": torch.__version__, "ekfac": ekfac.__version__}
+    for name in ("pytorch_optimizer", "heavyball"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
