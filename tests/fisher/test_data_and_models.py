@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ekfac.curvature.fisher as module_under_test
 from allocations import allocated
 from ekfac import fisher
+from ekfac.curvature import sweep
 from fisher_cases import flat_gradients, negative_log_likelihood
 
 DOUBLE = torch.float64
@@ -121,17 +122,55 @@ def test_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_memory_does_not_grow_with_the_data() -> None:
+@pytest.mark.parametrize("approximation", ["diagonal", "kfac", "ekfac"])
+def test_memory_does_not_grow_with_the_data(approximation: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 10))
     x, y = torch.randn(4000, 60), torch.randint(10, (4000,))
 
     def peak(n: int) -> int:
         parts = list(zip(x[:n].split(100), y[:n].split(100), strict=True))
-        return allocated(lambda: fisher(model, parts, "categorical", estimate="exact"))[0]
+        return allocated(lambda: fisher(model, parts, "categorical", approximation=approximation, estimate="exact"))[0]
 
     peak(200)
     assert peak(4000) <= 1.05 * peak(400)
+
+
+class Repeated(nn.Module):
+    """Convolutions, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(2, 3, 2)
+        self.shared = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.convolution(x).tanh().flatten(1)
+        return self.head(self.shared(self.shared(h).tanh()).tanh())
+
+
+@pytest.mark.parametrize("approximation", ["kfac", "ekfac"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("waiting", [0, 2_000, 4_000])
+def test_little_memory_gives_the_same_matrix(
+    approximation: str, sharing: str, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that cannot wait for one another are handed on in groups: more of them where a batch is large."""
+    torch.manual_seed(0)
+    model = Repeated().double()
+    sizes = (30, 2, 9)
+    data = [(torch.randn(n, 2, 4, dtype=DOUBLE) * n, torch.randint(4, (n,))) for n in sizes]
+
+    def dense() -> Tensor:
+        return fisher(
+            model, data, "categorical", approximation=approximation, estimate="exact", sharing=sharing
+        ).dense()
+
+    expected = dense()
+    monkeypatch.setitem(sweep.WAITING, "cpu", waiting)
+    monkeypatch.setitem(sweep.MEMORY, "cpu", 5_000)
+    close(dense(), expected)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

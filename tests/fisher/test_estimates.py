@@ -92,6 +92,28 @@ def test_number_of_backward_passes(loss: str, outputs: int, expected: int) -> No
     assert len(list(likelihood.columns(torch.randn(5, 3, outputs), None, 5))) == 3 * expected
 
 
+@pytest.mark.parametrize(("approximation", "sweeps"), [("kfac", 1), ("ekfac", 2), ("diagonal", 1)])
+@pytest.mark.parametrize(
+    ("loss", "estimate", "passes"),
+    [("categorical", "exact", 4), ("bernoulli", "exact", 5), ("categorical", "empirical", 1)],
+)
+def test_backward_passes_through_the_network(
+    approximation: str, sweeps: int, loss: str, estimate: str, passes: int
+) -> None:
+    """Five outputs, three batches: C - 1 passes for each batch of each sweep, and one over the first to look at it."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    model[1].register_full_backward_hook(counted)
+    targets = torch.randint(5, (6,)) if loss == "categorical" else torch.rand(6, 5)
+    fisher(model, [(torch.randn(6, 3), targets)] * 3, loss, approximation=approximation, estimate=estimate)
+    assert count == 3 * passes * sweeps + 1
+
+
 @pytest.mark.parametrize("loss", ["categorical", "bernoulli", "gaussian"])
 def test_sampled_converges_at_the_monte_carlo_rate(loss: str) -> None:
     """E ||G_k - G||^2 = V / k: measured at two k over many seeds, against V from the labels themselves."""

@@ -215,7 +215,10 @@ def eigenbases(
     """First pass: A and B of every layer, and their eigenvectors; and N."""
     sums: dict[Block, statistics.FactorSums] = {}
 
-    def receive(block: Block, passes: Sequence[Sequence[Call]], n: int) -> None:
+    def receive(block: Block, passes: Sequence[Sequence[Call]], n: int, again: bool) -> None:
+        if again and not any(call.layer.transposed for call in passes[0]):  # A has these inputs already
+            add_outputs(sums[block], block, passes, n, sharing, data.memory)
+            return
         sums[block] = statistics.factor_sums(block, passes[0], n, sharing, data.memory, passes[1:], sums.get(block))
 
     n = data.sweep(blocks, receive, rows, add_rows)
@@ -229,6 +232,18 @@ def eigenbases(
         U_B, S_B = eigenvectors(block, "B", total.B.div_(n), block.diagonal_B)
         bases[block] = Basis(block.shape, U_A, U_B, S_A, S_B)
     return bases, n
+
+
+def add_outputs(
+    sums: statistics.FactorSums, block: Block, passes: Sequence[Sequence[Call]], n: int, sharing: str, memory: int
+) -> None:
+    """Add to B what further backward passes brought, over inputs that A has already."""
+    with factors.full_precision(block.key.device):
+        for calls in passes:
+            for cut, count in statistics.cuts(block, calls, n, memory):
+                deltas = [call.layer.deltas(cut(call.x), cut(call.d), count) for call in calls]
+                delta = deltas[0] if len(deltas) == 1 else torch.cat(deltas, 1)
+                sums.B = factors.output_sum(delta, sharing, block.diagonal_B, sums.B)
 
 
 def eigenvectors(block: Block, side: str, matrix: Tensor, diagonal: bool) -> tuple[Tensor | None, Tensor]:
@@ -254,7 +269,7 @@ def second_moments(
     """A pass that takes s*, the mean of squared gradients in given bases; and N."""
     sums: dict[Block, Tensor] = {}
 
-    def receive(block: Block, passes: Sequence[Sequence[Call]], n: int) -> None:
+    def receive(block: Block, passes: Sequence[Sequence[Call]], n: int, again: bool) -> None:
         found = statistics.scaling_sum(block, passes[0], n, bases[block], data.memory, passes[1:])
         sums[block] = sums[block].add_(found) if block in sums else found
 

@@ -24,8 +24,12 @@ from ekfac.curvature.per_example import ExampleGradients
 #: Bytes that temporary tensors may take: a few caches' worth on a CPU, where more is not faster.
 MEMORY = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
-#: Receives a block's calls in one forward, with what one or more backward passes over it brought: (block, passes, n).
-PassReceiver = Callable[[Block, Sequence[Sequence[Call]], int], None]
+#: Bytes of output gradients that may wait for those of further backward passes.
+WAITING = {"cpu": 20 * 2**20, "cuda": 256 * 2**20}
+
+#: Receives a block's calls in one forward, with what one or more backward passes over it brought, and whether their
+#: inputs were handed over before: (block, passes, n, again).
+PassReceiver = Callable[[Block, Sequence[Sequence[Call]], int, bool], None]
 
 #: Receives rows ``[some, P]`` of per-example gradients.
 RowReceiver = Callable[[Tensor], None]
@@ -100,7 +104,7 @@ class Data:
             The number of examples.
         """
         total = 0
-        grouped = Grouped(receive, self.memory // 2)
+        grouped = Grouped(receive, WAITING.get(self.device.type, WAITING["cuda"]))
         with captured(self.model, blocks, grouped.receive) as (capture, edges), torch.enable_grad():
             for batch in self.read():
                 total += batch.n
@@ -121,7 +125,7 @@ class Data:
                                 receive_rows(piece)
                         waiting = []
                 del output, current
-                grouped.flush()
+                grouped.finish()
                 capture.drop()
         if total == 0:
             raise ValueError("there is no data: the loader gave no batch")
@@ -200,27 +204,34 @@ class Grouped:
         self._receive = receive
         self._memory = memory
         self._held: dict[Block, dict[tuple[int, ...], list[list[Call]]]] = {}
-        self._bytes = 0
+        self._bytes: dict[Block, int] = {}
+        self._seen: set[tuple[Block, tuple[int, ...]]] = set()
         self._n = 0
 
     def receive(self, block: Block, calls: list[Call], n: int) -> None:
-        """Keep a pass; hand on what is there when it is much."""
+        """Keep a pass; hand on what gains least by waiting when it is much."""
         # Several calls arrive in the order of the backward pass, and not all of them in every pass.
         calls = sorted(calls, key=lambda call: id(call.x))
         self._n = n
         self._held.setdefault(block, {}).setdefault(tuple(id(call.x) for call in calls), []).append(calls)
-        self._bytes += sum(call.d.numel() * call.d.element_size() for call in calls)
-        if self._bytes > self._memory:
-            self.flush()
+        size = sum(call.d.numel() * call.d.element_size() for call in calls)
+        self._bytes[block] = self._bytes.get(block, 0) + size
+        while sum(self._bytes.values()) > self._memory:
+            # What is saved are the inputs' columns, what is held are the outputs'.
+            self._flush(min(self._held, key=lambda b: b.shape.columns / b.shape.out))
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Hand on everything."""
-        for block, by_inputs in self._held.items():
-            for passes in by_inputs.values():
-                self._receive(block, passes, self._n)
-        self._held = {}
-        self._bytes = 0
+    def _flush(self, block: Block) -> None:
+        self._bytes.pop(block)
+        for inputs, passes in self._held.pop(block).items():
+            self._receive(block, passes, self._n, (block, inputs) in self._seen)
+            self._seen.add((block, inputs))
+
+    def finish(self) -> None:
+        """Hand on everything: the forward is over."""
+        for block in list(self._held):
+            self._flush(block)
+        self._seen.clear()
 
 
 @contextmanager
