@@ -1,8 +1,11 @@
 """Natural gradient in a Kronecker-factored eigenbasis: an optimizer, its curvature, and a lab.
 
 `EKFAC` and `KFAC` are torch optimizers; `Preconditioner` leaves the step to another one; `fisher` gives the curvature
-of a model over a dataset as an operator, a `Curvature`; `summary` tells which block covers each parameter of a model.
+of a model over a dataset as an operator, a `Curvature`; `summary` tells which block covers each parameter of a model;
+`doctor` tries a model for some fifty steps and says what to set.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.fisher import fisher
 from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
@@ -10,6 +13,9 @@ from ekfac.curvature.summary import summary
 from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.kfac import KFAC
 from ekfac.optim.preconditioner import Preconditioner
+
+if TYPE_CHECKING:
+    from ekfac.diagnosis import doctor
 
 __version__ = "0.1.0"
 
@@ -20,8 +26,18 @@ __all__ = [
     "Preconditioner",
     "__version__",
     "correlation",
+    "doctor",
     "fisher",
     "relative_error",
     "spectrum_distance",
     "summary",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is rarely needed when it is asked for."""
+    if name == "doctor":
+        from ekfac.diagnosis import doctor
+
+        return doctor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

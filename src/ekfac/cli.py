@@ -18,7 +18,7 @@ except ImportError as error:
     ) from None
 
 import ekfac
-from ekfac.lab import commands_search, commands_show, display, files
+from ekfac.lab import commands_doctor, commands_search, commands_show, display, files
 from ekfac.lab import demo as lab_demo
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import DATASETS
@@ -39,6 +39,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Fetch and verify the datasets
 app.add_typer(data_app, name="data")
 commands_search.register(app)
 commands_show.register(app)
+commands_doctor.register(app)
 
 
 def _complete(names: Any) -> Callable[[str], list[str]]:

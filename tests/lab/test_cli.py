@@ -158,7 +158,7 @@ def test_demo_trains_all_five_and_says_who_is_ahead(monkeypatch, capsys, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["train"], ["demo"], ["summary"], ["data"], ["data", "fetch"], ["data", "verify"]]
+    "words", [[], ["train"], ["demo"], ["summary"], ["doctor"], ["data"], ["data", "fetch"], ["data", "verify"]]
 )
 def test_help_everywhere_with_examples(words, capsys):
     assert cli.run([*words, "--help"]) == 0
