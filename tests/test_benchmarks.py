@@ -1,0 +1,68 @@
+"""The step benchmark: a table and a record of every optimizer, and a reason for each that fails."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import bench_step
+import contenders
+
+CPU = torch.device("cpu")
+
+
+def test_every_optimizer_has_a_row_or_a_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "heavyball", None)
+    words = ["bench_step.py", "--device", "cpu", "--threads", "1", "--tasks", "classifier:8", "--steps", "10"]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path)])
+    bench_step.main()
+    rows = {row["optimizer"]: row for row in json.loads((tmp_path / "step-cpu.json").read_text())["rows"]}
+    assert list(rows) == list(contenders.ENTRIES)
+    assert rows["Adam + BN, CUDA graph"]["failed"] == "needs a GPU"
+    assert "heavyball" in rows["SOAP of heavyball"]["failed"]
+    for name in rows.keys() - {"Adam + BN, CUDA graph", "SOAP of heavyball"}:
+        row = rows[name]
+        assert row["failed"] is None, row["failed"]
+        assert row["steps"] == 10 and row["mean_ms"] > 0 and 0 < row["state_bytes"] < row["peak_bytes"]
+    assert rows["Adam + BN"]["ratio"] == 1
+    page = (tmp_path / "step-cpu.md").read_text()
+    assert "| EKFAC-ra (scaling='running') |" in page and "left out: needs a GPU" in page
+    assert "## classifier, batch 8" in capsys.readouterr().out
+
+
+def test_state_is_counted_through_lists_and_shared_storage_once():
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    big = torch.zeros(10)
+    optimizer.state[model.weight] = {"a": [big, (big[:3], torch.zeros(2))], "b": {"c": 1}}
+    assert contenders.state_bytes(optimizer) == 48
+
+
+def test_one_that_fails_on_the_way_drops_out_and_the_others_go_on():
+    def fail() -> None:
+        raise RuntimeError("no inverse\nand more")
+
+    runners = {"bad": contenders.Contender(fail), "good": contenders.Contender()}
+    bench_step.measure(runners, 20, CPU)
+    rows = bench_step.rows_of(runners, {})
+    assert rows[0]["failed"] == "RuntimeError: no inverse" and rows[1]["ratio"] == 1 and rows[1]["steps"] == 20
+
+
+@pytest.mark.parametrize("name", ["Adam + BN", "KFAC", "EKFAC-ra"])
+def test_growth_measures_square_layers(name):
+    found = contenders.on_square_layers(5, 2, 4, contenders.ENTRIES[name], CPU, refresh_every=3)
+    assert found.failed is None and found.peak_bytes > found.state_bytes() > 0
+
+
+def test_growth_makes_three_tables(monkeypatch):
+    monkeypatch.setattr(bench_step, "grow", lambda point, *rest: [
+        {"optimizer": name, "failed": None, "mean_ms": 1.0, "ratio": 1.0, "state_bytes": 0, "peak_bytes": 0}
+        for name in bench_step.GROWING
+    ])  # fmt: skip
+    rows, page = bench_step.growth(10, 50, CPU)
+    assert {row["sweep"] for row in rows} == {"width", "depth", "batch"}
+    assert "## With width (depth 2, batch 200)" in page and "| 2,000 | 1.00 |" in page and "8,000" not in page
