@@ -152,9 +152,9 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize("approximation", ["kfac", "ekfac"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("waiting", [0, 2_000, 4_000])
+@pytest.mark.parametrize("memory", [0, 2_000, 4_000, 16_000])
 def test_little_memory_gives_the_same_matrix(
-    approximation: str, sharing: str, waiting: int, monkeypatch: pytest.MonkeyPatch
+    approximation: str, sharing: str, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes that cannot wait for one another are handed on in groups: more of them where a batch is large."""
     torch.manual_seed(0)
@@ -168,8 +168,7 @@ def test_little_memory_gives_the_same_matrix(
         ).dense()
 
     expected = dense()
-    monkeypatch.setitem(sweep.WAITING, "cpu", waiting)
-    monkeypatch.setitem(sweep.MEMORY, "cpu", 5_000)
+    monkeypatch.setitem(sweep.MEMORY, "cpu", memory)
     close(dense(), expected)
 
 

@@ -24,9 +24,6 @@ from ekfac.curvature.per_example import ExampleGradients
 #: Bytes that temporary tensors may take: a few caches' worth on a CPU, where more is not faster.
 MEMORY = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
-#: Bytes of output gradients that may wait for those of further backward passes.
-WAITING = {"cpu": 20 * 2**20, "cuda": 256 * 2**20}
-
 #: Receives a block's calls in one forward, with what one or more backward passes over it brought, and whether their
 #: inputs were handed over before: (block, passes, n, again).
 PassReceiver = Callable[[Block, Sequence[Sequence[Call]], int, bool], None]
@@ -104,7 +101,7 @@ class Data:
             The number of examples.
         """
         total = 0
-        grouped = Grouped(receive, WAITING.get(self.device.type, WAITING["cuda"]))
+        grouped = Grouped(receive, self.memory)
         with captured(self.model, blocks, grouped.receive) as (capture, edges), torch.enable_grad():
             for batch in self.read():
                 total += batch.n
@@ -197,7 +194,7 @@ class Grouped:
 
     Args:
         receive: Gets each block's passes.
-        memory: Bytes that they may take.
+        memory: Half of these bytes may wait at any time, and twice as many to bring three passes of a block together.
     """
 
     def __init__(self, receive: PassReceiver, memory: int) -> None:
@@ -216,9 +213,14 @@ class Grouped:
         self._held.setdefault(block, {}).setdefault(tuple(id(call.x) for call in calls), []).append(calls)
         size = sum(call.d.numel() * call.d.element_size() for call in calls)
         self._bytes[block] = self._bytes.get(block, 0) + size
-        while sum(self._bytes.values()) > self._memory:
-            # What is saved are the inputs' columns, what is held are the outputs'.
-            self._flush(min(self._held, key=lambda b: b.shape.columns / b.shape.out))
+        while (held := sum(self._bytes.values())) > self._memory // 2:
+            ready = [b for b in self._held if held > 2 * self._memory or _gain(b) < 1 or self._passes(b) > 2]
+            if not ready:
+                break
+            self._flush(min(ready, key=_gain))
+
+    def _passes(self, block: Block) -> int:
+        return sum(len(passes) for passes in self._held[block].values())
 
     @torch.no_grad()
     def _flush(self, block: Block) -> None:
@@ -232,6 +234,11 @@ class Grouped:
         for block in list(self._held):
             self._flush(block)
         self._seen.clear()
+
+
+def _gain(block: Block) -> float:
+    """What waiting saves are the inputs' columns, what it holds are the outputs'."""
+    return block.shape.columns / block.shape.out
 
 
 @contextmanager
