@@ -2,11 +2,12 @@
 
     python benchmarks/bench_step.py [--device cuda] [--tasks autoencoder:200 autoencoder:500 vgg11:500 resnet34:500]
     python benchmarks/bench_step.py --growth     # how the step grows with width, depth and batch
+    python benchmarks/bench_step.py --out results/bench
 
 All optimizers of a task are measured in one run, in turns, so that a busy machine disturbs them alike. The mean counts
 every step, those that renew a basis too; p50 and p99 are of single steps. Data are random: only time is measured.
 "State" is what the optimizer keeps between steps; "peak" the most that network, data, gradients and optimizer took at
-one time in the first three steps, a solve for the basis among them. Markdown and JSON go to results/bench.
+one time in the first three steps, a solve for the basis among them. With --out, Markdown and JSON go to that folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes
 import torch
 from contenders import ENTRIES, WITHOUT_BATCH_NORM, Contender, on_square_layers, on_task, package_versions, reason
 
-ROOT = Path(__file__).resolve().parents[1]
+from ekfac.lab.runs import machine
+
 MIB = 2**20
 TURN = 10  # steps at a time
 GROWING = ("Adam", "KFAC", "EKFAC-ra")
@@ -176,7 +178,10 @@ def release(device: torch.device) -> None:
 
 
 def machine_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    found = machine()
+    return f"{found['processor']}, {torch.get_num_threads()} of {found['cores']} cores"
 
 
 def write(folder: Path, name: str, about: dict[str, Any], rows: list[dict[str, Any]], page: str) -> None:
@@ -201,7 +206,7 @@ def main() -> None:
     parser.add_argument("--refresh-every", type=int, default=None, help="[default: 50; 500 for convolutions]")
     parser.add_argument("--growth", action="store_true", help="cost against width, depth and batch")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench", help="folder for Markdown and JSON")
+    parser.add_argument("--out", type=Path, help="folder for Markdown and JSON")
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.set_num_threads(args.threads)
@@ -218,6 +223,8 @@ def main() -> None:
     else:
         steps = args.steps or (500 if device.type == "cuda" else 100)
         rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device)
+    if args.out is None:
+        return
     where = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", machine_of(device).lower()).strip("-")
     write(args.out, f"{'growth' if args.growth else 'step'}-{where}", about, rows, page)
 
