@@ -73,6 +73,7 @@ ENTRIES = {
     "KFAC": Entry(by_name("kfac"), ours=True),
     "EKFAC": Entry(by_name("ekfac", scaling="per_example"), ours=True, about="scaling='per_example'"),
     "EKFAC-ra": Entry(by_name("ekfac-ra", scaling="running"), ours=True, about="scaling='running'"),
+    "EKFAC (the default)": Entry(by_name("ekfac-default"), ours=True, about="scaling='anchored'"),
     "Muon of torch": Entry(by_name("muon"), about="all weight matrices"),
     "Muon of pytorch_optimizer": Entry(from_package("pytorch_optimizer", "Muon"), about="all weight matrices"),
     "SOAP of pytorch_optimizer": Entry(from_package("pytorch_optimizer", "SOAP"), about="basis every 10"),
@@ -107,7 +108,8 @@ def our_options(entry: Entry, task: str, refresh_every: int | None) -> dict[str,
         return {}
     convolutional = task in CONVOLUTIONAL
     every = refresh_every or (500 if convolutional else 50)
-    return {"damping": 1e-2, "refresh_every": every, **({"sua": True} if convolutional else {})}
+    options = {"damping": 1e-2, "refresh_every": every, "factor_every": None, "deterministic": False}
+    return {**options, **({"sua": True} if convolutional else {})}
 
 
 def inputs(name: str, task: Task, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

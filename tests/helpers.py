@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 
-from ekfac import EKFAC, KFAC
 from oracle import Loss, OracleEKFAC
 
 Batch = tuple[Tensor, Tensor]

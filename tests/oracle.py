@@ -683,12 +683,13 @@ class OracleEKFAC:
             if layer.key in measured.calls and all(name in wanted for name in layer.names):
                 covered |= set(layer.names)
                 h, delta = measured.calls[layer.key]
-                raw, g = layer.pack(seen.gradients), layer.pack(wanted)
+                raw, g = layer.pack(self._squared(seen.gradients, parameters)), layer.pack(wanted)
                 p = self._block_direction(layer, h, delta, raw, g, seen.n, bases, measured.n)
                 directions |= layer.unpack(p, wanted)
         for name, g in wanted.items():
             if name not in covered:
-                directions[name] = self._diagonal_direction(name, seen.gradients[name], g, seen.n)
+                raw = self._squared(seen.gradients, parameters)[name]
+                directions[name] = self._diagonal_direction(name, raw, g, seen.n)
 
         if self.kl_clip is not None:
             total = sum(
@@ -708,6 +709,18 @@ class OracleEKFAC:
                 parameters[name].sub_(lr * p)
         self.steps += 1
         return {name: p.detach().clone() for name, p in parameters.items()}
+
+    def _squared(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients whose squares are averaged: as backward left them; torch's own rules add the L2 penalty."""
+        if self.scaling not in ADAPTIVE:
+            return dict(gradients)
+        sign = -1.0 if self.maximize else 1.0
+        return {
+            name: sign * g
+            + (0.0 if self.option(name, "decoupled_weight_decay") else self.option(name, "weight_decay"))
+            * parameters[name].detach()
+            for name, g in gradients.items()
+        }
 
     # --------------------------------------------------------------------------------------------- one layer
 

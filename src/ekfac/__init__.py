@@ -12,6 +12,7 @@ from ekfac.curvature.operators import Curvature, correlation, relative_error, sp
 from ekfac.curvature.summary import summary
 from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.kfac import KFAC
+from ekfac.optim.options import PAPER
 from ekfac.optim.preconditioner import Preconditioner
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EKFAC",
     "KFAC",
+    "PAPER",
     "Curvature",
     "Preconditioner",
     "__version__",

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.paper import EKFAC
 from torch import Tensor, nn
 
 from allocations import allocated
-from ekfac import EKFAC
 from ekfac.curvature import scaling, statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.eigenbasis import Basis

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.paper import EKFAC
 from torch import Tensor, nn
 
-from ekfac import EKFAC
 from helpers import half_square, jittered, mean_loss, mlp
 from oracle import dense_fisher, find_layers, over_columns, per_example_gradients
 

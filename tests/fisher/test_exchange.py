@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ekfac import EKFAC, KFAC, Curvature, Preconditioner, fisher
+from ekfac import Curvature, fisher
 from fisher_cases import Mixed
 
 DOUBLE = torch.float64

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC
 from torch import nn
 from torch.nn import functional as F
 
-from ekfac import EKFAC, summary
+from ekfac import summary
 from ekfac.curvature import blocks
 
 ROOT = Path(__file__).parents[2]

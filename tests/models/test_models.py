@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from tests.paper import EKFAC, Preconditioner
 from torch import Tensor, nn
 
-from ekfac import EKFAC, Preconditioner
 from oracle import per_example_gradients
 from zoo import PROBLEMS
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC
 from torch import Tensor, nn
-
-from ekfac import EKFAC
 
 
 def network() -> nn.Sequential:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
-from ekfac import EKFAC, KFAC, Preconditioner
 from helpers import batches_for, mean_loss, mlp
 
 NAN, INF = math.nan, math.inf

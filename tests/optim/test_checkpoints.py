@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 
-from ekfac import EKFAC, KFAC
 from helpers import mean_loss
 
 # Imported by the test and run as a program in the new process: trains from a checkpoint, or from the start.
+ROOT = str(Path(__file__).parents[2])  # the workers import the tests' optimizers
+
 WORKER = """
 import sys
 
@@ -25,13 +28,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import ekfac
+from tests import paper
 
 METHODS = {
-    "per_example": (ekfac.EKFAC, {"scaling": "per_example", "scaling_decay": 0.9}),
-    "running": (ekfac.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
-    "carried": (ekfac.EKFAC, {"scaling": "running", "on_refresh": "carry", "sharing": "reduce"}),
-    "kronecker": (ekfac.EKFAC, {"scaling": "kronecker", "damping_mode": "factored"}),
-    "kfac": (ekfac.KFAC, {}),
+    "per_example": (paper.EKFAC, {"scaling": "per_example", "scaling_decay": 0.9}),
+    "running": (paper.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
+    "carried": (paper.EKFAC, {"scaling": "running", "on_refresh": "carry", "sharing": "reduce"}),
+    "kronecker": (paper.EKFAC, {"scaling": "kronecker", "damping_mode": "factored"}),
+    "kfac": (paper.KFAC, {}),
 }
 
 
@@ -144,7 +148,12 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     (tmp_path / "worker.py").write_text(WORKER)
-    subprocess.run([sys.executable, "worker.py", str(tmp_path), "6", "11"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "worker.py", str(tmp_path), "6", "11"],
+        cwd=tmp_path,
+        check=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
     for method, (weights, state) in ends.items():
         end = torch.load(tmp_path / f"{method}-end.pt", weights_only=True)
         assert_same_data(dict(end["model"]), weights, method)

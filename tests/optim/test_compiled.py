@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC
 from torch import nn
 from torch._dynamo.utils import counters
 
-from ekfac import EKFAC, KFAC
 from ekfac.curvature import capture
 
 MAKERS = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
-from ekfac import EKFAC, KFAC, Preconditioner
 from helpers import assert_same_weights, batches_for, half_square, jittered, mean_loss, mlp, parameters_of
 from oracle import per_example_gradients
 

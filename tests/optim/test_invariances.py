@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ekfac import EKFAC, KFAC
 from helpers import Batch, assert_same_weights, half_square, parameters_of
 
 STEPS, N = 20, 24

@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ekfac import EKFAC, KFAC, summary
+from ekfac import summary
 from helpers import (
     LOSSES,
     assert_same_weights,

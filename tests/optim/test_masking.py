@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests import paper
 from torch import Tensor, nn
 
-import ekfac
 from ekfac.optim.skipping import Verdicts
 
 
@@ -49,7 +49,7 @@ def test_a_masked_step_changes_what_a_skipped_one_changes(options: dict[str, Any
     def train(late: bool) -> tuple[Tensor, dict[str, float]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias=False)).double()
-        opt = ekfac.EKFAC(model, lr=0.02, refresh_every=5, **options)
+        opt = paper.EKFAC(model, lr=0.02, refresh_every=5, **options)
         if late:
             opt.engine.verdicts = Late()
         for step in range(14):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ekfac import EKFAC, KFAC
 from helpers import assert_same_weights, batches_for, mean_loss, mlp, parameters_of
 
 METHODS: dict[str, Any] = {

@@ -14,6 +14,8 @@ from torch import Tensor
 
 # Run as a program, once a rank, so that whatever gloo does at exit stays out of the test process; the single process
 # that they are compared with is this one.
+ROOT = str(Path(__file__).parents[2])  # the workers import the tests' optimizers
+
 WORKER = """
 import os
 import sys
@@ -24,13 +26,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
+from tests import paper
 
 METHODS = {
-    "per_example": (ekfac.EKFAC, {"scaling": "per_example"}),
-    "averaged": (ekfac.EKFAC, {"scaling": "per_example", "scaling_decay": 0.8}),
-    "running": (ekfac.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
-    "kronecker": (ekfac.EKFAC, {"scaling": "kronecker"}),
-    "kfac": (ekfac.KFAC, {}),
+    "per_example": (paper.EKFAC, {"scaling": "per_example"}),
+    "averaged": (paper.EKFAC, {"scaling": "per_example", "scaling_decay": 0.8}),
+    "running": (paper.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
+    "kronecker": (paper.EKFAC, {"scaling": "kronecker"}),
+    "kfac": (paper.KFAC, {}),
 }
 # How gradients are averaged, whether they are accumulated or clipped, and the method.
 CASES = [
@@ -121,7 +124,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen(
             [sys.executable, "worker.py", str(rank), "2", str(folder)],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

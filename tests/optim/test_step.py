@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 
-from ekfac import EKFAC, KFAC
 from helpers import (
     LOSSES,
     assert_same_weights,

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
 import ekfac
-from ekfac import EKFAC, KFAC, Preconditioner, summary
+from ekfac import summary
 from helpers import (
     LOSSES,
     assert_same_weights,

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.paper import EKFAC, Preconditioner
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from ekfac import EKFAC, Preconditioner
 
 ALPHA, EPS, LR, REFRESH, N = 0.75, 0.02, 0.1, 3, 40
 

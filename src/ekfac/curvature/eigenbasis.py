@@ -92,6 +92,63 @@ def carry_moment(m: Tensor, old: Basis, new: Basis) -> Tensor:
     return rotate_columns(rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape)
 
 
+# --- a warm refresh ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WarmBasis:
+    """What orthogonal iteration made of a basis.
+
+    Attributes:
+        U: ``[G, D, D]``, orthonormal.
+        values: diag(U^T A U), ``[G, D]``, clamped at zero.
+        residual: ||offdiag(U^T A U)|| / ||A||, the largest of all groups, 0-dim.
+        good: Whether all of it is finite, 0-dim; where it is not, U is the basis that it started from.
+    """
+
+    U: Tensor
+    values: Tensor
+    residual: Tensor
+    good: Tensor
+
+
+def orthogonal_iteration(matrix: Tensor, U: Tensor, iterations: int = 1) -> WarmBasis:
+    """Turn a basis towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, the host never waiting.
+
+    Columns of small eigenvalues stand first, as ``torch.linalg.eigh`` orders them, so QR runs from the last column to
+    the first. A shift of the diagonal keeps directions that A does not see where they are.
+    """
+    double = _double_is_cheap(matrix.device)
+    A = matrix.double() if double else matrix
+    A = (A + A.mT) / 2
+    shift = (1e-7 if double else 1e-5) * A.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    Q = U.to(A)
+    for _ in range(iterations):
+        Y = torch.baddbmm(shift * Q, A, Q).flip(-1)
+        Q = (_cholesky_qr(Y) if double else torch.linalg.qr(Y)[0]).flip(-1)
+    good = torch.isfinite(Q).all()
+    Q = torch.where(good, Q, U.to(A)).to(matrix)
+    turned = Q.mT @ matrix @ Q
+    values = turned.diagonal(dim1=-2, dim2=-1).nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
+    return WarmBasis(Q, values, _off_diagonal(turned, matrix).max(), good)
+
+
+def _cholesky_qr(Y: Tensor) -> Tensor:
+    """The Q of Y = Q R from the Cholesky factor of Y^T Y, in a fifth of Householder's time on a GPU.
+
+    Columns of equal length are as well conditioned as they can be made, and QR does not mind their length. What is
+    lost of orthogonality in float64 one Newton step mends; NaN where too much is, or Y has no full rank.
+    """
+    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
+    R, info = torch.linalg.cholesky_ex(Y.mT @ Y, upper=True)
+    Q: Tensor = torch.linalg.solve_triangular(R, Y, upper=True, left=False)
+    gram = Q.mT @ Q
+    lost = (gram - torch.eye(gram.shape[-1]).to(gram)).abs().amax((-2, -1))
+    Q = 1.5 * Q - 0.5 * Q @ gram
+    Q = Q.masked_fill(((info != 0) | ~(lost < 1e-3))[:, None, None], float("nan"))
+    return Q
+
+
 # --- the solver -------------------------------------------------------------------------------------------------
 
 #: What is tried in turn, and counted by these names in ``opt.stats()``.
@@ -161,7 +218,10 @@ def rayleigh(matrix: Tensor, U: Tensor) -> Tensor:
 
 def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
     """||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
-    turned = U.mT @ matrix @ U
+    return _off_diagonal(U.mT @ matrix @ U, matrix)
+
+
+def _off_diagonal(turned: Tensor, matrix: Tensor) -> Tensor:
     off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
     size: Tensor = matrix.norm(dim=(-2, -1)).clamp(min=torch.finfo(matrix.dtype).tiny)
     residual: Tensor = off.norm(dim=(-2, -1)) / size

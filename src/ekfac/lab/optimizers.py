@@ -107,13 +107,13 @@ register_optimizer(
 register_optimizer(
     "ekfac",
     ekfac.EKFAC,
-    {"scaling": "per_example", "lr": 0.01, "damping": 1e-2},
+    {**ekfac.PAPER, "scaling": "per_example", "damping": 1e-2},
     "EKFAC: second moments of each batch's examples",
 )
 register_optimizer(
     "ekfac-ra",
     ekfac.EKFAC,
-    {"scaling": "running", "lr": 0.01, "damping": 1e-3},
+    ekfac.PAPER,
     "EKFAC-ra: running average of squared gradients",
 )
 register_optimizer("ekfac-default", ekfac.EKFAC, about="EKFAC(model) with the library's own defaults")

@@ -11,18 +11,20 @@ from torch import Tensor
 from ekfac.curvature.blocks import Block
 from ekfac.optim.engine import Engine
 
-VERSION = 1
+VERSION = 2
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
     """Counters, and names and shapes of the parameters, as plain data."""
-    engine.settle()
+    engine.settle(wait=True)
     refresher = engine.refresher
     return {
         "version": VERSION,
         "applied_steps": engine.applied_steps,
         "skipped_steps": engine.skipped_steps,
         "refreshes": refresher.refreshes,
+        "warm_refreshes": refresher.warm_refreshes,
+        "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
         "fallbacks": dict(refresher.fallbacks),
         "parameters": parameter_shapes(engine.blocks),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.silent],
@@ -90,7 +92,11 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.drop()
     engine.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
+    engine.generation += 1
+    engine.refresher.forget()
     engine.refresher.refreshes = saved["refreshes"]
+    engine.refresher.warm_refreshes = saved["warm_refreshes"]
+    engine.refresher.drift = torch.tensor(saved["residual_drift"])
     engine.refresher.fallbacks.clear()
     engine.refresher.fallbacks.update(saved["fallbacks"])
 

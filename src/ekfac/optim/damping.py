@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,27 +10,27 @@ from torch import Tensor
 from ekfac.curvature.eigenbasis import Basis
 
 #: A damping mode: (s, epsilon, basis) to damped s. The basis is None for parameters without a Kronecker block.
-Damp = Callable[[Tensor, float, "Basis | None"], Tensor]
+Damp = Callable[[Tensor, "float | Tensor", "Basis | None"], Tensor]
 
 
-def plain(s: Tensor, epsilon: float, basis: Basis | None) -> Tensor:
+def plain(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
     """s + epsilon."""
     return s + epsilon
 
 
-def factored(s: Tensor, epsilon: float, basis: Basis | None) -> Tensor:
+def factored(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
     """s + epsilon + sqrt(epsilon) (S_A x 1 + 1 x S_B), the paper's appendix C.
 
     For s = S_B x S_A this is (S_B + sqrt(epsilon)) x (S_A + sqrt(epsilon)): KFAC's damping of each factor.
     """
     if basis is None:
         return s + epsilon
-    root = math.sqrt(epsilon)
+    root = epsilon**0.5
     rows = (root * basis.S_B + epsilon)[:, :, None]
     return s + rows + (root * basis.column_values())[:, None, :]
 
 
-def relative(s: Tensor, epsilon: float, basis: Basis | None) -> Tensor:
+def relative(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
     """s + epsilon mean(s), mean over the layer, with a floor so that a layer without gradient stays finite."""
     return s + (epsilon * s.mean()).clamp(min=torch.finfo(s.dtype).tiny)
 

@@ -15,12 +15,18 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
-from ekfac.optim.engine import Direction, Engine
+from ekfac.optim.engine import Direction, Engine, Update, Work
 from ekfac.optim.factory import build_engine, check_model
+from ekfac.optim.graphs import Rates, StepGraphs
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.stats import engine_stats
 
 Groups = Iterable[dict[str, Any]]
+
+#: Measured defaults; docs/tuning.md has the evidence.
+LR = 0.01
+ANNEAL = 1000.0
+DAMPING = 1e-6
 
 
 class EKFAC(torch.optim.Optimizer):
@@ -29,15 +35,21 @@ class EKFAC(torch.optim.Optimizer):
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
 
     .. math::
-        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
+        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad s = S_B S_A^T
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
-        &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2 && \text{``running''} \\
-        &p = U_B \, (g / (s + \epsilon)) \, U_A^T, \quad v \leftarrow \mu v + p, \quad \theta \leftarrow \theta - \eta v
+        &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2, \quad
+            m \leftarrow \beta m + (1 - \beta) g \\
+        &p = U_B \, (m / \sqrt{(s + \epsilon \bar s) / N}) \, U_A^T, \quad
+            \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / \texttt{anneal}}
+
+    This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
+    eigenvalues in every new basis. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has
+    g / (s + \epsilon) in place of the fraction; other rules are in :mod:`ekfac.optim.rules`.
 
     Example:
         >>> import torch, ekfac
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-        >>> opt = ekfac.EKFAC(model, lr=0.01)
+        >>> opt = ekfac.EKFAC(model)
         >>> x, y = torch.randn(32, 4), torch.randint(2, (32,))
         >>> for _ in range(3):
         ...     opt.zero_grad()
@@ -49,6 +61,8 @@ class EKFAC(torch.optim.Optimizer):
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own; all trainable parameters by default.
         lr: Learning rate, a number or a one-element tensor.
+        anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
+            a schedule of your own.
         damping: epsilon, a positive number or a function of the step.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
@@ -64,8 +78,9 @@ class EKFAC(torch.optim.Optimizer):
         model: nn.Module,
         *,
         params: Groups | None = None,
-        lr: float | Tensor = 0.01,
-        damping: Damping = 1e-3,
+        lr: float | Tensor = LR,
+        anneal: float | None = ANNEAL,
+        damping: Damping = DAMPING,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
@@ -87,8 +102,10 @@ class EKFAC(torch.optim.Optimizer):
                 "maximize": maximize,
             },
             kl_clip,
+            anneal,
             dict(arguments),
         )
+        self._arguments["anneal"] = anneal
 
     def _build(
         self,
@@ -96,13 +113,17 @@ class EKFAC(torch.optim.Optimizer):
         params: Groups | None,
         defaults: dict[str, Any],
         kl_clip: float | None,
+        anneal: float | None,
         arguments: dict[str, Any],
     ) -> None:
         check_model(model)
         check_update_options(defaults)
         if kl_clip is not None:
             options.number("kl_clip", kl_clip, above=0)
+        if anneal is not None:
+            options.number("anneal", anneal, above=0)
         self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
+        self.anneal = anneal
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self.model = model
         self.kl_clip = kl_clip
@@ -113,6 +134,7 @@ class EKFAC(torch.optim.Optimizer):
         first = {**defaults, "damping": options.damping("damping", defaults["damping"])}
         super().__init__(named, first)
         self.engine = self._make_engine(model, arguments)
+        self._graphs = StepGraphs(self)
         try:
             self._check_damping_within_layers(self.engine.blocks)
         except ValueError:
@@ -181,17 +203,42 @@ class EKFAC(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._current_damping()
-        group_of = self._group_of()
-        directions = self.engine.directions(
-            damping_of=lambda block: float(group_of[block.key]["damping"]),
-            l2_of=lambda p: 0.0 if group_of[p]["decoupled_weight_decay"] else group_of[p]["weight_decay"],
-            maximize_of=lambda p: bool(group_of[p]["maximize"]),
-        )
-        if directions:
-            steps = self._clipped(directions, group_of)
-            for group in self.param_groups:
-                self._update_parameters(group, steps)
+        if not self._graphs.step():
+            work = self.engine.prepare()
+            if work is None or not self.engine.judge(work):
+                return loss
+            self.compute(work, self._rates())
+        self.engine.finish(self._update())
         return loss
+
+    def compute(self, work: Work, rates: Rates) -> None:
+        """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
+        directions = self.engine.compute(work, self._update(rates))
+        steps = self._clipped(directions, rates)
+        for index, group in enumerate(self.param_groups):
+            self._update_parameters(group, steps, rates.lr[index])
+
+    def _rates(self) -> Rates:
+        """The numbers of this step that change from step to step: the annealed lr, and damping, of every group."""
+        t = self.engine.applied_steps
+        factor = 1.0 if self.anneal is None else (1 + t / self.anneal) ** -0.5
+        return Rates([g["lr"] * factor for g in self.param_groups], [g["damping"] for g in self.param_groups])
+
+    def _update(self, rates: Rates | None = None) -> Update:
+        """What the engine asks about the groups."""
+        index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        groups = self.param_groups
+        damping = [float(g["damping"]) for g in groups] if rates is None else rates.damping
+
+        def l2_of(p: nn.Parameter) -> float:
+            group = groups[index_of[p]]
+            return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
+
+        return Update(
+            damping_of=lambda block: damping[index_of[block.key]],
+            l2_of=l2_of,
+            maximize_of=lambda p: bool(groups[index_of[p]]["maximize"]),
+        )
 
     def _current_damping(self) -> None:
         """Write the current number of a damping function into its group, and check what stands in the groups."""
@@ -202,9 +249,7 @@ class EKFAC(torch.optim.Optimizer):
             options.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])
 
-    def _clipped(
-        self, directions: list[Direction], group_of: dict[nn.Parameter, dict[str, Any]]
-    ) -> dict[nn.Parameter, Tensor]:
+    def _clipped(self, directions: list[Direction], rates: Rates) -> dict[nn.Parameter, Tensor]:
         """All directions by parameter, shortened by nu = min(1, sqrt(kl_clip / sum lr^2 g^2 / damped s))."""
         steps = {
             p: step
@@ -212,23 +257,26 @@ class EKFAC(torch.optim.Optimizer):
             for p, step in zip(d.block.parameters.values(), d.steps, strict=True)
             if p.grad is not None
         }
-        if self.kl_clip is None:
+        if self.kl_clip is None or not steps:
             return steps
+        lr_of = {p: rates.lr[i] for i, group in enumerate(self.param_groups) for p in group["params"]}
         gradients = {p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
-        terms = [(gradients[p] * step).sum() * group_of[p]["lr"] ** 2 for p, step in steps.items()]
+        terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
         size = torch.stack([term.to(terms[0]) for term in terms]).sum()
         nu = (self.kl_clip / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
-        self.kl_clip_hits = self.kl_clip_hits + (nu < 1).float()
+        if not isinstance(self.kl_clip_hits, Tensor):
+            self.kl_clip_hits = torch.full((), self.kl_clip_hits, device=nu.device)
+        self.kl_clip_hits.add_((nu < 1).float())
         return {p: step * nu.to(step) for p, step in steps.items()}
 
-    def _update_parameters(self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor]) -> None:
+    def _update_parameters(self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor) -> None:
         """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
         parameters = [p for p in group["params"] if p in steps]
         if not parameters:
             return
         p_steps = [steps[p] for p in parameters]
-        lr, mu, ok = group["lr"], group["momentum"], self.engine.ok
+        mu, ok = group["momentum"], self.engine.ok
         if ok is not None:
             lr = lr * ok
         if group["weight_decay"] and group["decoupled_weight_decay"]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,7 +22,7 @@ from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.capture import Capture
 from ekfac.curvature.eigenbasis import Basis
-from ekfac.curvature.layers import Call
+from ekfac.curvature.layers import Call, LinearLayer
 from ekfac.optim import options
 from ekfac.optim.accumulate import (
     BlockSums,
@@ -32,10 +32,10 @@ from ekfac.optim.accumulate import (
     reduced_zeros,
     world_size,
 )
-from ekfac.optim.eigen import EigenMethod, Step
-from ekfac.optim.gradients import GradientWatch
+from ekfac.optim.eigen import EigenMethod, Rows, Step, rows_are_cheaper
+from ekfac.optim.gradients import GradientWatch, largest_magnitudes
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.refresh import EveryN, Refresher
+from ekfac.optim.refresh import Refresher, Schedule
 from ekfac.optim.rules import State
 from ekfac.optim.skipping import Verdicts
 
@@ -44,27 +44,55 @@ class Method(Protocol):
     """How one block's gradient becomes a direction; EKFAC's is :class:`EigenMethod`."""
 
     needs_examples: bool
+    squares_penalty: bool
+    damping_is_free: bool
 
     def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
-        """Renew what is derived from the factors."""
+        """Compute anew what is derived from the factors; the host may wait."""
+
+    def turn(
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher, iterations: int
+    ) -> None:
+        """Bring what is derived from the factors nearer to them; the host must not wait."""
 
     def basis(self, block: Block, state: State) -> Basis | None:
         """The basis that s* is to be taken in."""
 
-    def direction(self, block: Block, state: State, gradient: Tensor, step: Step) -> Tensor:
+    def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
         """The preconditioned gradient, ``[G, O, C]``."""
-
-    def undo(self, state: State) -> None:
-        """Take back what the host counted in a step that turns out to have changed nothing."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """A block's gradient and preconditioned gradient, as lists in the order of its parameters."""
+    """A block's preconditioned gradient as a list in the order of its parameters, and what it was made of."""
 
     block: Block
-    gradients: list[Tensor]
     steps: list[Tensor]
+    preconditioned: Callable[[], Tensor]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """What was preconditioned, in the order of the block's parameters."""
+        return self.block.unstack(self.preconditioned())
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the optimizer asks of a step: per block or parameter, from its groups."""
+
+    damping_of: Callable[[Block], float | Tensor]
+    l2_of: Callable[[nn.Parameter], float] = lambda p: 0.0
+    maximize_of: Callable[[nn.Parameter], bool] = lambda p: False
+
+
+@dataclass
+class Work:
+    """What a step found on the host before it computes: see :meth:`Engine.prepare`."""
+
+    live: list[nn.Parameter]
+    n: float | Tensor = 0.0
+    n_statistics: float | Tensor = 0.0
+    rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
 class Engine:
@@ -93,7 +121,7 @@ class Engine:
         self.method = method
         self.elementwise = elementwise
         self.state = state
-        self.schedule = EveryN(settings.refresh_every)
+        self.schedule = Schedule(settings.refresh_every, settings.deterministic)
         self.refresher = Refresher()
         self.verdicts = Verdicts()
         self.applied_steps = 0
@@ -101,12 +129,18 @@ class Engine:
         #: The mask of the step under way, see :mod:`ekfac.optim.skipping`.
         self.ok: Tensor | None = None
         self._bad: Tensor | None = None
+        self.generation = 0
+        self._index: dict[Block, int] = {}
         self.parameters: list[nn.Parameter] = []
         self.blocks: list[Block] = []
         self._layout: tuple[bool, ...] = ()
         self.silent: set[nn.Parameter] = set()
         self._unprobed: set[Block] = set()
+        self._probes: dict[Block, tuple[Tensor, Tensor]] = {}
         self._sums: dict[Block, BlockSums] = {}
+        #: Calls whose statistics are taken in the step itself, in the order in which they came.
+        self.stash: dict[Block, list[tuple[list[Call], int]]] = {}
+        self._stashed_bytes = 0
         self._aside_used = False
         self.capture = Capture(model, self._receive, self._wanted, self._before_forward, settings.batch_dim)
         self.watch = GradientWatch([])
@@ -143,6 +177,9 @@ class Engine:
                     self._forget(parameter)
         self.parameters = chosen
         self.blocks = blocks
+        #: Grows whenever tensors that a captured step may hold on to were replaced.
+        self.generation += 1
+        self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
         self._unprobed |= {b for b in blocks if b.covered and b not in before.values()}
         self._layout = tuple(p.requires_grad for p in chosen)
         self.capture.attach(blocks)
@@ -163,7 +200,8 @@ class Engine:
     def _before_forward(self) -> None:
         """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say."""
         self.check_layout()
-        if self.capture.examples and not self.capture.aside and all(p.grad is None for p in self.parameters):
+        self.watch.before_forward()
+        if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
             self.drop()
 
     def method_of(self, block: Block) -> Method:
@@ -173,19 +211,82 @@ class Engine:
     # --- capture --------------------------------------------------------------------------------------------------
 
     def _due(self, block: Block) -> bool:
-        return block.covered and ("S_A" not in self.state[block.key] or self.schedule.due(self.applied_steps))
+        """Whether this step begins with a full solve for the block's basis."""
+        if not block.covered:
+            return False
+        state = self.state.get(block.key, {})
+        return "S_A" not in state or state.get("strayed", False) or self.schedule.solve(self.applied_steps)
+
+    def _iterations(self, block: Block) -> int:
+        """How many iterations the block's basis gets after this step."""
+        return self.schedule.iterations(self.applied_steps + 1, self._index[block], len(self._index))
 
     def _wants_factors(self, block: Block) -> bool:
-        return self.settings.factor_decay > 0 or self._due(block)
+        if self.settings.factor_decay > 0 and self.applied_steps % self.settings.factor_interval == 0:
+            return True
+        return self._due(block) or (self.settings.factor_decay == 0 and self._iterations(block) > 0)
 
     def _wanted(self, block: Block) -> bool:
-        return self.method.needs_examples or self._wants_factors(block) or block in self._unprobed
+        return (
+            self.method.needs_examples
+            or self._wants_factors(block)
+            or block in self._unprobed
+            or self._may_use_rows(block)
+        )
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
         if self._aside_used and not self.capture.aside:
             return
+        if self._keeps_for_step(block, calls):
+            self.stash.setdefault(block, []).append((calls, n))
+            self._hold(calls)
+        else:
+            self._take(block, calls, n, hold=self._due(block))
+
+    def _hold(self, calls: list[Call]) -> None:
+        for call in calls:
+            self.capture.held.add(call.x)
+            self.capture.held.add(call.d)
+
+    def _may_use_rows(self, block: Block) -> bool:
+        """Whether the gradient might be projected row by row: see :meth:`_rows`."""
+        return (
+            block.key.device.type == "cpu"
+            and self.settings.loss_reduction == "mean"
+            and isinstance(block.layer, LinearLayer)
+            and len(block.uses) == 1
+            and world_size() == 1
+            and not self.capture.aside
+        )
+
+    def _keeps_for_step(self, block: Block, calls: list[Call]) -> bool:
+        """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
+        if self.capture.aside or block in self._unprobed or len(calls) > 1:
+            return False
+        if self._may_use_rows(block):
+            return rows_are_cheaper(block, calls[0].d.numel() // calls[0].d.shape[-1])
+        if not self.graphs_possible:
+            return False
+        size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
+        if self._stashed_bytes + size > self.settings.memory_limit:
+            return False
+        self._stashed_bytes += size
+        return True
+
+    @property
+    def graphs_possible(self) -> bool:
+        """Whether steps may be captured in CUDA graphs."""
+        return (
+            self.settings.cuda_graphs
+            and self.parameters[0].is_cuda
+            and self.settings.grad_scaler is None
+            and world_size() == 1
+        )
+
+    def _take(self, block: Block, calls: list[Call], n: int, hold: bool) -> None:
+        """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
         sums = self._sums.setdefault(block, BlockSums())
         memory = self.settings.memory_limit
         if self._wants_factors(block):
@@ -193,11 +294,9 @@ class Engine:
         if block in self._unprobed and not self.capture.aside:
             sums.add_probe(statistics.probe_sum(block, calls, n, memory, *self._probe_vectors(block)))
         if self.method.needs_examples:
-            if self._due(block):
+            if hold:
                 sums.held.append((calls, n))
-                for call in calls:
-                    self.capture.held.add(call.x)
-                    self.capture.held.add(call.d)
+                self._hold(calls)
             else:
                 basis = self.method.basis(block, self.state[block.key])
                 assert basis is not None
@@ -211,6 +310,7 @@ class Engine:
             p.grad = None
         if not self._aside_used:
             self._sums = {}
+            self.stash = {}
             self._aside_used = True
         self.watch.enabled = False
         try:
@@ -226,6 +326,8 @@ class Engine:
         self.capture.drop()
         self.watch.forget()
         self._sums = {}
+        self.stash = {}
+        self._stashed_bytes = 0
         self._aside_used = False
 
     def close(self) -> None:
@@ -236,67 +338,124 @@ class Engine:
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Correct the host's counts if the last step turns out to have been skipped."""
+    def settle(self, wait: bool = False) -> None:
+        """Correct the host's counts if the last step turns out to have been skipped; hear of bases that strayed."""
         if self.verdicts.settle():
             self.applied_steps -= 1
             self.skipped_steps += 1
-            for block in self.blocks:
-                self.method_of(block).undo(self.state[block.key])
+        for block in self.refresher.strayed(wait or world_size() > 1):
+            self.state[block.key]["strayed"] = True
 
-    @torch.no_grad()
-    def directions(
-        self,
-        damping_of: Callable[[Block], float],
-        l2_of: Callable[[nn.Parameter], float] = lambda p: 0.0,
-        maximize_of: Callable[[nn.Parameter], bool] = lambda p: False,
-    ) -> list[Direction] | None:
+    def directions(self, update: Update) -> list[Direction] | None:
         """One pass of Algorithm 1 over all layers; None if the step is skipped because a gradient is not finite."""
+        work = self.prepare()
+        if work is None:
+            return []
+        if not self.judge(work):
+            return None
+        return self.compute(work, update)
+
+    def prepare(self) -> Work | None:
+        """What the host can check before anything is computed; None if there is no gradient."""
         self.settle()
         self.check_layout()
         live = [p for p in self.parameters if p.grad is not None]
         if not live:
             self.drop()
-            return []
+            return None
         self._check_gradients(live)
         self.capture.finish()
         self._check_captured()
-        sizes, left = self.watch.sizes(live)
-        refreshing = self.schedule.due(self.applied_steps) or any(map(self._due, self.blocks))
-        go, self.ok = self.verdicts.judge(sizes, at_once=refreshing)
+        return Work(live)
+
+    @torch.no_grad()
+    def judge(self, work: Work) -> bool:
+        """Whether to go on: all gradients are finite, or a mask on the device will see to it that nothing changes."""
+        sizes, left = self.watch.sizes(work.live)
+        go, self.ok = self.verdicts.judge(sizes, at_once=any(map(self._due, self.blocks)))
         self._bad = None if self.ok is None else self.ok == 0
         if not go:
             self.skipped_steps += 1
             self.drop()
-            return None
-        n, n_statistics = self._gather()
+            return False
+        self._take_stash()
+        work.n, work.n_statistics = self._gather()
         self._check_probes()
-        rescaled = self._rescaling(live, sizes, left)
+        work.rescaled = self._rescaling(work.live, sizes, left)
+        return True
 
-        self._update_factors(n_statistics)
+    def is_plain_step(self) -> bool:
+        """Whether the step has nothing that only the eager way can do, so that a graph may hold it.
+
+        All parameters have gradients as backward left them, no basis is solved for, no layer waits for its probe, and
+        no statistics stand outside the stash.
+        """
+        self.check_layout()
+        return (
+            bool(self.capture.examples)
+            and not self._aside_used
+            and not self._sums
+            and not any(b in self._unprobed or self._due(b) for b in self._index)
+            and all(p.grad is not None and p.grad.layout == torch.strided for p in self.parameters)
+            and not any(map(self.watch.touched, self.parameters))
+            and all(b in self.capture.fired for b in self._index)
+        )
+
+    def mask_on_device(self, work: Work) -> None:
+        """What :meth:`judge` does, where the host must not look at all."""
+        self.ok = self.verdicts.mask(largest_magnitudes([p.grad for p in work.live if p.grad is not None]))
+        self._bad = self.ok == 0
+        self._take_stash()
+
+    def forget_sums(self) -> None:
+        """Drop sums that a capture has left: their tensors were never computed."""
+        self._sums = {}
+
+    def _take_stash(self) -> None:
+        for block, kept in self.stash.items():
+            for calls, n in kept:
+                self._take(block, calls, n, hold=True)
+
+    @torch.no_grad()
+    def compute(self, work: Work, update: Update) -> list[Direction]:
+        """The part of a step that the device does: factors, bases, scalings, directions."""
+        self._update_factors(work.n_statistics)
         results = []
         for block in self.blocks:
             if all(p.grad is None for p in block.parameters.values()):
                 continue
-            state, damping = self.state[block.key], damping_of(block)
+            state, damping = self.state[block.key], update.damping_of(block)
             due = self._due(block)
             if due:
-                self._compute_eigenbasis(block, state, damping)
-            s_star = self._compute_scaling(block, state, n_statistics, due)
-            G, ratio, left_G = self._gradient(block, n, rescaled, l2_of, maximize_of)
-            step = Step(n, s_star, self.ok, damping, ratio, left_G)
-            P = self.method_of(block).direction(block, state, G, step)
-            results.append(Direction(block, block.unstack(G), block.unstack(P)))
-        self.drop()
-        self.applied_steps += 1
+                self._compute_eigenbasis(block, state, float(damping))
+            s_star = self._compute_scaling(block, state, work.n_statistics, due)
+            method = self.method_of(block)
+            gradient: Tensor | Rows | None = self._rows(block, work, update)
+            ratio = left = None
+            if gradient is None:
+                gradient, ratio, left = self._gradient(block, work, update, method.squares_penalty)
+            step = Step(work.n, s_star, self.ok, damping, ratio, left)
+            P = method.direction(block, state, gradient, step)
+
+            def preconditioned(block: Block = block, given: Tensor | Rows = gradient) -> Tensor:
+                return given if isinstance(given, Tensor) else self._gradient(block, work, update, False)[0]
+
+            results.append(Direction(block, block.unstack(P), preconditioned))
         return results
 
+    def finish(self, update: Update) -> None:
+        """The step is done: count it, turn the bases that are due, and let go of what was captured."""
+        turning = [(b, k) for b in self._index if (k := self._iterations(b)) and "S_A" in self.state[b.key]]
+        self.drop()
+        self.applied_steps += 1
+        for block, iterations in turning:
+            self._turn_eigenbasis(block, float(update.damping_of(block)), iterations)
+
     def _check_gradients(self, live: list[nn.Parameter]) -> None:
-        names = {p: name for b in self.blocks for p, name in zip(b.parameters.values(), b.parameter_names.values(),
-                                                                strict=True)}  # fmt: skip
         for p in live:
-            assert p.grad is not None
-            options.gradient(names.get(p, "?"), p.grad)
+            if p.grad is not None and p.grad.layout != torch.strided:
+                name = next((name for name, q in self.model.named_parameters() if q is p), "?")
+                options.gradient(name, p.grad)
 
     def _check_captured(self) -> None:
         """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
@@ -389,7 +548,14 @@ class Engine:
     def _compute_eigenbasis(self, block: Block, state: State, damping: float) -> None:
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors."""
         A, B = self.factors(block)
+        state.pop("strayed", None)
         self.method.refresh(block, state, A, B, damping, self.refresher)
+
+    @torch.no_grad()
+    def _turn_eigenbasis(self, block: Block, damping: float, iterations: int) -> None:
+        """ComputeEigenBasis off the critical path: from the basis in use, for the steps that follow."""
+        A, B = self.factors(block)
+        self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, iterations)
 
     def factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """A and B as they stand."""
@@ -416,24 +582,58 @@ class Engine:
         s_star = sums.scaling * as_scalar(self._delta_square(n), sums.scaling)
         return self._masked(s_star)
 
+    def _rows(self, block: Block, work: Work, update: Update) -> Rows | None:
+        """The captured h and delta in place of ``.grad``, where it is certain that ``.grad`` is their product.
+
+        Projecting N rows costs N (in^2 + out^2 + in out), projecting their product in out (in + out). Nobody may have
+        touched ``.grad``, it must come from this one backward pass, and it must have the rows' fingerprint u^T G v.
+        """
+        kept = self.stash.get(block)
+        if kept is None or len(kept) > 1 or not self._may_use_rows(block) or not self.watch.single_pass:
+            return None
+        parameters = list(block.parameters.values())
+        if any(p in work.rescaled or p.grad is None or update.maximize_of(p) or update.l2_of(p) for p in parameters):
+            return None
+        (call,), n = kept[0]
+        h, delta = call.layer.positions(call.x.to(block.dtype), call.d.to(block.dtype), n)
+        rows = Rows(h.flatten(0, 1).transpose(0, 1), delta.flatten(0, 1).transpose(0, 1))
+        return rows if self._fingerprints_agree(block, rows) else None
+
+    def _fingerprints_agree(self, block: Block, rows: Rows) -> bool:
+        u, v = self._probe_vectors(block)
+        found = sum(
+            torch.einsum("go,goc,gc->", u, self._grad_view(block, role), v[..., columns])
+            for role, columns in self._columns(block)
+        )
+        products = torch.einsum("gmo,go->gm", rows.delta, u) * torch.einsum("gmc,gc->gm", rows.h, v)
+        bound = 1e3 * torch.finfo(block.dtype).eps * products.abs().sum()
+        return bool((found - products.sum()).abs() <= bound)
+
+    def _columns(self, block: Block) -> list[tuple[str, slice]]:
+        width = block.shape.columns - ("bias" in block.parameters)
+        places = {"weight": slice(0, width), "bias": slice(width, width + 1)}
+        return [(role, places[role]) for role in block.parameters]
+
+    def _grad_view(self, block: Block, role: str) -> Tensor:
+        grad = block.parameters[role].grad
+        assert grad is not None
+        return grad.to(block.dtype).reshape(1, block.shape.out, -1)
+
     def _gradient(
-        self,
-        block: Block,
-        n: float | Tensor,
-        rescaled: dict[nn.Parameter, Tensor],
-        l2_of: Callable[[nn.Parameter], float],
-        maximize_of: Callable[[nn.Parameter], bool],
+        self, block: Block, work: Work, update: Update, squares_penalty: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
 
         The first is ``.grad`` as it stands (divided by N under a sum loss), with L2 penalty and sign. If it was
         rescaled as a whole, the second is the factor that undoes it; if it differs in other ways, the third is the
-        gradient as backward left it. The scaling is fed with that, so that clipping never enlarges an update.
+        gradient as backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's
+        own rules square the penalty too (``squares_penalty``).
         """
+        rescaled, l2_of, maximize_of = work.rescaled, update.l2_of, update.maximize_of
         parameters = list(block.parameters.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype) for p in parameters]
         if self.settings.loss_reduction == "sum":
-            gradients = [g * as_scalar(world_size() / n, g) for g in gradients]
+            gradients = [g * as_scalar(world_size() / work.n, g) for g in gradients]
         G = block.stack(gradients)
         ratio = left = None
         if len(parameters) == 1 and parameters[0] in rescaled:
@@ -441,10 +641,12 @@ class Engine:
         elif any(p in rescaled for p in parameters):
             left = block.stack(g * rescaled.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True))
         if any(maximize_of(p) or l2_of(p) for p in parameters):
-            left, ratio = left if left is not None else G if ratio is None else G * ratio, None
-            G = block.stack(
-                (-g if maximize_of(p) else g) + l2_of(p) * p for p, g in zip(parameters, gradients, strict=True)
-            )
+            whole = left if left is not None else G if ratio is None else G * ratio
+            penalty = block.stack(l2_of(p) * p.to(block.dtype) for p in parameters)
+            sign = block.stack(torch.full_like(g, -1.0 if maximize_of(p) else 1.0)
+                               for p, g in zip(parameters, gradients, strict=True))  # fmt: skip
+            G = sign * G + penalty
+            left, ratio = (sign * whole + penalty if squares_penalty else whole), None
         ratio = None if ratio is None else self._masked(ratio)
         return self._masked(G), ratio, None if left is None else self._masked(left)
 
@@ -476,12 +678,15 @@ class Engine:
 
     def _probe_vectors(self, block: Block) -> tuple[Tensor, Tensor]:
         """Two fixed random vectors u, v; u^T G v is a fingerprint of the gradient."""
+        if block in self._probes:
+            return self._probes[block]
         generator = torch.Generator().manual_seed(0)
         s = block.shape
         u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
         v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
         like = torch.empty(0, dtype=block.dtype, device=block.key.device)
-        return u.to(like), v.to(like)
+        self._probes[block] = (u.to(like), v.to(like))
+        return self._probes[block]
 
     def _check_probes(self) -> None:
         """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block."""

@@ -30,13 +30,15 @@ def _part(engine: Engine, block: Block) -> Part:
     state = engine.state.get(block.key, {})
     names = tuple(block.parameter_names.values())
     if not block.covered:
-        s = state["s"].reshape(-1).clone() if "s" in state else plain_basis(block, 0.0).kronecker().reshape(-1)
+        s = plain_basis(block, 0.0).kronecker() if "s" not in state else engine.elementwise.rule.second_moment(state)
+        s = s.reshape(-1).clone()
         return DiagonalPart(block.name, names, s)
     if isinstance(engine.method, EigenMethod) and "S_A" in state:
         basis = engine.method.basis(block, state)
         assert basis is not None
+        s = engine.method.rule.second_moment(state).clone()
         clones = [None if t is None else t.clone() for t in (basis.U_A, basis.U_B, basis.S_A, basis.S_B)]
-        return EigenPart(block.name, names, Basis(block.shape, *clones), state["s"].clone(), order_of(block))  # type: ignore[arg-type]
+        return EigenPart(block.name, names, Basis(block.shape, *clones), s, order_of(block))  # type: ignore[arg-type]
     if "A" not in state:  # no gradient has reached this layer
         basis = plain_basis(block, 0.0)
     else:
@@ -79,6 +81,7 @@ def seed(engine: Engine, operator: Curvature) -> None:
             f"the operator has blocks that are not trained here: {', '.join(p.name for p in given.values())}"
         )
     engine.drop()
+    engine.generation += 1
     for block, part in matched:
         _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))
 
@@ -99,10 +102,11 @@ def _seed_block(engine: Engine, block: Block, part: Part, weight: float) -> None
     if not isinstance(method, EigenMethod):
         return  # KFAC inverts the factors at its next step
     b = part.basis
-    state.update(U_A=b.U_A, U_B=b.U_B, S_A=b.S_A, S_B=b.S_B, failed_refreshes=0)
+    parts = {"U_A": b.U_A, "U_B": b.U_B, "S_A": b.S_A, "S_B": b.S_B}
+    state.update({name: None if t is None else t.clone() for name, t in parts.items()}, failed_refreshes=0)
     method.rule.start(state, b.kronecker() if method.rule.follows_factors else part.s.clone())
-    if "observed" in state:
-        state["observed"] = 1  # so that the seed counts as one step's s*, and is averaged with the next
+    if method.needs_examples:
+        state["count"].fill_(1)  # so that the seed counts as one step's s*, and is averaged with the next
 
 
 def _layout(engine: Engine) -> Layout:

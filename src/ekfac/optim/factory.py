@@ -12,10 +12,16 @@ from ekfac.optim.damping import DAMPING_MODES
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.engine import Engine
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.rules import RULES, Elementwise, State
+from ekfac.optim.rules import RULES, Running, State
 
 #: Decay of s where nothing else is said; "per_example" takes every batch afresh, as Algorithm 1 does.
 SCALING_DECAY = 0.95
+DECAYS = {"anchored": 0.98, "per_example": 0.0}
+#: Rules whose s restarts at S_B x S_A in a new basis unless something else is asked for: N g^2 overshoots while all
+#: examples pull the same way, and measured, both are far better off forgetting it.
+RESTARTED = ("anchored", "running")
+#: Torch's rules, which start at zero and correct for that: a restart has no meaning there.
+TORCH_RULES = ("adam", "rmsprop", "adagrad")
 
 
 def check_model(model: Any) -> None:
@@ -38,30 +44,37 @@ def build_engine(
     arguments: dict[str, Any],
 ) -> Engine:
     """Check :class:`CurvatureArguments` and build the engine with its rule."""
-    settings = EngineOptions.from_arguments(
-        who, arguments, also=("scaling", "damping_mode", "scaling_decay", "on_refresh")
-    )
-    scaling = arguments.get("scaling", "running")
+    own = ("scaling", "damping_mode", "scaling_decay", "on_refresh", "betas", "alpha", "eps")
+    settings = EngineOptions.from_arguments(who, arguments, also=own)
+    scaling = arguments.get("scaling", "anchored")
     options.one_of("scaling", scaling, RULES)
-    mode = arguments.get("damping_mode", "plain")
+    mode = arguments.get("damping_mode", "relative")
     options.one_of("damping_mode", mode, DAMPING_MODES)
     on_refresh = arguments.get("on_refresh")
     if on_refresh is None:
-        # N g^2 overshoots while all examples pull the same way: measured, EKFAC-ra is far better off forgetting it.
-        on_refresh = "carry" if scaling == "per_example" else "kronecker"
-    options.one_of("on_refresh", on_refresh, ("carry", "kronecker"))
+        on_refresh = "kronecker" if scaling in RESTARTED else "carry"
+    options.one_of("on_refresh", on_refresh, ("carry",) if scaling in TORCH_RULES else ("carry", "kronecker"))
     decay = arguments.get("scaling_decay")
     if decay is None:
-        decay = 0.0 if scaling == "per_example" else SCALING_DECAY
+        decay = DECAYS.get(scaling, SCALING_DECAY)
     options.number("scaling_decay", decay, least=0, below=1)
+    betas = arguments.get("betas", (0.9, 0.999))
+    options.decays("betas", betas)
+    alpha = arguments.get("alpha", 0.99)
+    options.number("alpha", alpha, least=0, below=1)
+    eps = arguments.get("eps")
+    if eps is None:
+        eps = 1e-10 if scaling == "adagrad" else 1e-8
+    options.number("eps", eps, above=0)
+    rule = RULES[scaling](alpha if scaling == "rmsprop" else decay, tuple(betas), eps)
     # N g^2 of a single batch is no scale to divide by, so the diagonal method always averages.
-    elementwise = Elementwise(decay if scaling == "running" else decay or SCALING_DECAY)
+    plain = rule if scaling in (*TORCH_RULES, "anchored", "running") else Running(decay or SCALING_DECAY)
     damp = DAMPING_MODES[mode]
     return Engine(
         model,
         parameters,
         settings,
-        EigenMethod(RULES[scaling](decay), damp, on_refresh),
-        EigenMethod(elementwise, damp, on_refresh),
+        EigenMethod(rule, damp, on_refresh),
+        EigenMethod(plain, damp, on_refresh),
         state,
     )

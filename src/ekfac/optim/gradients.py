@@ -19,6 +19,9 @@ class GradientWatch:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.enabled = True
+        #: Whether all gradients come from one backward pass, before which there were none.
+        self.single_pass = False
+        self.nothing_there = True
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         self._task = -1
         self._parameters: list[nn.Parameter] = []
@@ -47,6 +50,11 @@ class GradientWatch:
         """Drop what was noted."""
         self._left = {}
         self._task = -1
+        self.single_pass = False
+
+    def before_forward(self) -> None:
+        """A forward pass begins: note whether its backward pass will find gradients already there."""
+        self.nothing_there = all(p.grad is None for p in self._parameters)
 
     def _accumulated(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()
@@ -60,6 +68,7 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
+        self.single_pass, self.nothing_there = self.nothing_there, False
         live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         grads = [p.grad for p in live if p.grad is not None]
         sizes = largest_magnitudes(grads)

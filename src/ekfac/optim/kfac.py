@@ -15,13 +15,13 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.optim import options
 from ekfac.optim.damping import plain
-from ekfac.optim.eigen import EigenMethod, Step
+from ekfac.optim.eigen import EigenMethod, Rows, Step
 from ekfac.optim.ekfac import EKFAC, Groups
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import SCALING_DECAY
 from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
 from ekfac.optim.refresh import PATIENCE, Refresher
-from ekfac.optim.rules import Elementwise, State
+from ekfac.optim.rules import Running, State, put
 
 
 class InverseMethod:
@@ -32,6 +32,8 @@ class InverseMethod:
     """
 
     needs_examples = False
+    squares_penalty = False
+    damping_is_free = False
 
     def __init__(self, pi_correction: bool) -> None:
         self.pi_correction = pi_correction
@@ -46,47 +48,59 @@ class InverseMethod:
         state["S_A"], state["S_B"] = A, B
         self._invert(block, state, damping, refresher)
 
-    def _invert(self, block: Block, state: State, damping: float, refresher: Refresher | None = None) -> None:
+    def turn(
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher, iterations: int
+    ) -> None:
+        """Invert without waiting to hear whether it worked: where it did not, the old inverse stays."""
+        put(state, "S_A", A)
+        put(state, "S_B", B)
+        self._invert(block, state, damping, refresher, wait=False)
+
+    def _invert(
+        self, block: Block, state: State, damping: float, refresher: Refresher | None = None, wait: bool = True
+    ) -> None:
         started = time.perf_counter()
         A, B = state["S_A"], state["S_B"]
         pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))
         root = math.sqrt(damping)
         with factors.full_precision(A.device):
-            inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"))
-            inverse_B, good_B = damped_inverse(B, root / pi, state.get("inverse_B"))
+            inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"), wait)
+            inverse_B, good_B = damped_inverse(B, root / pi, state.get("inverse_B"), wait)
             if block.shape.extra:
-                state["inverse_extra"] = self._inverse_of_bias(block, state, B, root)
+                put(state, "inverse_extra", self._inverse_of_bias(block, state, B, root, wait))
         failures = 0 if good_A and good_B else state.get("failed_refreshes", 0) + 1
         if failures >= PATIENCE:
             raise RuntimeError(
                 f"layer '{block.name}': no inverse of its factors in {failures} refreshes in a row. "
                 "Its activations or gradients are likely not finite: lower lr, raise damping, or exclude the layer"
             )
-        state.update(
-            inverse_A=inverse_A,
-            inverse_B=inverse_B,
-            inverted_at=damping,
-            failed_refreshes=failures,
-        )
+        put(state, "inverse_A", inverse_A)
+        put(state, "inverse_B", inverse_B)
+        state.update(inverted_at=damping, failed_refreshes=failures)
         if refresher is not None:
             refresher.refreshes += 1
             refresher.seconds += time.perf_counter() - started
             if failures:
                 refresher.fallbacks["kept"] += 1
 
-    def _inverse_of_bias(self, block: Block, state: State, B: Tensor, root: float) -> Tensor:
+    def _inverse_of_bias(self, block: Block, state: State, B: Tensor, root: float, wait: bool) -> Tensor:
         """SUA's bias is a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
         pi = pi_of(B.new_ones(len(B), 1), B) if self.pi_correction else B.new_ones(len(B))
         columns = (slice(None), None) if block.diagonal_B else (slice(None), None, None)
         previous = state.get("inverse_extra")
-        inverse, good = damped_inverse(B, root / pi, None)
-        return inverse / (1 + pi * root)[columns] if good or previous is None else previous
+        shrink = (1 + pi * root)[columns]
+        inverse, good = damped_inverse(B, root / pi, None if previous is None else previous * shrink, wait)
+        return inverse / shrink if good or previous is None else previous
 
-    def direction(self, block: Block, state: State, gradient: Tensor, step: Step) -> Tensor:
+    def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
         """The two products; a change of damping re-inverts first."""
         if state["inverted_at"] != step.damping:
-            self._invert(block, state, step.damping)
+            self._invert(block, state, float(step.damping))
         A, B, shape = state["inverse_A"], state["inverse_B"], block.shape
+        if isinstance(gradient, Rows):
+            delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B
+            h: Tensor = gradient.h * A[:, None, :] if block.diagonal_A else gradient.h @ A
+            return delta.mT @ h
         X = gradient * B[:, :, None] if block.diagonal_B else rotate_rows(gradient, B)
         if block.diagonal_A:
             columns = A.repeat(1, shape.taps)
@@ -100,9 +114,6 @@ class InverseMethod:
             X = torch.cat([X[..., :-1], bias * E[:, :, None] if block.diagonal_B else rotate_rows(bias, E)], -1)
         return X
 
-    def undo(self, state: State) -> None:
-        """Nothing is counted."""
-
 
 def pi_of(A: Tensor, B: Tensor) -> Tensor:
     """sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite.
@@ -114,15 +125,21 @@ def pi_of(A: Tensor, B: Tensor) -> Tensor:
     return torch.where(torch.isfinite(pi) & (pi > 0), pi, 1.0)
 
 
-def damped_inverse(matrix: Tensor, damping: Tensor, previous: Tensor | None) -> tuple[Tensor, bool]:
+def damped_inverse(matrix: Tensor, damping: Tensor, previous: Tensor | None, wait: bool = True) -> tuple[Tensor, bool]:
     """(M + damping I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the previous one.
 
-    A side that is kept diagonal (``[G, D]``) is inverted entry by entry.
+    A side that is kept diagonal (``[G, D]``) is inverted entry by entry. With ``wait=False`` there is one attempt, the
+    device alone decides between it and the previous inverse, and the host takes it to be good.
     """
     if matrix.dim() == 2:
         return 1 / (matrix + damping[:, None]), True
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     damped = (matrix + matrix.mT) / 2 + damping[:, None, None] * eye
+    if not wait and previous is not None:
+        factor, info = torch.linalg.cholesky_ex(damped)
+        inverse = torch.cholesky_inverse(factor)
+        good = (info == 0).all() & torch.isfinite(inverse).all()
+        return torch.where(good, inverse, previous), True
     for attempt in (damped, damped.double()):
         factor, info = torch.linalg.cholesky_ex(attempt)
         inverse = torch.cholesky_inverse(factor)
@@ -181,12 +198,12 @@ class KFAC(EKFAC):
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
-        self._build(model, params, update, kl_clip, {"pi_correction": pi_correction, **arguments})
+        self._build(model, params, update, kl_clip, None, {"pi_correction": pi_correction, **arguments})
 
     def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
         settings = EngineOptions.from_arguments("KFAC", arguments, also=("pi_correction",))
         if settings.basis != "kronecker":
             raise TypeError("KFAC has no argument 'basis': its inverse form has no basis")
-        elementwise = EigenMethod(Elementwise(SCALING_DECAY), plain, "carry")
+        elementwise = EigenMethod(Running(SCALING_DECAY), plain, "carry")
         method = InverseMethod(arguments["pi_correction"])
         return Engine(model, self._all_parameters(), settings, method, elementwise, self.state)

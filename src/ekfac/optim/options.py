@@ -69,6 +69,14 @@ def damping(name: str, value: Any, step: int = 0) -> float:
     return float(value)
 
 
+def decays(name: str, value: Any) -> None:
+    """Two numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
+    for item in value:
+        number(name, item, least=0, below=1)
+
+
 def patterns(name: str, value: Any) -> list[str]:
     """A name or pattern, or a sequence of them."""
     items = [value] if isinstance(value, str) else list(value)
@@ -91,8 +99,12 @@ class CaptureArguments(TypedDict, total=False):
     """Arguments that EKFAC, KFAC and Preconditioner share: what is captured, and when bases are renewed.
 
     Attributes:
-        refresh_every: Renew the bases (inverses) every so many applied steps. Default 50.
+        refresh_every: Renew the bases (inverses) every so many applied steps. Default 20.
+        deterministic: Solve in full for all bases (inverses) within every ``refresh_every``-th step, as Algorithm 1 has
+            it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
+            basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
+        factor_every: Take A and B from every so many steps' batches. Default ``refresh_every // 10``, at least 1.
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
         sua: Take the taps of a convolution as uncorrelated. Default False.
         loss_reduction: "mean" (default) or "sum", over examples.
@@ -103,11 +115,14 @@ class CaptureArguments(TypedDict, total=False):
         max_factor_dim: A side wider than this is kept diagonal. Default None, no limit.
         memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
             what was captured and the sums themselves. One example at a time is the least. Default 256 MiB.
+        cuda_graphs: Capture repeated steps in CUDA graphs (one a batch size). Default True.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
     """
 
     refresh_every: int
+    deterministic: bool
     factor_decay: float
+    factor_every: int | None
     sharing: str
     sua: bool
     loss_reduction: str
@@ -117,6 +132,7 @@ class CaptureArguments(TypedDict, total=False):
     unsupported: str
     max_factor_dim: int | None
     memory_limit: int
+    cuda_graphs: bool
     grad_scaler: torch.amp.GradScaler | None
 
 
@@ -124,27 +140,50 @@ class CurvatureArguments(CaptureArguments, total=False):
     """Arguments that EKFAC and Preconditioner share besides those of :class:`CaptureArguments`.
 
     Attributes:
-        scaling: "running" (EKFAC-ra, default), "per_example" (EKFAC) or "kronecker" (KFAC in its eigenbasis).
-        damping_mode: "plain" (default), "factored" (the paper's appendix) or "relative" (to the layer's mean s).
-        scaling_decay: Weight of the past in s. Default 0.95, and 0 for "per_example".
-        on_refresh: "kronecker" restarts s at S_B x S_A in a new basis (default), "carry" takes it there (default for
-            "per_example").
+        scaling: "anchored" (default), "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
+            its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; see :mod:`ekfac.optim.rules`.
+        damping_mode: "relative" (to the layer's mean s, default), "plain" or "factored" (the paper's appendix). Torch's
+            rules know no damping, only ``eps``.
+        scaling_decay: Weight of the past in s. Default 0.98 for "anchored", 0.95 for "running", 0 for "per_example".
+        betas: Decays of "adam", by default (0.9, 0.999); the first is also that of "anchored".
+        alpha: Decay of "rmsprop". Default 0.99.
+        eps: What "adam", "rmsprop" (1e-8) and "adagrad" (1e-10) add to the square root.
+        on_refresh: "kronecker" restarts s at S_B x S_A in a new basis (default of "anchored" and "running"), "carry"
+            takes it there (default of the others).
         basis: "kronecker" (default), or "identity" for the plain diagonal method.
     """
 
     scaling: str
     damping_mode: str
     scaling_decay: float | None
+    betas: tuple[float, float]
+    alpha: float
+    eps: float | None
     on_refresh: str | None
     basis: str
+
+
+#: What the paper does, where it differs from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
+PAPER: dict[str, Any] = {
+    "scaling": "running",
+    "lr": 0.01,
+    "damping": 1e-3,
+    "damping_mode": "plain",
+    "refresh_every": 50,
+    "factor_every": 1,
+    "deterministic": True,
+    "anneal": None,
+}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """The checked form of :class:`CaptureArguments`, with its defaults."""
 
-    refresh_every: int = 50
+    refresh_every: int = 20
+    deterministic: bool = False
     factor_decay: float = 0.95
+    factor_every: int | None = None
     sharing: str = "expand"
     sua: bool = False
     basis: str = "kronecker"
@@ -155,11 +194,16 @@ class EngineOptions:
     unsupported: str = "diagonal"
     max_factor_dim: int | None = None
     memory_limit: int = 2**28
+    cuda_graphs: bool = True
     grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
         integer("refresh_every", self.refresh_every, least=1)
+        flag("deterministic", self.deterministic)
+        flag("cuda_graphs", self.cuda_graphs)
         number("factor_decay", self.factor_decay, least=0, below=1)
+        if self.factor_every is not None:
+            integer("factor_every", self.factor_every, least=1)
         one_of("sharing", self.sharing, ("expand", "reduce"))
         flag("sua", self.sua)
         one_of("basis", self.basis, ("kronecker", "identity"))
@@ -176,6 +220,11 @@ class EngineOptions:
         object.__setattr__(self, "exclude", patterns("exclude", self.exclude))
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
             raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+
+    @property
+    def factor_interval(self) -> int:
+        """Take A and B from every so many steps' batches."""
+        return self.factor_every or max(1, self.refresh_every // 10)
 
     @classmethod
     def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:

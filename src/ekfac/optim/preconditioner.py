@@ -13,6 +13,7 @@ from typing_extensions import Self, Unpack
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
+from ekfac.optim.engine import Update
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.rules import State
@@ -62,7 +63,8 @@ class Preconditioner:
             leaves the parameters alone; on a GPU they are set to zero, as the host does not wait to know.
         """
         epsilon = options.damping("damping", self.damping, self.engine.applied_steps)
-        directions = self.engine.directions(lambda block: epsilon)
+        update = Update(lambda block: epsilon)
+        directions = self.engine.directions(update)
         if directions is None:
             for p in self.engine.parameters:
                 p.grad = None
@@ -71,6 +73,8 @@ class Preconditioner:
             for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
                 if p.grad is not None:
                     p.grad.copy_(step)
+        if directions:
+            self.engine.finish(update)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,42 +1,68 @@
-"""When a basis is renewed, and what is done when the solver fails."""
+"""When a basis is renewed, how, and what is done when the solver fails."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.eigenbasis import Basis, eigh_with_fallback, off_diagonal_residual
+from ekfac.curvature.eigenbasis import Basis, eigh_with_fallback, off_diagonal_residual, orthogonal_iteration
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
+#: A warm refresh that leaves more than this of the factor off the diagonal is followed by a full solve.
+TOLERANCE = 0.5
+#: The first bases are out of date at once: all are renewed after these steps too, by several iterations.
+EARLY = (1, 2, 4, 8, 16, 32)
+EARLY_ITERATIONS = 3
 
 
-class EveryN:
-    """Renew every basis at the first step and then every n applied steps."""
+@dataclass(frozen=True)
+class Schedule:
+    """When each block's basis is renewed; every one is solved for in full at its first step.
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    Attributes:
+        every: The interval, in applied steps.
+        deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
+            is renewed once in an interval by orthogonal iteration, after a step, the blocks one after another, so that
+            no step pays for all; and all of them after the steps ``EARLY``.
+    """
 
-    def due(self, applied_steps: int) -> bool:
-        """Whether the step after this many applied ones renews the bases."""
-        return applied_steps % self.n == 0
+    every: int
+    deterministic: bool
+
+    def solve(self, applied: int) -> bool:
+        """Whether the step after this many applied ones begins with a full solve of all bases."""
+        return self.deterministic and applied % self.every == 0
+
+    def iterations(self, applied: int, index: int, blocks: int) -> int:
+        """How many iterations the basis of block ``index`` gets when this many steps have been applied."""
+        if self.deterministic:
+            return 0
+        if applied < self.every and applied in EARLY:
+            return EARLY_ITERATIONS
+        return int((applied + index * self.every // max(1, blocks)) % self.every == 0)
 
 
 class Refresher:
-    """Solves for bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several."""
+    """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several."""
 
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()
         self.refreshes = 0
+        self.warm_refreshes = 0
         self.seconds = 0.0
         self.drift: Tensor | None = None
         self._warned: set[str] = set()
+        self._pending: list[tuple[Block, Tensor, torch.cuda.Event | None]] = []
+
+    # --- in full ----------------------------------------------------------------------------------------------------
 
     def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
         """U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
@@ -60,8 +86,7 @@ class Refresher:
         if diagonal:
             return None, matrix.clamp(min=0), False
         if old is not None:
-            drift = off_diagonal_residual(matrix, old).max()
-            self.drift = drift if self.drift is None else torch.maximum(self.drift.to(drift), drift)
+            self._drifted(off_diagonal_residual(matrix, old).max())
         solved = eigh_with_fallback(matrix, old)
         if solved.rung != "plain":
             self.fallbacks[solved.rung] += 1
@@ -74,3 +99,63 @@ class Refresher:
                     stacklevel=2,
                 )
         return solved.U, solved.values, solved.rung == "kept"
+
+    def _drifted(self, residual: Tensor) -> None:
+        self.drift = residual if self.drift is None else torch.maximum(self.drift.to(residual), residual)
+
+    # --- warm -------------------------------------------------------------------------------------------------------
+
+    def turn(self, block: Block, A: Tensor, B: Tensor, old: Basis, iterations: int) -> Basis:
+        """The basis in use, turned towards the factors' own by orthogonal iteration; nothing waits for the device."""
+        started = time.perf_counter()
+        residuals = []
+        sides: list[tuple[Tensor | None, Tensor]] = []
+        with factors.full_precision(A.device):
+            for matrix, U in ((A, old.U_A), (B, old.U_B)):
+                if U is None:
+                    sides.append((None, matrix.clamp(min=0)))
+                    continue
+                warm = orthogonal_iteration(matrix, U, iterations)
+                sides.append((warm.U, warm.values))
+                residuals.append(torch.where(warm.good, warm.residual, torch.inf))
+        if residuals:
+            self._note(block, torch.stack(residuals).max())
+        self.warm_refreshes += 1
+        self.seconds += time.perf_counter() - started
+        (U_A, S_A), (U_B, S_B) = sides
+        return Basis(block.shape, U_A, U_B, S_A, S_B)
+
+    def _note(self, block: Block, residual: Tensor) -> None:
+        """Have the host read a residual when it is there."""
+        finite = torch.where(torch.isfinite(residual), residual, torch.zeros_like(residual))
+        self._drifted(finite)
+        if residual.device.type != "cuda":
+            self._pending.append((block, residual, None))
+            return
+        answer = torch.empty((), dtype=residual.dtype, pin_memory=True)
+        answer.copy_(residual, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((block, answer, event))
+
+    def strayed(self, wait: bool = False) -> list[Block]:
+        """Blocks whose last warm refresh has turned out not to have brought the basis near the factors' own.
+
+        Args:
+            wait: Wait for answers that are not there yet, so that all processes hear them at the same step.
+        """
+        waiting: list[tuple[Block, Tensor, torch.cuda.Event | None]] = []
+        found = []
+        for block, residual, event in self._pending:
+            if event is not None and wait:
+                event.synchronize()
+            if event is not None and not event.query():
+                waiting.append((block, residual, event))
+            elif not float(residual) <= TOLERANCE:
+                found.append(block)
+        self._pending = waiting
+        return found
+
+    def forget(self) -> None:
+        """Drop answers that the host has not read."""
+        self._pending = []

@@ -4,7 +4,8 @@ A rule keeps its tensors in the block's state, under ``s`` and names of its own.
 the step loop does not know which one is in use. A new rule is one class here and one line in ``RULES``.
 
 Every method takes ``ok``: None where the step is known to be good, or a 0-dim tensor that is 0 on the device when the
-gradient was not finite; then nothing may change, without the host ever looking.
+gradient was not finite; then nothing may change, without the host ever looking. State is changed in place, and counts
+live on the device too, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,45 +18,87 @@ import torch
 from torch import Tensor
 
 State = dict[str, Any]
+Damped = Callable[[Tensor], Tensor]
 
 
-def blend(target: Tensor, value: Tensor, weight: float, ok: Tensor | None) -> None:
+def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | None) -> None:
     """target <- (1 - weight) target + weight value, in place; untouched where ``ok`` is 0."""
-    target.lerp_(value, weight if ok is None else (ok * weight).to(target))
+    if ok is not None:
+        weight = ok * weight
+    target.lerp_(value, weight.to(target) if isinstance(weight, Tensor) else weight)
+
+
+def bounded(square: Tensor) -> Tensor:
+    """A second moment, in place, kept from overflowing: infinity would never fade from a running average."""
+    return square.clamp_(max=torch.finfo(square.dtype).max ** 0.75)
+
+
+def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
+    """N g^2."""
+    return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
 class Rule(ABC):
     """One way to turn the projected gradient into a direction.
 
     Args:
-        decay: Weight of the past in running averages.
+        decay: Weight of the past in running averages of second moments.
+        betas: Adam's two decays.
+        eps: What torch's rules add to the square root.
     """
 
     #: Whether the rule needs s* of this step's examples.
     needs_examples: ClassVar[bool] = False
     #: Whether s is S_B x S_A by definition, so that a new basis always brings a new s.
     follows_factors: ClassVar[bool] = False
+    #: Whether an L2 penalty counts as part of the gradient whose square is taken, as in torch's own optimizers.
+    squares_penalty: ClassVar[bool] = False
     #: Names of means that live in the basis and turn with it.
     moments: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float = 0.95, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.decay = decay
+        self.beta1, self.beta2 = betas
+        self.eps = eps
 
     def start(self, state: State, kronecker: Tensor) -> None:
         """Begin in a new basis with the eigenvalues S_B x S_A that came with it."""
-        state["s"] = kronecker
+        put(state, "s", bounded(kronecker))
+
+    def begin(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None) -> None:
+        """Begin without a basis, at the first gradient of a parameter that no layer covers."""
+        state["s"] = torch.zeros_like(g)
+        blend(state["s"], squared(g, n), 1.0, ok)
 
     @abstractmethod
     def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         """Take in the gradient as backward left it, over n examples, and s* where the rule needs it."""
 
-    def direction(self, state: State, g: Tensor, damp: Callable[[Tensor], Tensor]) -> Tensor:
+    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
         """g / damped s."""
-        return g / damp(state["s"])
+        return g / damped(state["s"])
 
-    def undo(self, state: State) -> None:
-        """Take back what the host counted in a step that turned out to have changed nothing."""
-        return
+    def second_moment(self, state: State) -> Tensor:
+        """s in the units of the Fisher matrix."""
+        s: Tensor = state["s"]
+        return s
+
+
+def put(state: State, name: str, value: Tensor) -> None:
+    """Write a tensor into a block's state, over the one that is there: a captured step holds on to its address."""
+    there = state.get(name)
+    if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
+        there.copy_(value)
+    else:
+        state[name] = value
+
+
+def counted(state: State, like: Tensor, ok: Tensor | None) -> Tensor:
+    """Count a step on the device; returns how many have been counted."""
+    if "count" not in state:
+        state["count"] = torch.zeros((), dtype=torch.float64, device=like.device)
+    count: Tensor = state["count"]
+    return count.add_(1.0 if ok is None else ok)
 
 
 class PerExample(Rule):
@@ -64,30 +107,22 @@ class PerExample(Rule):
     needs_examples = True
 
     def start(self, state: State, kronecker: Tensor) -> None:
-        state["s"] = kronecker
-        state["observed"] = 0
+        super().start(state, kronecker)
+        state["count"] = torch.zeros((), dtype=torch.float64, device=kronecker.device)
 
     def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         if s_star is None:
             return
         # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
-        state["observed"] += 1
-        weight = (1 - self.decay) / (1 - self.decay ** state["observed"])
-        blend(state["s"], s_star, weight, ok)
-
-    def undo(self, state: State) -> None:
-        state["observed"] = max(0, state.get("observed", 0) - 1)
+        weight = (1 - self.decay) / (1 - self.decay ** counted(state, s_star, ok)).clamp(min=1 - self.decay)
+        blend(state["s"], bounded(s_star), weight if self.decay else 1.0, ok)
 
 
 class Running(Rule):
     """EKFAC-ra: starts at S_B x S_A, then s <- rho s + (1 - rho) N g^2."""
 
     def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        s = state["s"]
-        if ok is None and isinstance(n, float):
-            s.mul_(self.decay).addcmul_(g, g, value=(1 - self.decay) * n)
-        else:
-            blend(s, g.square() * n, 1 - self.decay, ok)
+        blend(state["s"], squared(g, n), 1 - self.decay, ok)
 
 
 class Kronecker(Rule):
@@ -99,15 +134,88 @@ class Kronecker(Rule):
         """Nothing to learn between refreshes."""
 
 
-class Elementwise(Running):
-    """Parameters without a Kronecker block: :class:`Running` in the identity basis, started at the first N g^2."""
+class Anchored(Running):
+    """Adam's step with EKFAC-ra's second moment, anchored at KFAC's eigenvalues at every refresh.
+
+    s as in :class:`Running`; m <- beta_1 m + (1 - beta_1) g; the direction is m / sqrt(s / N), which has the size of
+    Adam's, with the bias of m corrected.
+    """
+
+    moments = ("m",)
+
+    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
+        mean = mean_gradient(state, g, self.beta1, counted(state, g, ok), ok)
+        return mean / damped(state["s"]).div_(n.to(g) if isinstance(n, Tensor) else n).sqrt_()
+
+
+def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:
+    """m <- beta m + (1 - beta) g, divided by 1 - beta^t."""
+    if "m" not in state:
+        state["m"] = torch.zeros_like(g)
+    blend(state["m"], g, 1 - beta, ok)
+    m: Tensor = state["m"]
+    return m / (1 - beta**count).clamp(min=1 - beta).to(g)
+
+
+class Adam(Rule):
+    """torch's Adam on the coordinates: m and v = s are averages of g and g^2, both corrected for their start at 0."""
+
+    squares_penalty = True
+    moments: ClassVar[tuple[str, ...]] = ("m",)
+
+    def start(self, state: State, kronecker: Tensor) -> None:
+        put(state, "s", torch.zeros_like(kronecker))
+
+    def begin(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None) -> None:
+        state["s"] = torch.zeros_like(g)
 
     def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        if "s" not in state:
-            state["s"] = torch.zeros_like(g)
-            blend(state["s"], g.square() * n, 1.0, ok)
-        else:
-            super().observe(state, g, n, s_star, ok)
+        state["examples"] = n
+        blend(state["s"], squared(g), 1 - self.beta2, ok)
+
+    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
+        count = counted(state, g, ok)
+        mean = mean_gradient(state, g, self.beta1, count, ok)
+        root = (1 - self.beta2**count).clamp(min=1 - self.beta2).sqrt().to(g)
+        v: Tensor = state["s"]
+        return mean / (v.sqrt() / root).add_(self.eps)
+
+    def second_moment(self, state: State) -> Tensor:
+        s: Tensor = state["s"] * state.get("examples", 1.0)
+        if "count" in state:
+            s = s / (1 - self.beta2 ** state["count"]).clamp(min=1 - self.beta2).to(s)
+        return s
 
 
-RULES: dict[str, type[Rule]] = {"per_example": PerExample, "running": Running, "kronecker": Kronecker}
+class RMSProp(Adam):
+    """torch's RMSprop on the coordinates: v = s <- alpha v + (1 - alpha) g^2, alpha being ``decay``."""
+
+    moments = ()
+
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
+        state["examples"] = n
+        blend(state["s"], squared(g), 1 - self.decay, ok)
+
+    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
+        v: Tensor = state["s"]
+        return g / v.sqrt().add_(self.eps)
+
+
+class Adagrad(RMSProp):
+    """torch's Adagrad on the coordinates: s is the sum of all g^2 so far."""
+
+    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
+        state["examples"] = n
+        state["s"].add_(squared(g) if ok is None else squared(g) * ok.to(g))
+        bounded(state["s"])
+
+
+RULES: dict[str, type[Rule]] = {
+    "anchored": Anchored,
+    "running": Running,
+    "per_example": PerExample,
+    "kronecker": Kronecker,
+    "adam": Adam,
+    "rmsprop": RMSProp,
+    "adagrad": Adagrad,
+}

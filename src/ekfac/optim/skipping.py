@@ -27,13 +27,21 @@ class Verdicts:
         if len(devices) != 1 or next(iter(devices)).type != "cuda" or at_once:
             found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
             return all(bool(torch.isfinite(s).all()) for s in found), None
-        ok = torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
+        ok = self.mask(sizes)
+        self.expect(ok)
+        return True, ok
+
+    def mask(self, sizes: list[Tensor]) -> Tensor:
+        """1 on the device if all is finite, else 0."""
+        return torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
+
+    def expect(self, ok: Tensor) -> None:
+        """Have the host read a mask one step later."""
         answer = torch.empty((), dtype=ok.dtype, pin_memory=True)
         answer.copy_(ok, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._pending = (answer, event)
-        return True, ok
 
     def settle(self) -> bool:
         """Whether the last step turned out to have been skipped; waits for its answer, which is long there."""

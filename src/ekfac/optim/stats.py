@@ -12,13 +12,14 @@ def engine_stats(engine: Engine) -> dict[str, float]:
     ``captured_bytes`` is the most that captured inputs and output gradients took at one time so far; a tensor that
     several layers read counts once. Autograd keeps most of these tensors for the backward pass anyway.
     """
-    engine.settle()
+    engine.settle(wait=True)
     refresher = engine.refresher
     stats = {
         "steps": float(engine.applied_steps),
         "skipped_steps": float(engine.skipped_steps),
         "captured_bytes": float(engine.capture.held.peak),
         "refreshes": float(refresher.refreshes),
+        "warm_refreshes": float(refresher.warm_refreshes),
         "refresh_seconds": refresher.seconds,
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
     }

@@ -1,0 +1,183 @@
+"""Whole optimizer steps as CUDA graphs.
+
+A step of a small network is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as
+the device runs them. The part that the device does is the same from step to step, so it is captured once and replayed:
+gradients and captured calls are copied to fixed places first, and numbers that change live in tensors.
+
+A step is captured when the same one has been run twice; one that differs in anything (a batch of another size, clipped
+gradients, a frozen layer, new options in a group) runs as it always does, and is captured in turn when it repeats.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers import Call
+from ekfac.optim.engine import Work
+
+if TYPE_CHECKING:
+    from ekfac.optim.ekfac import EKFAC
+
+#: A step is captured when it has been run this often.
+REPEATS = 2
+#: At most so many different steps are kept.
+LIMIT = 8
+
+
+@dataclass
+class Rates:
+    """Numbers of a step that change from step to step, by parameter group: floats, or tensors on the device."""
+
+    lr: list[float | Tensor]
+    damping: list[float | Tensor]
+
+
+@dataclass
+class CapturedStep:
+    """A graph, and the places that it reads from and answers to."""
+
+    graph: torch.cuda.CUDAGraph
+    gradients: list[Tensor]
+    calls: list[Tensor]
+    rates: Rates
+    ok: Tensor
+
+
+class StepGraphs:
+    """The captured steps of one optimizer."""
+
+    def __init__(self, optimizer: EKFAC) -> None:
+        self._optimizer = optimizer
+        self._seen: Counter[Hashable] = Counter()
+        self._captured: dict[Hashable, CapturedStep] = {}
+        self._generation = -1
+        self.replays = 0
+
+    def step(self) -> bool:
+        """Do the device's part of a step by replaying it; False where it has to be run."""
+        engine = self._optimizer.engine
+        if not engine.graphs_possible or engine.applied_steps < 1:
+            return False
+        engine.settle()
+        engine.capture.finish()
+        if not engine.is_plain_step():
+            return False
+        if engine.generation != self._generation:
+            self._seen.clear()
+            self._captured.clear()
+            self._generation = engine.generation
+        key = self._signature()
+        captured = self._captured.get(key)
+        if captured is None:
+            self._seen[key] += 1
+            if self._seen[key] <= REPEATS or len(self._captured) >= LIMIT:
+                return False
+            captured = self._capture()
+            if captured is None:
+                return False
+            self._captured[key] = captured
+        self._replay(captured)
+        return True
+
+    def _signature(self) -> Hashable:
+        """All that a captured step has built into it."""
+        opt = self._optimizer
+        engine = opt.engine
+        groups = []
+        for g in opt.param_groups:
+            lr = g["lr"].data_ptr() if isinstance(g["lr"], Tensor) and g["lr"].is_cuda else None
+            damping = None if engine.method.damping_is_free else g["damping"]
+            groups.append((lr, damping, g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"],
+                           g["maximize"], len(g["params"])))  # fmt: skip
+        calls = tuple(
+            (block.name, n, *((c.x.shape, c.x.dtype, c.x.stride(), c.d.shape, c.d.dtype, c.d.stride()) for c in calls))
+            for block, kept in engine.stash.items()
+            for calls, n in kept
+        )
+        places = tuple(p.data_ptr() for p in engine.parameters)
+        strides = tuple(p.grad.stride() for p in engine.parameters if p.grad is not None)
+        return (engine.capture.examples, tuple(groups), calls, places, strides, opt.kl_clip)
+
+    def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        engine = self._optimizer.engine
+        gradients = [p.grad for p in engine.parameters if p.grad is not None]
+        calls = [t for kept in engine.stash.values() for cs, _ in kept for c in cs for t in (c.x, c.d)]
+        return gradients, calls
+
+    @torch.no_grad()
+    def _capture(self) -> CapturedStep | None:
+        opt = self._optimizer
+        engine = opt.engine
+        gradients, calls = self._inputs()
+        places = [torch.empty_like(t) for t in gradients], [torch.empty_like(t) for t in calls]
+        device = engine.parameters[0].device
+        held: list[float | Tensor] = []
+        for value in (*opt._rates().lr, *opt._rates().damping):
+            held.append(torch.zeros((), dtype=torch.float64, device=device) if not _on_device(value) else value)
+        count = len(opt.param_groups)
+        damping = held[count:] if engine.method.damping_is_free else opt._rates().damping
+        rates = Rates(held[:count], damping)
+        work = Work(list(engine.parameters), float(engine.capture.examples), float(engine.capture.examples))
+        before = [p.grad for p in engine.parameters], engine.stash, engine.ok
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            _point(engine.parameters, places[0])
+            engine.stash = _with_places(engine.stash, places[1])
+            with torch.cuda.graph(graph):
+                engine.mask_on_device(work)
+                opt.compute(work, rates)
+            assert engine.ok is not None
+            return CapturedStep(graph, places[0], places[1], rates, engine.ok)
+        except RuntimeError as error:
+            warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
+                          stacklevel=2)  # fmt: skip
+            return None
+        finally:
+            _point(engine.parameters, before[0])
+            engine.stash, engine.ok = before[1], before[2]
+            engine.forget_sums()
+
+    @torch.no_grad()
+    def _replay(self, captured: CapturedStep) -> None:
+        opt = self._optimizer
+        gradients, calls = self._inputs()
+        torch._foreach_copy_(captured.gradients, gradients)
+        if calls:
+            torch._foreach_copy_(captured.calls, calls)
+        now = opt._rates()
+        for place, value in zip((*captured.rates.lr, *captured.rates.damping), (*now.lr, *now.damping), strict=True):
+            if isinstance(place, Tensor) and not _on_device(value):
+                place.fill_(float(value))
+        captured.graph.replay()
+        opt.engine.verdicts.expect(captured.ok)
+        self.replays += 1
+
+
+def _on_device(value: float | Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
+
+
+def _point(parameters: list[nn.Parameter], gradients: list[Tensor] | list[Tensor | None]) -> None:
+    """Let every ``.grad`` be another tensor."""
+    for p, grad in zip(parameters, gradients, strict=True):
+        p.grad = grad
+
+
+def _with_places(
+    stash: dict[Block, list[tuple[list[Call], int]]], places: list[Tensor]
+) -> dict[Block, list[tuple[list[Call], int]]]:
+    """The same calls with their tensors at fixed places."""
+    following = iter(places)
+    return {
+        block: [([Call(c.layer, next(following), next(following)) for c in calls], n) for calls, n in kept]
+        for block, kept in stash.items()
+    }

@@ -1,0 +1,88 @@
+"""Steps replayed from CUDA graphs are the steps that would have been run."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import ekfac
+
+pytestmark = pytest.mark.gpu
+
+RULES = ("anchored", "running", "per_example", "kronecker", "adam", "rmsprop", "adagrad")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.LayerNorm(20), nn.Linear(20, 5)).double().cuda()
+
+
+def batch(step: int, n: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(n, 12, generator=generator, dtype=torch.float64)
+    y = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return x.cuda(), y.cuda()
+
+
+def train(opt: torch.optim.Optimizer, model: nn.Module, steps: int, kind: str = "plain") -> list[Tensor]:
+    for t in range(steps):
+        opt.zero_grad()
+        x, y = batch(t, 32 if kind != "sizes" or t % 3 else 24)
+        if kind == "nan" and t in (7, 8, 15):
+            x[0, 0] = float("nan")
+        mse_loss(model(x), y).backward()
+        if kind == "clip" and t % 4 == 3:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if kind == "rates":
+            opt.param_groups[0]["lr"] = 1e-3 / (1 + t)
+            opt.param_groups[0]["damping"] = 1e-2 / (1 + t)
+        opt.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def both_ways(steps: int, kind: str, make, **options: object) -> int:
+    """Train with and without graphs; the weights must agree. Returns how many steps were replayed."""
+    model = network()
+    twin = copy.deepcopy(model)
+    opt = make(model, cuda_graphs=True, **options)
+    plain = make(twin, cuda_graphs=False, **options)
+    for p, q in zip(train(opt, model, steps, kind), train(plain, twin, steps, kind), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    assert opt.stats()["skipped_steps"] == plain.stats()["skipped_steps"]
+    assert opt.stats()["steps"] == plain.stats()["steps"]
+    return opt._graphs.replays
+
+
+@pytest.mark.parametrize("kind", ["plain", "nan", "clip", "rates", "sizes"])
+@pytest.mark.parametrize("rule", RULES)
+def test_replayed_steps_equal_those_that_are_run(rule: str, kind: str) -> None:
+    replays = both_ways(40, kind, ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, refresh_every=10)
+    assert replays >= 20, f"only {replays} of 40 steps were replayed"
+
+
+@pytest.mark.parametrize("options", [{"kl_clip": 1e-3}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1},
+                                     {"weight_decay": 0.1, "decoupled_weight_decay": False}])  # fmt: skip
+def test_replayed_updates(options: dict[str, object]) -> None:
+    assert both_ways(40, "plain", ekfac.EKFAC, lr=1e-3, **options) >= 20
+
+
+def test_replayed_kfac() -> None:
+    assert both_ways(40, "plain", ekfac.KFAC, lr=1e-3, damping=1e-2, refresh_every=10) >= 20
+
+
+def test_deterministic_schedule_is_replayed_too() -> None:
+    assert both_ways(40, "plain", ekfac.EKFAC, deterministic=True, refresh_every=10) >= 10
+
+
+def test_a_loaded_checkpoint_is_what_the_next_replay_uses() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    train(opt, model, 20)
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    first = train(opt, model, 10)
+    opt.load_state_dict(saved)
+    model.load_state_dict(weights)
+    for p, q in zip(first, train(opt, model, 10), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
