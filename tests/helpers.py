@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 
 from oracle import Loss, OracleEKFAC
+from paper import EKFAC, KFAC
 
 Batch = tuple[Tensor, Tensor]
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.paper import EKFAC
 from torch import Tensor, nn
 
 from allocations import allocated
@@ -19,6 +18,7 @@ from ekfac.curvature import scaling, statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers import Call
+from paper import EKFAC
 from zoo import GPT, token_loss
 
 MIB = 2**20

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.paper import EKFAC
 from torch import Tensor, nn
 
 from helpers import half_square, jittered, mean_loss, mlp
 from oracle import dense_fisher, find_layers, over_columns, per_example_gradients
+from paper import EKFAC
 
 
 @st.composite

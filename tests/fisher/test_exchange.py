@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ekfac import Curvature, fisher
 from fisher_cases import Mixed
+from paper import EKFAC, KFAC, Preconditioner
 
 DOUBLE = torch.float64
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
+from paper import EKFAC, KFAC, Preconditioner
 from zoo import PROBLEMS
 
 MODES = ("bf16 parameters", "autocast bf16", "autocast fp16 + scaler")

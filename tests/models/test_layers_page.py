@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC
 from torch import nn
 from torch.nn import functional as F
 
 from ekfac import summary
 from ekfac.curvature import blocks
+from paper import EKFAC
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "layers.md").read_text()

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from tests.paper import EKFAC, Preconditioner
 from torch import Tensor, nn
 
 from oracle import per_example_gradients
+from paper import EKFAC, Preconditioner
 from zoo import PROBLEMS
 
 MODELS = ("gpt", "vit", "mobilenet", "unet", "resnet")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC
 from torch import Tensor, nn
+
+from paper import EKFAC
 
 
 def network() -> nn.Sequential:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
 from helpers import batches_for, mean_loss, mlp
+from paper import EKFAC, KFAC, Preconditioner
 
 NAN, INF = math.nan, math.inf
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 
 from helpers import mean_loss
+from paper import EKFAC, KFAC
 
 # Imported by the test and run as a program in the new process: trains from a checkpoint, or from the start.
-ROOT = str(Path(__file__).parents[2])  # the workers import the tests' optimizers
+ROOT = str(Path(__file__).parents[1])  # the workers import the tests' optimizers
 
 WORKER = """
 import sys
@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ekfac
-from tests import paper
+import paper
 
 METHODS = {
     "per_example": (paper.EKFAC, {"scaling": "per_example", "scaling_decay": 0.9}),

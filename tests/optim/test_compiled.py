@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC
 from torch import nn
 from torch._dynamo.utils import counters
 
 from ekfac.curvature import capture
+from paper import EKFAC, KFAC
 
 MAKERS = {
     "running": lambda model: EKFAC(model, lr=0.01, refresh_every=3, momentum=0.9),

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
 from helpers import assert_same_weights, batches_for, half_square, jittered, mean_loss, mlp, parameters_of
 from oracle import per_example_gradients
+from paper import EKFAC, KFAC, Preconditioner
 
 
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import Batch, assert_same_weights, half_square, parameters_of
+from paper import EKFAC, KFAC
 
 STEPS, N = 20, 24
 METHODS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +33,7 @@ from helpers import (
     parameters_of,
 )
 from oracle import OracleEKFAC
+from paper import EKFAC, KFAC
 
 RULES: dict[str, dict[str, Any]] = {
     "per_example": {"scaling": "per_example"},

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests import paper
 from torch import Tensor, nn
 
+import paper
 from ekfac.optim.skipping import Verdicts
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import LOSSES, assert_same_weights, backward, bases_of, batches_for, jittered, make_pair, parameters_of
+from paper import EKFAC, KFAC
 
 COMMON: dict[str, Any] = {"lr": 0.05, "damping": 0.05, "refresh_every": 2, "factor_decay": 0.6}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import assert_same_weights, batches_for, mean_loss, mlp, parameters_of
+from paper import EKFAC, KFAC
 
 METHODS: dict[str, Any] = {
     "EKFAC": lambda model, **o: EKFAC(model, scaling="per_example", **o),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Run as a program, once a rank, so that whatever gloo does at exit stays out of the test process; the single process
 # that they are compared with is this one.
-ROOT = str(Path(__file__).parents[2])  # the workers import the tests' optimizers
+ROOT = str(Path(__file__).parents[1])  # the workers import the tests' optimizers
 
 WORKER = """
 import os
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
-from tests import paper
+import paper
 
 METHODS = {
     "per_example": (paper.EKFAC, {"scaling": "per_example"}),

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers import batches_for, compare_with_oracle, mean_loss, mlp
 from torch import Tensor, nn
 
 import ekfac
 from ekfac.optim.rules import RULES
+from helpers import batches_for, compare_with_oracle, mean_loss, mlp
 
 TORCH = {"adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}
 ADAPTIVE = tuple(TORCH)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.paper import EKFAC, KFAC
 from torch import Tensor, nn
 
 from helpers import (
@@ -23,6 +22,7 @@ from helpers import (
     mlp,
     parameters_of,
 )
+from paper import EKFAC, KFAC
 
 RULES: dict[str, dict[str, Any]] = {
     "per_example": {"scaling": "per_example", "scaling_decay": 0.0},

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 
 import ekfac
@@ -31,6 +30,7 @@ from helpers import (
     parameters_of,
 )
 from oracle import per_example_gradients
+from paper import EKFAC, KFAC, Preconditioner
 
 METHODS: dict[str, Any] = {
     "EKFAC": lambda model, **o: EKFAC(model, scaling="per_example", **o),

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, Preconditioner
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from paper import EKFAC, Preconditioner
 
 ALPHA, EPS, LR, REFRESH, N = 0.75, 0.02, 0.1, 3, 40
 

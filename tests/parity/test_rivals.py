@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.paper import EKFAC, KFAC, Preconditioner
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import oracle
+from paper import EKFAC, KFAC, Preconditioner
 
 curvlinops = pytest.importorskip("curvlinops")
 nngeometry = pytest.importorskip("nngeometry")

@@ -74,12 +74,13 @@ class EigenMethod:
         self._take(state, old, new)
 
     def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher, iterations: int
-    ) -> None:
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
+        turns: tuple[int, int],
+    ) -> None:  # fmt: skip
         """Turn the basis towards the factors' own and take the rule's state along."""
         old = self.basis(block, state)
         assert old is not None
-        self._take(state, old, refresher.turn(block, A, B, old, iterations))
+        self._take(state, old, refresher.turn(block, A, B, old, turns))
 
     def _take(self, state: State, old: Basis | None, new: Basis) -> None:
         s = None

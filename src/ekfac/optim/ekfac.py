@@ -25,8 +25,8 @@ Groups = Iterable[dict[str, Any]]
 
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
-ANNEAL = 1000.0
-DAMPING = 1e-6
+ANNEAL = 300.0
+DAMPING = 1e-12
 
 
 class EKFAC(torch.optim.Optimizer):

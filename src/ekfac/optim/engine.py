@@ -51,8 +51,9 @@ class Method(Protocol):
         """Compute anew what is derived from the factors; the host may wait."""
 
     def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher, iterations: int
-    ) -> None:
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
+        turns: tuple[int, int],
+    ) -> None:  # fmt: skip
         """Bring what is derived from the factors nearer to them; the host must not wait."""
 
     def basis(self, block: Block, state: State) -> Basis | None:
@@ -217,14 +218,14 @@ class Engine:
         state = self.state.get(block.key, {})
         return "S_A" not in state or state.get("strayed", False) or self.schedule.solve(self.applied_steps)
 
-    def _iterations(self, block: Block) -> int:
-        """How many iterations the block's basis gets after this step."""
-        return self.schedule.iterations(self.applied_steps + 1, self._index[block], len(self._index))
+    def _turns(self, block: Block) -> tuple[int, int]:
+        """How many iterations the two sides of the block's basis get after this step."""
+        return self.schedule.turns(self.applied_steps + 1, self._index[block], len(self._index))
 
     def _wants_factors(self, block: Block) -> bool:
         if self.settings.factor_decay > 0 and self.applied_steps % self.settings.factor_interval == 0:
             return True
-        return self._due(block) or (self.settings.factor_decay == 0 and self._iterations(block) > 0)
+        return self._due(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 
     def _wanted(self, block: Block) -> bool:
         return (
@@ -445,11 +446,11 @@ class Engine:
 
     def finish(self, update: Update) -> None:
         """The step is done: count it, turn the bases that are due, and let go of what was captured."""
-        turning = [(b, k) for b in self._index if (k := self._iterations(b)) and "S_A" in self.state[b.key]]
+        turning = [(b, turns) for b in self._index if any(turns := self._turns(b)) and "S_A" in self.state[b.key]]
         self.drop()
         self.applied_steps += 1
-        for block, iterations in turning:
-            self._turn_eigenbasis(block, float(update.damping_of(block)), iterations)
+        for block, turns in turning:
+            self._turn_eigenbasis(block, float(update.damping_of(block)), turns)
 
     def _check_gradients(self, live: list[nn.Parameter]) -> None:
         for p in live:
@@ -552,10 +553,10 @@ class Engine:
         self.method.refresh(block, state, A, B, damping, self.refresher)
 
     @torch.no_grad()
-    def _turn_eigenbasis(self, block: Block, damping: float, iterations: int) -> None:
+    def _turn_eigenbasis(self, block: Block, damping: float, turns: tuple[int, int]) -> None:
         """ComputeEigenBasis off the critical path: from the basis in use, for the steps that follow."""
         A, B = self.factors(block)
-        self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, iterations)
+        self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, turns)
 
     def factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """A and B as they stand."""

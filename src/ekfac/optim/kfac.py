@@ -49,12 +49,14 @@ class InverseMethod:
         self._invert(block, state, damping, refresher)
 
     def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher, iterations: int
-    ) -> None:
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
+        turns: tuple[int, int],
+    ) -> None:  # fmt: skip
         """Invert without waiting to hear whether it worked: where it did not, the old inverse stays."""
-        put(state, "S_A", A)
-        put(state, "S_B", B)
-        self._invert(block, state, damping, refresher, wait=False)
+        if turns[0]:
+            put(state, "S_A", A)
+            put(state, "S_B", B)
+            self._invert(block, state, damping, refresher, wait=False)
 
     def _invert(
         self, block: Block, state: State, damping: float, refresher: Refresher | None = None, wait: bool = True

@@ -30,8 +30,8 @@ class Schedule:
     Attributes:
         every: The interval, in applied steps.
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
-            is renewed once in an interval by orthogonal iteration, after a step, the blocks one after another, so that
-            no step pays for all; and all of them after the steps ``EARLY``.
+            is renewed once in an interval by orthogonal iteration, after a step, one side of one block at a time, so
+            that no step pays for all; and all of them after the steps ``EARLY``.
     """
 
     every: int
@@ -41,13 +41,15 @@ class Schedule:
         """Whether the step after this many applied ones begins with a full solve of all bases."""
         return self.deterministic and applied % self.every == 0
 
-    def iterations(self, applied: int, index: int, blocks: int) -> int:
-        """How many iterations the basis of block ``index`` gets when this many steps have been applied."""
+    def turns(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
+        """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
         if self.deterministic:
-            return 0
+            return 0, 0
         if applied < self.every and applied in EARLY:
-            return EARLY_ITERATIONS
-        return int((applied + index * self.every // max(1, blocks)) % self.every == 0)
+            return EARLY_ITERATIONS, EARLY_ITERATIONS
+        phases = ((2 * index + side) * self.every // max(1, 2 * blocks) for side in (0, 1))
+        A, B = (int((applied + phase) % self.every == 0) for phase in phases)
+        return A, B
 
 
 class Refresher:
@@ -105,15 +107,21 @@ class Refresher:
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
-    def turn(self, block: Block, A: Tensor, B: Tensor, old: Basis, iterations: int) -> Basis:
-        """The basis in use, turned towards the factors' own by orthogonal iteration; nothing waits for the device."""
+    def turn(self, block: Block, A: Tensor, B: Tensor, old: Basis, turns: tuple[int, int]) -> Basis:
+        """The basis in use, turned towards the factors' own by orthogonal iteration; nothing waits for the device.
+
+        A side without iterations stays as it is, but for a diagonal one, which is its factor at any time.
+        """
         started = time.perf_counter()
         residuals = []
         sides: list[tuple[Tensor | None, Tensor]] = []
         with factors.full_precision(A.device):
-            for matrix, U in ((A, old.U_A), (B, old.U_B)):
+            for matrix, U, S, iterations in ((A, old.U_A, old.S_A, turns[0]), (B, old.U_B, old.S_B, turns[1])):
                 if U is None:
                     sides.append((None, matrix.clamp(min=0)))
+                    continue
+                if not iterations:
+                    sides.append((U, S))
                     continue
                 warm = orthogonal_iteration(matrix, U, iterations)
                 sides.append((warm.U, warm.values))
