@@ -35,4 +35,20 @@ def relative(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
     return s + (epsilon * s.mean()).clamp(min=torch.finfo(s.dtype).tiny)
 
 
-DAMPING_MODES: dict[str, Damp] = {"plain": plain, "factored": factored, "relative": relative}
+def spectral(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
+    """s + (S_B + epsilon |B|) x (S_A + epsilon |A|) - S_B x S_A, with |.| the largest eigenvalue.
+
+    For s = S_B x S_A it lifts each factor's spectrum by a share of its own largest eigenvalue, whatever the units of
+    loss and inputs. The eigenvalues of a layer span so many decades that one number for all of them, as in the other
+    modes, either drowns the small ones or lets rounding noise through.
+    """
+    if basis is None:
+        return s + (epsilon * s.amax()).clamp(min=torch.finfo(s.dtype).tiny)
+    tiny = torch.finfo(s.dtype).tiny ** 0.5
+    columns = basis.column_values()
+    A = (epsilon * columns.amax(-1)).clamp(min=tiny)[:, None, None]
+    B = (epsilon * basis.S_B.amax(-1)).clamp(min=tiny)[:, None, None]
+    return torch.addcmul(s, basis.S_B[:, :, None] + B, A).addcmul_(B, columns[:, None, :])
+
+
+DAMPING_MODES: dict[str, Damp] = {"plain": plain, "factored": factored, "relative": relative, "spectral": spectral}

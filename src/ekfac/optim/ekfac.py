@@ -26,7 +26,7 @@ Groups = Iterable[dict[str, Any]]
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
 ANNEAL = 300.0
-DAMPING = 1e-12
+DAMPING = 1e-6
 
 
 class EKFAC(torch.optim.Optimizer):
@@ -39,12 +39,13 @@ class EKFAC(torch.optim.Optimizer):
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
         &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2, \quad
             m \leftarrow \beta m + (1 - \beta) g \\
-        &p = U_B \, (m / \sqrt{(s + \epsilon \bar s) / N}) \, U_A^T, \quad
+        &p = U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T, \quad
             \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / \texttt{anneal}}
 
     This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
-    eigenvalues in every new basis. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has
-    g / (s + \epsilon) in place of the fraction; other rules are in :mod:`ekfac.optim.rules`.
+    eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.damping`).
+    ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has g / (s + \epsilon) in place of the fraction;
+    other rules are in :mod:`ekfac.optim.rules`.
 
     Example:
         >>> import torch, ekfac

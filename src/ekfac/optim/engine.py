@@ -218,14 +218,18 @@ class Engine:
         state = self.state.get(block.key, {})
         return "S_A" not in state or state.get("strayed", False) or self.schedule.solve(self.applied_steps)
 
+    def _renews(self, block: Block) -> bool:
+        """Whether this step uses a basis that is not known before it."""
+        return self._due(block) or (block.covered and self.schedule.turns_within(self.applied_steps))
+
     def _turns(self, block: Block) -> tuple[int, int]:
         """How many iterations the two sides of the block's basis get after this step."""
-        return self.schedule.turns(self.applied_steps + 1, self._index[block], len(self._index))
+        return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
 
     def _wants_factors(self, block: Block) -> bool:
         if self.settings.factor_decay > 0 and self.applied_steps % self.settings.factor_interval == 0:
             return True
-        return self._due(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
+        return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 
     def _wanted(self, block: Block) -> bool:
         return (
@@ -244,7 +248,7 @@ class Engine:
             self.stash.setdefault(block, []).append((calls, n))
             self._hold(calls)
         else:
-            self._take(block, calls, n, hold=self._due(block))
+            self._take(block, calls, n, hold=self._renews(block))
 
     def _hold(self, calls: list[Call]) -> None:
         for call in calls:
@@ -373,7 +377,7 @@ class Engine:
     def judge(self, work: Work) -> bool:
         """Whether to go on: all gradients are finite, or a mask on the device will see to it that nothing changes."""
         sizes, left = self.watch.sizes(work.live)
-        go, self.ok = self.verdicts.judge(sizes, at_once=any(map(self._due, self.blocks)))
+        go, self.ok = self.verdicts.judge(sizes, at_once=any(map(self._renews, self.blocks)))
         self._bad = None if self.ok is None else self.ok == 0
         if not go:
             self.skipped_steps += 1
@@ -396,7 +400,7 @@ class Engine:
             bool(self.capture.examples)
             and not self._aside_used
             and not self._sums
-            and not any(b in self._unprobed or self._due(b) for b in self._index)
+            and not any(b in self._unprobed or self._renews(b) for b in self._index)
             and all(p.grad is not None and p.grad.layout == torch.strided for p in self.parameters)
             and not any(map(self.watch.touched, self.parameters))
             and all(b in self.capture.fired for b in self._index)
@@ -426,10 +430,12 @@ class Engine:
             if all(p.grad is None for p in block.parameters.values()):
                 continue
             state, damping = self.state[block.key], update.damping_of(block)
-            due = self._due(block)
-            if due:
+            renews = self._renews(block)
+            if self._due(block):
                 self._compute_eigenbasis(block, state, float(damping))
-            s_star = self._compute_scaling(block, state, work.n_statistics, due)
+            elif renews:
+                self._turn_eigenbasis(block, float(damping), (1, 1))
+            s_star = self._compute_scaling(block, state, work.n_statistics, renews)
             method = self.method_of(block)
             gradient: Tensor | Rows | None = self._rows(block, work, update)
             ratio = left = None
@@ -483,7 +489,7 @@ class Engine:
 
     def _expected(self, block: Block) -> Expected:
         aside = self._aside_used
-        scaling = self.method.needs_examples and not self._due(block)
+        scaling = self.method.needs_examples and not self._renews(block)
         return Expected(self._wants_factors(block), scaling, block in self._unprobed and not aside)
 
     def _gather(self) -> tuple[float | Tensor, float | Tensor]:

@@ -48,7 +48,7 @@ def build_engine(
     settings = EngineOptions.from_arguments(who, arguments, also=own)
     scaling = arguments.get("scaling", "anchored")
     options.one_of("scaling", scaling, RULES)
-    mode = arguments.get("damping_mode", "relative")
+    mode = arguments.get("damping_mode", "spectral")
     options.one_of("damping_mode", mode, DAMPING_MODES)
     on_refresh = arguments.get("on_refresh")
     if on_refresh is None:

@@ -104,7 +104,7 @@ class CaptureArguments(TypedDict, total=False):
             it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
             basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
-        factor_every: Take A and B from every so many steps' batches. Default ``refresh_every // 10``, at least 1.
+        factor_every: Take A and B from every so many steps' batches. Default ``refresh_every // 20``, at least 1.
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
         sua: Take the taps of a convolution as uncorrelated. Default False.
         loss_reduction: "mean" (default) or "sum", over examples.
@@ -142,8 +142,9 @@ class CurvatureArguments(CaptureArguments, total=False):
     Attributes:
         scaling: "anchored" (default), "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
             its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; see :mod:`ekfac.optim.rules`.
-        damping_mode: "relative" (to the layer's mean s, default), "plain" or "factored" (the paper's appendix). Torch's
-            rules know no damping, only ``eps``.
+        damping_mode: "spectral" (a share of each factor's largest eigenvalue, default), "relative" (of the layer's
+            mean s), "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only
+            ``eps``.
         scaling_decay: Weight of the past in s. Default 0.98 for "anchored", 0.95 for "running", 0 for "per_example".
         betas: Decays of "adam", by default (0.9, 0.999); the first is also that of "anchored".
         alpha: Decay of "rmsprop". Default 0.99.
@@ -224,7 +225,7 @@ class EngineOptions:
     @property
     def factor_interval(self) -> int:
         """Take A and B from every so many steps' batches."""
-        return self.factor_every or max(1, self.refresh_every // 10)
+        return self.factor_every or max(1, self.refresh_every // 20)
 
     @classmethod
     def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:

@@ -18,9 +18,9 @@ from ekfac.curvature.eigenbasis import Basis, eigh_with_fallback, off_diagonal_r
 PATIENCE = 5
 #: A warm refresh that leaves more than this of the factor off the diagonal is followed by a full solve.
 TOLERANCE = 0.5
-#: The first bases are out of date at once: all are renewed after these steps too, by several iterations.
-EARLY = (1, 2, 4, 8, 16, 32)
-EARLY_ITERATIONS = 3
+#: So many first steps turn all bases, with the step's own batch among the factors: while these still gain rank, a basis
+#: that has not seen a batch takes its gradient for one without curvature.
+EARLY = 10
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Schedule:
         every: The interval, in applied steps.
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
             is renewed once in an interval by orthogonal iteration, after a step, one side of one block at a time, so
-            that no step pays for all; and all of them after the steps ``EARLY``.
+            that no step pays for all; and all of them within each of the first ``EARLY`` steps.
     """
 
     every: int
@@ -41,12 +41,14 @@ class Schedule:
         """Whether the step after this many applied ones begins with a full solve of all bases."""
         return self.deterministic and applied % self.every == 0
 
-    def turns(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
+    def turns_within(self, applied: int) -> bool:
+        """Whether the step after this many applied ones turns all bases before it uses them."""
+        return not self.deterministic and applied < min(self.every, EARLY)
+
+    def turns_after(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
-        if self.deterministic:
+        if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
-        if applied < self.every and applied in EARLY:
-            return EARLY_ITERATIONS, EARLY_ITERATIONS
         phases = ((2 * index + side) * self.every // max(1, 2 * blocks) for side in (0, 1))
         A, B = (int((applied + phase) % self.every == 0) for phase in phases)
         return A, B
