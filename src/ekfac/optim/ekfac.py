@@ -26,7 +26,7 @@ Groups = Iterable[dict[str, Any]]
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
 ANNEAL = 300.0
-DAMPING = 1e-6
+DAMPING = 1e-8
 
 
 class EKFAC(torch.optim.Optimizer):

@@ -123,7 +123,7 @@ class Engine:
         self.elementwise = elementwise
         self.state = state
         self.schedule = Schedule(settings.refresh_every, settings.deterministic)
-        self.refresher = Refresher()
+        self.refresher = Refresher(settings.cuda_graphs)
         self.verdicts = Verdicts()
         self.applied_steps = 0
         self.skipped_steps = 0

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.eigenbasis import Basis, eigh_with_fallback, off_diagonal_residual, orthogonal_iteration
+from ekfac.curvature.eigenbasis import (
+    Basis,
+    WarmBasis,
+    eigh_with_fallback,
+    off_diagonal_residual,
+    orthogonal_iteration,
+    rayleigh,
+)
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -54,10 +61,55 @@ class Schedule:
         return A, B
 
 
-class Refresher:
-    """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several."""
+class IterationGraphs:
+    """Orthogonal iteration as CUDA graphs, one a size: a factorisation is many small kernels, slow to launch."""
 
     def __init__(self) -> None:
+        self._seen: Counter[tuple[object, ...]] = Counter()
+        self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, WarmBasis]] = {}
+        self.enabled = True
+
+    def __call__(self, matrix: Tensor, U: Tensor, iterations: int) -> WarmBasis:
+        """:func:`orthogonal_iteration`, replayed where it has been captured."""
+        key = (matrix.shape, matrix.dtype, matrix.device, iterations)
+        if not (self.enabled and matrix.is_cuda):
+            return orthogonal_iteration(matrix, U, iterations)
+        if key not in self._captured:
+            self._seen[key] += 1
+            if self._seen[key] < 3 or not self._capture(key, matrix, U, iterations):
+                return orthogonal_iteration(matrix, U, iterations)
+        graph, matrix_place, U_place, warm = self._captured[key]
+        matrix_place.copy_(matrix)
+        U_place.copy_(U)
+        graph.replay()
+        return WarmBasis(warm.U.clone(), warm.values.clone(), warm.residual.clone(), warm.good.clone())
+
+    def _capture(self, key: tuple[object, ...], matrix: Tensor, U: Tensor, iterations: int) -> bool:
+        places = torch.empty_like(matrix), torch.empty_like(U)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                warm = orthogonal_iteration(*places, iterations)
+        except RuntimeError as error:
+            self.enabled = False
+            warnings.warn(f"cuda_graphs: a refresh cannot be captured and runs without: {error}", RuntimeWarning,
+                          stacklevel=2)  # fmt: skip
+            return False
+        self._captured[key] = (graph, *places, warm)
+        return True
+
+
+class Refresher:
+    """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several.
+
+    Args:
+        cuda_graphs: Capture warm refreshes in CUDA graphs.
+    """
+
+    def __init__(self, cuda_graphs: bool = True) -> None:
+        self._iterate = IterationGraphs()
+        self._iterate.enabled = cuda_graphs
         self.fallbacks: Counter[str] = Counter()
         self.refreshes = 0
         self.warm_refreshes = 0
@@ -112,20 +164,20 @@ class Refresher:
     def turn(self, block: Block, A: Tensor, B: Tensor, old: Basis, turns: tuple[int, int]) -> Basis:
         """The basis in use, turned towards the factors' own by orthogonal iteration; nothing waits for the device.
 
-        A side without iterations stays as it is, but for a diagonal one, which is its factor at any time.
+        A side without iterations keeps its basis; its eigenvalues follow the factor all the same.
         """
         started = time.perf_counter()
         residuals = []
         sides: list[tuple[Tensor | None, Tensor]] = []
         with factors.full_precision(A.device):
-            for matrix, U, S, iterations in ((A, old.U_A, old.S_A, turns[0]), (B, old.U_B, old.S_B, turns[1])):
+            for matrix, U, iterations in ((A, old.U_A, turns[0]), (B, old.U_B, turns[1])):
                 if U is None:
                     sides.append((None, matrix.clamp(min=0)))
                     continue
                 if not iterations:
-                    sides.append((U, S))
+                    sides.append((U, rayleigh(matrix, U).clamp(min=0)))
                     continue
-                warm = orthogonal_iteration(matrix, U, iterations)
+                warm = self._iterate(matrix, U, iterations)
                 sides.append((warm.U, warm.values))
                 residuals.append(torch.where(warm.good, warm.residual, torch.inf))
         if residuals:
