@@ -41,7 +41,7 @@ def test_in_the_identity_basis_it_is_torchs_own(rule: str, momentum: float, deca
     twin = copy.deepcopy(model)
     options = {"momentum": momentum} if momentum else {}
     opt = ekfac.EKFAC(
-        model, scaling=rule, basis="identity", lr=3e-3, anneal=None, weight_decay=0.0 if decay == "none" else 0.1,
+        model, scaling=rule, basis="identity", lr=3e-3, anneal=None, trust=None, weight_decay=0.0 if decay == "none" else 0.1,
         decoupled_weight_decay=decay == "decoupled", refresh_every=5, **options,
     )  # fmt: skip
     if decay == "decoupled":
@@ -59,7 +59,14 @@ def test_in_the_identity_basis_it_is_torchs_own(rule: str, momentum: float, deca
 @pytest.mark.parametrize("rule", ADAPTIVE)
 def test_a_refresh_that_leaves_the_basis_changes_nothing(rule: str, deterministic: bool) -> None:
     """Factors that stay as they are give the same basis again, and the moments are carried to themselves."""
-    options = {"scaling": rule, "lr": 1e-2, "anneal": None, "factor_decay": 0.5, "deterministic": deterministic}
+    options = {
+        "scaling": rule,
+        "lr": 1e-2,
+        "anneal": None,
+        "trust": None,
+        "factor_decay": 0.5,
+        "deterministic": deterministic,
+    }
     model = mlp(4, 3)
     twin = copy.deepcopy(model)
     often, once = ekfac.EKFAC(model, refresh_every=1, **options), ekfac.EKFAC(twin, refresh_every=1000, **options)
@@ -126,7 +133,9 @@ def test_every_step_is_the_formula_in_the_basis_in_use(rule: str) -> None:
     s restarts at S_B x S_A whenever the basis turns, m turns with it; the learning rate is annealed.
     """
     model = mlp(4, 3)
-    opt = ekfac.EKFAC(model, scaling=rule, lr=0.02, anneal=9.0, damping=1e-3, refresh_every=6, scaling_decay=0.9)
+    opt = ekfac.EKFAC(
+        model, scaling=rule, lr=0.02, anneal=9.0, trust=None, damping=1e-3, refresh_every=6, scaling_decay=0.9
+    )
     weight, bias = model[0].weight, model[0].bias
     (block,) = opt.engine.blocks
     turned = 0
@@ -164,6 +173,24 @@ def test_every_step_is_the_formula_in_the_basis_in_use(rule: str) -> None:
         identity = after["U_A"][0].T @ after["U_A"][0]
         torch.testing.assert_close(identity, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
     assert turned >= 8
+
+
+@given(trust=st.sampled_from([0.01, 0.1, 1.0]), scale=st.sampled_from([1e-3, 1.0, 1e3]), seed=st.integers(0, 9))
+def test_no_layer_changes_by_more_than_its_trust(trust: float, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = mlp(4, 6, 3)
+    opt = ekfac.EKFAC(model, lr=10.0, trust=trust)
+    for micro in batches_for(model, (4,), n=9, steps=3, seed=seed):
+        before = [p.detach().clone() for p in model.parameters()]
+        opt.zero_grad()
+        (mean_loss(model, micro[0]) * scale).backward()
+        opt.step()
+        for layer in (0, 2):
+            pair = [(p, q) for p, q in zip(model.parameters(), before, strict=True)][layer : layer + 2]
+            change = torch.cat([(p - q).reshape(-1) for p, q in pair]).norm()
+            size = torch.cat([q.reshape(-1) for _, q in pair]).norm()
+            assert float(change) <= trust / 2 * float(size) * (1 + 1e-9)
+            assert float(change) >= trust / 2 * float(size) * (1 - 1e-9), "an lr of 10 is always shortened"
 
 
 def test_a_warm_basis_comes_to_the_factors_own() -> None:

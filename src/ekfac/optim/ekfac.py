@@ -27,6 +27,8 @@ Groups = Iterable[dict[str, Any]]
 LR = 0.01
 ANNEAL = 300.0
 DAMPING = 1e-8
+TRUST = 1.0
+TRUST_FLOOR = 1e-3
 
 
 class EKFAC(torch.optim.Optimizer):
@@ -64,6 +66,8 @@ class EKFAC(torch.optim.Optimizer):
         lr: Learning rate, a number or a one-element tensor.
         anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
             a schedule of your own.
+        trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step: each
+            layer's update is shortened to trust / L at the most. None for no bound.
         damping: epsilon, a positive number or a function of the step.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
@@ -74,6 +78,9 @@ class EKFAC(torch.optim.Optimizer):
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
 
+    #: KFAC has no such bound.
+    trust: float | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -81,6 +88,7 @@ class EKFAC(torch.optim.Optimizer):
         params: Groups | None = None,
         lr: float | Tensor = LR,
         anneal: float | None = ANNEAL,
+        trust: float | None = TRUST,
         damping: Damping = DAMPING,
         momentum: float = 0.0,
         nesterov: bool = False,
@@ -106,7 +114,10 @@ class EKFAC(torch.optim.Optimizer):
             anneal,
             dict(arguments),
         )
-        self._arguments["anneal"] = anneal
+        if trust is not None:
+            options.number("trust", trust, above=0)
+        self.trust = trust
+        self._arguments.update(anneal=anneal, trust=trust)
 
     def _build(
         self,
@@ -215,7 +226,7 @@ class EKFAC(torch.optim.Optimizer):
     def compute(self, work: Work, rates: Rates) -> None:
         """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
         directions = self.engine.compute(work, self._update(rates))
-        steps = self._clipped(directions, rates)
+        steps = self._clipped(self._trusted(directions, rates), directions, rates)
         for index, group in enumerate(self.param_groups):
             self._update_parameters(group, steps, rates.lr[index])
 
@@ -250,14 +261,35 @@ class EKFAC(torch.optim.Optimizer):
             options.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])
 
-    def _clipped(self, directions: list[Direction], rates: Rates) -> dict[nn.Parameter, Tensor]:
-        """All directions by parameter, shortened by nu = min(1, sqrt(kl_clip / sum lr^2 g^2 / damped s))."""
-        steps = {
-            p: step
+    def _trusted(self, directions: list[Direction], rates: Rates) -> dict[nn.Parameter, Tensor]:
+        """All directions by parameter, each block's shortened so that lr |p| <= (trust / L) |theta|, L blocks of weights.
+
+        The root mean square of theta counts as at least ``TRUST_FLOOR``, so that weights can leave zero.
+        """
+        blocks = [
+            [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
             for d in directions
-            for p, step in zip(d.block.parameters.values(), d.steps, strict=True)
-            if p.grad is not None
-        }
+        ]
+        if self.trust is None or not blocks:
+            return {p: step for block in blocks for p, step in block}
+        index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        flat = [pair for block in blocks for pair in block]
+        sizes = torch._foreach_norm([p.detach() for p, _ in flat]), torch._foreach_norm([step for _, step in flat])
+        share = self.trust / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
+        steps, at = {}, 0
+        for block in blocks:
+            here = slice(at, at := at + len(block))
+            theta, size = (torch.stack([n.to(block[0][1]) for n in found[here]]).norm() for found in sizes)
+            theta = theta.clamp(min=TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5)
+            longest = (size * rates.lr[index_of[block[0][0]]]).clamp(min=torch.finfo(size.dtype).tiny)
+            factor = (share * theta / longest).clamp(max=1)
+            steps.update({p: step * factor.to(step) for p, step in block})
+        return steps
+
+    def _clipped(
+        self, steps: dict[nn.Parameter, Tensor], directions: list[Direction], rates: Rates
+    ) -> dict[nn.Parameter, Tensor]:
+        """All directions, shortened by nu = min(1, sqrt(kl_clip / sum lr^2 g^2 / damped s))."""
         if self.kl_clip is None or not steps:
             return steps
         lr_of = {p: rates.lr[i] for i, group in enumerate(self.param_groups) for p in group["params"]}

@@ -174,6 +174,7 @@ PAPER: dict[str, Any] = {
     "factor_every": 1,
     "deterministic": True,
     "anneal": None,
+    "trust": None,
 }
 
 
