@@ -17,7 +17,7 @@ from ekfac.lab.rivals import matrices
 from ekfac.lab.tasks import TASKS, Task
 from ekfac.lab.text import VOCABULARY
 
-WARM_UP = 3
+WARM_UP = 12  # the first ten steps turn all bases
 LR = 1e-4  # small, so that random data never lead a network astray
 CONVOLUTIONAL = ("vgg11", "resnet34")
 WITHOUT_BATCH_NORM = ("charlm",)

@@ -8,7 +8,7 @@ import ekfac
 from ekfac import PAPER
 
 KFAC_PAPER = {name: PAPER[name] for name in ("lr", "damping", "refresh_every", "factor_every", "deterministic")}
-NO_UPDATE = {name: value for name, value in PAPER.items() if name not in ("lr", "anneal", "trust")}
+NO_UPDATE = {name: value for name, value in PAPER.items() if name not in ("lr", "anneal", "trust", "pace")}
 
 
 class EKFAC(ekfac.EKFAC):

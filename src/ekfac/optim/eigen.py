@@ -60,6 +60,7 @@ class EigenMethod:
         self.on_refresh = on_refresh
         self.needs_examples = rule.needs_examples
         self.squares_penalty = rule.squares_penalty
+        self.has_alignment = rule.has_alignment
 
     def basis(self, block: Block, state: State) -> Basis | None:
         """The basis in a block's state; None for a parameter without a Kronecker block."""

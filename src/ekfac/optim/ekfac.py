@@ -29,6 +29,9 @@ ANNEAL = 300.0
 DAMPING = 1e-8
 TRUST = 1.0
 TRUST_FLOOR = 1e-3
+PACE = 0.1
+PACE_RATE = 0.5
+PACE_LEAST = 1e-4
 
 
 class EKFAC(torch.optim.Optimizer):
@@ -66,6 +69,8 @@ class EKFAC(torch.optim.Optimizer):
         lr: Learning rate, a number or a one-element tensor.
         anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
             a schedule of your own.
+        pace: The share of lr that the first step takes, under scaling="anchored"; later steps take more while gradients
+            keep agreeing with the last direction, less when they point back, up to lr. None for lr at all times.
         trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step: each
             layer's update is shortened to trust / L at the most. None for no bound.
         damping: epsilon, a positive number or a function of the step.
@@ -78,8 +83,10 @@ class EKFAC(torch.optim.Optimizer):
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
 
-    #: KFAC has no such bound.
+    #: KFAC has neither.
     trust: float | None = None
+    pace: float | None = None
+    _pace: Tensor | None = None
 
     def __init__(
         self,
@@ -88,6 +95,7 @@ class EKFAC(torch.optim.Optimizer):
         params: Groups | None = None,
         lr: float | Tensor = LR,
         anneal: float | None = ANNEAL,
+        pace: float | None = PACE,
         trust: float | None = TRUST,
         damping: Damping = DAMPING,
         momentum: float = 0.0,
@@ -116,8 +124,10 @@ class EKFAC(torch.optim.Optimizer):
         )
         if trust is not None:
             options.number("trust", trust, above=0)
-        self.trust = trust
-        self._arguments.update(anneal=anneal, trust=trust)
+        if pace is not None:
+            options.number("pace", pace, above=0)
+        self.trust, self.pace = trust, pace
+        self._arguments.update(anneal=anneal, trust=trust, pace=pace)
 
     def _build(
         self,
@@ -226,6 +236,7 @@ class EKFAC(torch.optim.Optimizer):
     def compute(self, work: Work, rates: Rates) -> None:
         """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
         directions = self.engine.compute(work, self._update(rates))
+        rates = self._paced(rates)
         steps = self._clipped(self._trusted(directions, rates), directions, rates)
         for index, group in enumerate(self.param_groups):
             self._update_parameters(group, steps, rates.lr[index])
@@ -261,10 +272,31 @@ class EKFAC(torch.optim.Optimizer):
             options.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])
 
-    def _trusted(self, directions: list[Direction], rates: Rates) -> dict[nn.Parameter, Tensor]:
-        """All directions by parameter, each block's shortened so that lr |p| <= (trust / L) |theta|, L blocks of weights.
+    def _paced(self, rates: Rates) -> Rates:
+        """Multiply lr by the pace, which grows while gradients agree with the last direction, and falls otherwise.
 
-        The root mean square of theta counts as at least ``TRUST_FLOOR``, so that weights can leave zero.
+        pace <- min(1, pace exp(PACE_RATE c)), c the mean over blocks of the rule's ``alignment``. A first step that was
+        too long is followed by a gradient that points back, and c < 0.
+        """
+        found = [self.state[b.key]["alignment"] for b in self.engine.blocks if "alignment" in self.state[b.key]]
+        if self.pace is None or not self.engine.method.has_alignment:
+            return rates
+        if self._pace is None:
+            device = self.engine.parameters[0].device
+            self._pace = torch.tensor(self.pace, dtype=torch.float64, device=device)
+        now: float | Tensor = self._pace.clone() if self._pace.is_cuda else float(self._pace)
+        if found:
+            c = torch.stack([a.to(self._pace) for a in found]).mean()
+            if self.engine.ok is not None:
+                c = c * self.engine.ok
+            self._pace.mul_((PACE_RATE * c).exp()).clamp_(PACE_LEAST, 1.0)
+        return Rates([lr * now for lr in rates.lr], rates.damping)
+
+    def _trusted(self, directions: list[Direction], rates: Rates) -> dict[nn.Parameter, Tensor]:
+        """All directions by parameter, each block's shortened so that lr |p| <= (trust / L) |theta|.
+
+        L counts the blocks that hold weights. The root mean square of theta counts as at least ``TRUST_FLOOR``, so that
+        weights can leave zero.
         """
         blocks = [
             [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
@@ -357,12 +389,14 @@ class EKFAC(torch.optim.Optimizer):
         stats = engine_stats(self.engine)
         stats["damping"] = float(self.param_groups[0]["damping"])
         stats["kl_clip_hits"] = float(self.kl_clip_hits)
+        stats["pace"] = 1.0 if self._pace is None else float(self._pace)
         return stats
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, and under "ekfac" the counters and the model's parameter names; all plain data."""
         extra = checkpoint.engine_state(self.engine)
         extra["kl_clip_hits"] = float(self.kl_clip_hits)
+        extra["pace"] = None if self._pace is None else float(self._pace)
         return {**super().state_dict(), "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -384,6 +418,9 @@ class EKFAC(torch.optim.Optimizer):
         self.state.update(state)
         self.engine.state = self.state  # torch has put a new dict there
         self.kl_clip_hits = saved["kl_clip_hits"]
+        device = ours[0].device
+        pace = saved["pace"]
+        self._pace = None if pace is None else torch.tensor(pace, dtype=torch.float64, device=device)
 
     def curvature(self) -> Curvature:
         """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""

@@ -45,6 +45,7 @@ class Method(Protocol):
 
     needs_examples: bool
     squares_penalty: bool
+    has_alignment: bool
     damping_is_free: bool
 
     def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:

@@ -33,6 +33,7 @@ class InverseMethod:
 
     needs_examples = False
     squares_penalty = False
+    has_alignment = False
     damping_is_free = False
 
     def __init__(self, pi_correction: bool) -> None:

@@ -175,6 +175,7 @@ PAPER: dict[str, Any] = {
     "deterministic": True,
     "anneal": None,
     "trust": None,
+    "pace": None,
 }
 
 

@@ -53,6 +53,8 @@ class Rule(ABC):
     follows_factors: ClassVar[bool] = False
     #: Whether an L2 penalty counts as part of the gradient whose square is taken, as in torch's own optimizers.
     squares_penalty: ClassVar[bool] = False
+    #: Whether the rule says how far the gradient agrees with the last direction.
+    has_alignment: ClassVar[bool] = False
     #: Names of means that live in the basis and turn with it.
     moments: ClassVar[tuple[str, ...]] = ()
 
@@ -138,14 +140,26 @@ class Anchored(Running):
     """Adam's step with EKFAC-ra's second moment, anchored at KFAC's eigenvalues at every refresh.
 
     s as in :class:`Running`; m <- beta_1 m + (1 - beta_1) g; the direction is m / sqrt(s / N), which has the size of
-    Adam's, with the bias of m corrected.
+    Adam's, with the bias of m corrected. How far g still agrees with the last direction is kept in ``alignment``.
     """
 
+    has_alignment = True
     moments = ("m",)
 
     def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
+        root = damped(state["s"]).sqrt_()
+        if "m" in state:
+            put(state, "alignment", alignment(g, state["m"], root))
         mean = mean_gradient(state, g, self.beta1, counted(state, g, ok), ok)
-        return mean / damped(state["s"]).div_(n.to(g) if isinstance(n, Tensor) else n).sqrt_()
+        return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
+
+
+def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
+    """The cosine between g and the last direction m / sqrt(s), in the metric sqrt(s) of the directions."""
+    g, m = g.reshape(-1), m.reshape(-1)
+    p = m / root.reshape(-1)
+    cosine = torch.dot(g, p) * (torch.dot(g, g / root.reshape(-1)) * torch.dot(m, p)).rsqrt()
+    return cosine.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
 
 
 def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:
