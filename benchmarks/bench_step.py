@@ -7,7 +7,8 @@
 All optimizers of a task are measured in one run, in turns, so that a busy machine disturbs them alike. The mean counts
 every step, those that renew a basis too; p50 and p99 are of single steps. Data are random: only time is measured.
 "State" is what the optimizer keeps between steps; "peak" the most that network, data, gradients and optimizer took at
-one time in the first steps, which are not timed, a solve for the basis among them. With --out, Markdown and JSON go to that folder.
+one time in the first steps, which are not timed: a solve for the bases and their turning in the first ten steps are
+among them. With --out, Markdown and JSON go to that folder.
 """
 
 from __future__ import annotations
