@@ -10,7 +10,7 @@ x = torch.randn(512, 20)
 y = (x[:, :3].sum(1) > 0).long()
 model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 2))
 
-optimizer = EKFAC(model, lr=0.03)
+optimizer = EKFAC(model)
 for epoch in range(10):
     for index in torch.randperm(len(x)).split(64):
         optimizer.zero_grad()

@@ -152,7 +152,7 @@ def test_the_grid_goes_on_where_its_best_is_on_the_edge():
 
 
 def test_nothing_is_recommended_where_nothing_helps():
-    found = ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK, lr=1e6)
+    found = ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK, lr=1e6, trust=None, pace=None)
     assert found.settings == {} and "no setting lowered the loss" in found.notes[0]
     assert "to use" not in str(found)
     json.dumps(found.to_dict(), allow_nan=False)

@@ -117,6 +117,14 @@ class Layer(ABC):
         """Sum over examples of the squared gradient in the basis, ``[G, O, C]``."""
         return scaling.scaling_sum(h, delta, basis, memory)
 
+    def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
+        """Whether :meth:`scaling_sum_directly` can take this input."""
+        return False
+
+    def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
+        """:meth:`scaling_sum` from a call's own tensors, where h need not be written out."""
+        raise NotImplementedError
+
     def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Terms of ``sum_n rows^T (delta h^T) columns``: the factors ``delta·rows`` and ``h·columns``."""
         return torch.einsum("nsgo,go->nsg", delta, rows), torch.einsum("nsgc,gc->nsg", h, columns)
@@ -167,6 +175,16 @@ class LinearLayer(Layer):
         A[0, :-1, -1] = A[0, -1, :-1] = sums
         A[0, -1, -1].fill_(len(rows))  # an assignment would copy a number from the host
         return A, len(rows)
+
+    def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
+        return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
+
+    def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
+        """((delta U_B)^2)^T ((h U_A)^2) with one position an example, the bias's row of U_A added to the product."""
+        assert basis.U_A is not None
+        h = torch.addmm(basis.U_A[0, -1], x, basis.U_A[0, :-1]).square_()
+        delta = d.square() if basis.U_B is None else (d @ basis.U_B[0]).square_()
+        return (delta.T @ h)[None]
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
         rows = x.numel() // x.shape[-1]

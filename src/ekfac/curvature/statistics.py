@@ -87,8 +87,15 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
 
     Half of the memory is for h, delta and their projections, the other half for what is made of them.
     """
-    total = None
+    total: Tensor | None = None
     with factors.full_precision(block.key.device):
+        if len(calls) == 1 and not further and calls[0].layer.direct_scaling(calls[0].x, n, basis):
+            ((layer, x, d),) = ((call.layer, call.x, call.d) for call in calls)
+            for cut, _ in cuts(block, calls, n, memory // 2, unfolded=False):
+                part = layer.scaling_sum_directly(cut(x), cut(d), basis)
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            return total
         for h, delta in positions(block, calls, n, memory // 2, further):
             part = block.layer.scaling_sum(h, delta, basis, memory // 2)
             total = part if total is None else total.add_(part)
