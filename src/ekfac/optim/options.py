@@ -104,7 +104,7 @@ class CaptureArguments(TypedDict, total=False):
             it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
             basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
-        factor_every: Take A and B from every so many steps' batches. Default ``refresh_every // 20``, at least 1.
+        factor_every: Take A and B from every so many steps' batches. Default ``refresh_every // 12``, at least 1.
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
         sua: Take the taps of a convolution as uncorrelated. Default False.
         loss_reduction: "mean" (default) or "sum", over examples.
@@ -227,7 +227,7 @@ class EngineOptions:
     @property
     def factor_interval(self) -> int:
         """Take A and B from every so many steps' batches."""
-        return self.factor_every or max(1, self.refresh_every // 20)
+        return self.factor_every or max(1, self.refresh_every // 12)
 
     @classmethod
     def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:
