@@ -15,11 +15,12 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
-from ekfac.optim.engine import Direction, Engine, Update, Work
+from ekfac.optim.engine import Engine, Update, Work
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.graphs import Rates, StepGraphs
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.stats import engine_stats
+from ekfac.optim.steplength import KLClip, Pace, trusted
 
 Groups = Iterable[dict[str, Any]]
 
@@ -28,10 +29,7 @@ LR = 0.01
 ANNEAL = 300.0
 DAMPING = 1e-8
 TRUST = 1.0
-TRUST_FLOOR = 1e-3
 PACE = 0.1
-PACE_RATE = 0.5
-PACE_LEAST = 1e-4
 
 
 class EKFAC(torch.optim.Optimizer):
@@ -83,11 +81,6 @@ class EKFAC(torch.optim.Optimizer):
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
 
-    #: KFAC has neither.
-    trust: float | None = None
-    pace: float | None = None
-    _pace: Tensor | None = None
-
     def __init__(
         self,
         model: nn.Module,
@@ -106,6 +99,9 @@ class EKFAC(torch.optim.Optimizer):
         kl_clip: float | None = None,
         **arguments: Unpack[CurvatureArguments],
     ) -> None:
+        if trust is not None:
+            options.number("trust", trust, above=0)
+        self.trust, self.pace = trust, Pace(pace)
         self._build(
             model,
             params,
@@ -122,11 +118,6 @@ class EKFAC(torch.optim.Optimizer):
             anneal,
             dict(arguments),
         )
-        if trust is not None:
-            options.number("trust", trust, above=0)
-        if pace is not None:
-            options.number("pace", pace, above=0)
-        self.trust, self.pace = trust, pace
         self._arguments.update(anneal=anneal, trust=trust, pace=pace)
 
     def _build(
@@ -140,16 +131,13 @@ class EKFAC(torch.optim.Optimizer):
     ) -> None:
         check_model(model)
         check_update_options(defaults)
-        if kl_clip is not None:
-            options.number("kl_clip", kl_clip, above=0)
         if anneal is not None:
             options.number("anneal", anneal, above=0)
         self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
         self.anneal = anneal
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self.model = model
-        self.kl_clip = kl_clip
-        self.kl_clip_hits: Tensor | float = 0.0
+        self.kl_clip = KLClip(kl_clip)
         groups = [{"params": [p for p in model.parameters() if p.requires_grad]}] if params is None else list(params)
         named = [self._named_group(dict(group), defaults, index) for index, group in enumerate(groups)]
         # A number per group, so that checkpoints stay plain data; a function lives in _damping_functions.
@@ -236,10 +224,12 @@ class EKFAC(torch.optim.Optimizer):
     def compute(self, work: Work, rates: Rates) -> None:
         """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
         directions = self.engine.compute(work, self._update(rates))
-        rates = self._paced(rates)
-        steps = self._clipped(self._trusted(directions, rates), directions, rates)
-        for index, group in enumerate(self.param_groups):
-            self._update_parameters(group, steps, rates.lr[index])
+        pace = self.pace.take(self.engine)
+        lrs = [lr * pace for lr in rates.lr]
+        lr_of = {p: lr for group, lr in zip(self.param_groups, lrs, strict=True) for p in group["params"]}
+        steps = self.kl_clip(trusted(directions, lr_of, self.trust), directions, lr_of)
+        for group, lr in zip(self.param_groups, lrs, strict=True):
+            self._update_parameters(group, steps, lr)
 
     def _rates(self) -> Rates:
         """The numbers of this step that change from step to step: the annealed lr, and damping, of every group."""
@@ -271,69 +261,6 @@ class EKFAC(torch.optim.Optimizer):
         for group in self.param_groups:  # schedulers and users write into the groups
             options.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])
-
-    def _paced(self, rates: Rates) -> Rates:
-        """Multiply lr by the pace, which grows while gradients agree with the last direction, and falls otherwise.
-
-        pace <- min(1, pace exp(PACE_RATE c)), c the mean over blocks of the rule's ``alignment``. A first step that was
-        too long is followed by a gradient that points back, and c < 0.
-        """
-        found = [self.state[b.key]["alignment"] for b in self.engine.blocks if "alignment" in self.state[b.key]]
-        if self.pace is None or not self.engine.method.has_alignment:
-            return rates
-        if self._pace is None:
-            device = self.engine.parameters[0].device
-            self._pace = torch.tensor(self.pace, dtype=torch.float64, device=device)
-        now: float | Tensor = self._pace.clone() if self._pace.is_cuda else float(self._pace)
-        if found:
-            c = torch.stack([a.to(self._pace) for a in found]).mean()
-            if self.engine.ok is not None:
-                c = c * self.engine.ok
-            self._pace.mul_((PACE_RATE * c).exp()).clamp_(PACE_LEAST, 1.0)
-        return Rates([lr * now for lr in rates.lr], rates.damping)
-
-    def _trusted(self, directions: list[Direction], rates: Rates) -> dict[nn.Parameter, Tensor]:
-        """All directions by parameter, each block's shortened so that lr |p| <= (trust / L) |theta|.
-
-        L counts the blocks that hold weights. The root mean square of theta counts as at least ``TRUST_FLOOR``, so that
-        weights can leave zero.
-        """
-        blocks = [
-            [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
-            for d in directions
-        ]
-        if self.trust is None or not blocks:
-            return {p: step for block in blocks for p, step in block}
-        index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        flat = [pair for block in blocks for pair in block]
-        sizes = torch._foreach_norm([p.detach() for p, _ in flat]), torch._foreach_norm([step for _, step in flat])
-        share = self.trust / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
-        steps, at = {}, 0
-        for block in blocks:
-            here = slice(at, at := at + len(block))
-            theta, size = (torch.stack([n.to(block[0][1]) for n in found[here]]).norm() for found in sizes)
-            theta = theta.clamp(min=TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5)
-            longest = (size * rates.lr[index_of[block[0][0]]]).clamp(min=torch.finfo(size.dtype).tiny)
-            factor = (share * theta / longest).clamp(max=1)
-            steps.update({p: step * factor.to(step) for p, step in block})
-        return steps
-
-    def _clipped(
-        self, steps: dict[nn.Parameter, Tensor], directions: list[Direction], rates: Rates
-    ) -> dict[nn.Parameter, Tensor]:
-        """All directions, shortened by nu = min(1, sqrt(kl_clip / sum lr^2 g^2 / damped s))."""
-        if self.kl_clip is None or not steps:
-            return steps
-        lr_of = {p: rates.lr[i] for i, group in enumerate(self.param_groups) for p in group["params"]}
-        gradients = {p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
-        # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
-        terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
-        size = torch.stack([term.to(terms[0]) for term in terms]).sum()
-        nu = (self.kl_clip / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
-        if not isinstance(self.kl_clip_hits, Tensor):
-            self.kl_clip_hits = torch.full((), self.kl_clip_hits, device=nu.device)
-        self.kl_clip_hits.add_((nu < 1).float())
-        return {p: step * nu.to(step) for p, step in steps.items()}
 
     def _update_parameters(self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor) -> None:
         """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
@@ -388,15 +315,16 @@ class EKFAC(torch.optim.Optimizer):
         """Scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""
         stats = engine_stats(self.engine)
         stats["damping"] = float(self.param_groups[0]["damping"])
-        stats["kl_clip_hits"] = float(self.kl_clip_hits)
-        stats["pace"] = 1.0 if self._pace is None else float(self._pace)
+        stats["kl_clip_hits"] = float(self.kl_clip.hits)
+        pace = self.pace.save()
+        stats["pace"] = 1.0 if pace is None else pace
         return stats
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, and under "ekfac" the counters and the model's parameter names; all plain data."""
         extra = checkpoint.engine_state(self.engine)
-        extra["kl_clip_hits"] = float(self.kl_clip_hits)
-        extra["pace"] = None if self._pace is None else float(self._pace)
+        extra["kl_clip_hits"] = float(self.kl_clip.hits)
+        extra["pace"] = self.pace.save()
         return {**super().state_dict(), "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -417,10 +345,8 @@ class EKFAC(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(state)
         self.engine.state = self.state  # torch has put a new dict there
-        self.kl_clip_hits = saved["kl_clip_hits"]
-        device = ours[0].device
-        pace = saved["pace"]
-        self._pace = None if pace is None else torch.tensor(pace, dtype=torch.float64, device=device)
+        self.kl_clip.hits = saved["kl_clip_hits"]
+        self.pace.load(saved["pace"], ours[0].device)
 
     def curvature(self) -> Curvature:
         """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""

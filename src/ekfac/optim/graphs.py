@@ -104,7 +104,7 @@ class StepGraphs:
         )
         places = tuple(p.data_ptr() for p in engine.parameters)
         strides = tuple(p.grad.stride() for p in engine.parameters if p.grad is not None)
-        return (engine.capture.examples, tuple(groups), calls, places, strides, opt.kl_clip)
+        return (engine.capture.examples, tuple(groups), calls, places, strides, opt.kl_clip.bound)
 
     def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
         engine = self._optimizer.engine

@@ -22,6 +22,7 @@ from ekfac.optim.factory import SCALING_DECAY
 from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
 from ekfac.optim.refresh import PATIENCE, Refresher
 from ekfac.optim.rules import Running, State, put
+from ekfac.optim.steplength import Pace
 
 
 class InverseMethod:
@@ -192,6 +193,7 @@ class KFAC(EKFAC):
         **arguments: Unpack[CaptureArguments],
     ) -> None:
         options.flag("pi_correction", pi_correction)
+        self.trust, self.pace = None, Pace()
         update = {
             "lr": lr,
             "damping": damping,

@@ -1,0 +1,116 @@
+"""How long a step is: pace multiplies the learning rate, trust and the KL clip shorten directions that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.optim import options
+from ekfac.optim.engine import Direction, Engine
+
+PACE_RATE = 0.5
+PACE_LEAST = 1e-4
+TRUST_FLOOR = 1e-3
+
+Steps = dict[nn.Parameter, Tensor]
+LearningRates = Mapping[nn.Parameter, "float | Tensor"]
+
+
+class Pace:
+    """The share of lr that a step takes: more while gradients agree with the last direction, less when they point back.
+
+    pace <- min(1, pace exp(PACE_RATE c)), c the mean over blocks of the rule's ``alignment``. A first step that was too
+    long is followed by a gradient that points back, and c < 0.
+
+    Args:
+        start: The share of the first step; None for all of lr at all times.
+    """
+
+    def __init__(self, start: float | None = None) -> None:
+        if start is not None:
+            options.number("pace", start, above=0)
+        self.start = start
+        #: The share of the next step, changed in place: a captured step holds on to its address.
+        self._next: Tensor | None = None
+
+    def take(self, engine: Engine) -> float | Tensor:
+        """The share of this step; the alignments that it has found set the share of the next."""
+        if self.start is None or not engine.method.has_alignment:
+            return 1.0
+        if self._next is None:
+            self.load(self.start, engine.parameters[0].device)
+        assert self._next is not None
+        now = self._next.clone() if self._next.is_cuda else float(self._next)
+        states = [engine.state.get(block.key, {}) for block in engine.blocks]
+        found = [state["alignment"].to(self._next) for state in states if "alignment" in state]
+        if found:
+            c = torch.stack(found).mean()
+            if engine.ok is not None:
+                c = c * engine.ok
+            self._next.mul_((PACE_RATE * c).exp()).clamp_(PACE_LEAST, 1.0)
+        return now
+
+    def save(self) -> float | None:
+        """The share of the next step as a number, for a checkpoint; None before the first."""
+        return None if self._next is None else float(self._next)
+
+    def load(self, share: float | None, device: torch.device) -> None:
+        """Take back what :meth:`save` gave."""
+        self._next = None if share is None else torch.tensor(share, dtype=torch.float64, device=device)
+
+
+def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | None) -> Steps:
+    """All directions by parameter, each block's shortened so that lr |p| <= (trust / L) |theta|.
+
+    L counts the blocks that hold weights. The root mean square of theta counts as at least ``TRUST_FLOOR``, so that
+    weights can leave zero.
+    """
+    blocks = [
+        [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
+        for d in directions
+    ]
+    if trust is None or not blocks:
+        return {p: step for block in blocks for p, step in block}
+    flat = [pair for block in blocks for pair in block]
+    sizes = torch._foreach_norm([p.detach() for p, _ in flat]), torch._foreach_norm([step for _, step in flat])
+    share = trust / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
+    steps, at = {}, 0
+    for block in blocks:
+        here = slice(at, at := at + len(block))
+        theta, size = (torch.stack([n.to(block[0][1]) for n in found[here]]).norm() for found in sizes)
+        theta = theta.clamp(min=TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5)
+        longest = (size * lr_of[block[0][0]]).clamp(min=torch.finfo(size.dtype).tiny)
+        factor = (share * theta / longest).clamp(max=1)
+        steps.update({p: step * factor.to(step) for p, step in block})
+    return steps
+
+
+class KLClip:
+    """Shortens all directions by nu = min(1, sqrt(bound / sum lr^2 g^2 / damped s)).
+
+    Args:
+        bound: The bound; None for none.
+    """
+
+    def __init__(self, bound: float | None) -> None:
+        if bound is not None:
+            options.number("kl_clip", bound, above=0)
+        self.bound = bound
+        #: How many steps were shortened, counted on the device.
+        self.hits: Tensor | float = 0.0
+
+    def __call__(self, steps: Steps, directions: list[Direction], lr_of: LearningRates) -> Steps:
+        """The steps, shortened where they have to be."""
+        if self.bound is None or not steps:
+            return steps
+        gradients = {p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
+        # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
+        terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
+        size = torch.stack([term.to(terms[0]) for term in terms]).sum()
+        nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
+        if not isinstance(self.hits, Tensor):
+            self.hits = torch.full((), self.hits, device=nu.device)
+        self.hits.add_((nu < 1).float())
+        return {p: step * nu.to(step) for p, step in steps.items()}
