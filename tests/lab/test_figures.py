@@ -16,7 +16,8 @@ from ekfac.cli import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import load_dataset
-from ekfac.lab.figures import FIGURES, Request, drift, make, measure, quick, rescaling, style
+from ekfac.lab.figures import FIGURES, Request, drift, make, measure, quick, rescaling, sensitivity, style
+from ekfac.lab.figures.measures import Measures
 from ekfac.lab.runs import Run
 
 ALL = {
@@ -30,6 +31,8 @@ ALL = {
     "resnet34",
     "batch-size",
     "schedule",
+    "sensitivity",
+    "comparison",
 }
 
 
@@ -40,6 +43,7 @@ def made_up(config: TrainConfig, rate: float, seconds: float = 1.0, floor: float
             "step": 10 * epoch,
             "seconds": seconds * epoch,
             "train_loss": floor + 2 * rate**epoch,
+            "train_loss_mean": floor + 3 * rate**epoch if epoch else None,
             "validation_loss": floor + 2 * rate**epoch + 0.1,
             "train_accuracy": 1 - 0.9 * rate**epoch,
             "validation_accuracy": 0.9 - 0.8 * rate**epoch,
@@ -138,7 +142,7 @@ def test_autoencoder_takes_the_best_setting_and_shows_the_plane() -> None:
         "(d) EKFAC-ra freq=50",
     ]
     _, y = curve(figure, "(a)", "EKFAC-ra freq=50")
-    assert numpy.allclose(y, [45.76 + (2 * 0.32**e + 2 * 0.33**e) / 2 for e in range(5)])
+    assert numpy.allclose(y, [(2 * 0.32**e + 2 * 0.33**e) / 2 for e in range(5)]), "above the floor"
     axis = figure.axes[0]
     assert len(axis.collections) == 1, "a band over the seeds, for the one setting that has two"
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["SGD + BN", "EKFAC-ra freq=50"]
@@ -151,8 +155,78 @@ def test_a_single_setting_has_no_plane() -> None:
     assert len(titles(drawn("autoencoder", [one]))) == 3
 
 
+def test_only_timed_runs_count_in_seconds_and_additions_have_a_dagger() -> None:
+    base = TrainConfig("autoencoder", "muon", dataset="mnist", batch_size=200, lr=0.1)
+    alone, beside = (made_up(replace(base, seed=seed), 0.5 + seed / 10, 2.0 + 10 * seed) for seed in (0, 1))
+    short = made_up(replace(base, lr=0.2), 0.1, epochs=2)
+    # Better and as long, but never alone on the machine: tried on the way.
+    other = made_up(replace(base, lr=0.3), 0.1)
+    beside.timed = other.timed = False
+    figure = drawn("autoencoder", [alone, beside, short, other])
+    x, y = curve(figure, "(b)", "Muon")
+    assert x == [0, 2, 4, 6, 8] and numpy.allclose(y, [2 * 0.5**e for e in range(5)])
+    assert numpy.allclose(curve(figure, "(a)", "Muon")[1], [0.5**e + 0.6**e for e in range(5)])
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["Muon †"]
+    alone.timed = False
+    with pytest.raises(StopIteration):
+        curve(drawn("autoencoder", [alone, beside]), "(b)", "Muon")
+
+
+def test_sensitivity_counts_what_ends_near_each_methods_own_best() -> None:
+    base = TrainConfig("autoencoder", "ekfac-ra", dataset="mnist", batch_size=500, refresh_every=50)
+    rates = {(0.1, 0.1): 0.5, (0.1, 0.01): 0.51, (0.01, 0.1): 0.6, (0.01, 0.01): 0.5}
+    runs = [made_up(replace(base, lr=lr, damping=d), rate, floor=45.76) for (lr, d), rate in rates.items()]
+    runs[-1].status, runs[-1].history[-1]["diverged"] = "diverged", True
+    for lr, rate in ((0.1, 0.5), (0.01, 0.9), (0.001, 0.52)):
+        config = replace(base, optimizer="adam", batch_norm=True, lr=lr, refresh_every=None)
+        runs.append(made_up(config, rate, floor=45.76))
+    planes, lines = sensitivity.grids(runs)
+    one = planes["EKFAC-ra freq=50"]
+    assert (one.near, one.tried, one.diverged) == (2, 4, 1) and math.isclose(one.best, 3 * 0.5**4, rel_tol=1e-6)
+    assert (lines["Adam + BN"].near, lines["Adam + BN"].tried) == (2, 3)
+    figure = drawn("sensitivity", runs)
+    assert titles(figure)[0] == "EKFAC-ra freq=50\n2 of 4 within 1.25x"
+    assert "batch 500" in figure.get_suptitle()
+    with pytest.raises(LabError, match="several learning rates"):
+        drawn("sensitivity", runs[:1])
+
+
+def test_comparison_has_a_row_a_task_and_standard_errors() -> None:
+    runs = []
+    for task, name in itertools.product(("charlm", "classifier"), ("ekfac-default", "adamw")):
+        config = TrainConfig(task, name, dataset="some", batch_size=200, lr=None if name[0] == "e" else 0.1)
+        runs += [made_up(replace(config, seed=seed), 0.5 + seed / 10) for seed in (0, 1)]
+        runs.append(made_up(replace(config, lr=0.3), 0.1, epochs=2))
+    figure = drawn("comparison", runs)
+    assert titles(figure)[::3] == ["Classifier on some, by epoch", "Transformer on some, by epoch"]
+    assert curve(figure, "Transformer", "AdamW")[1][1] == pytest.approx(1.1)
+    band = figure.axes[0].collections[0].get_paths()[0].vertices
+    # The mean of 1 and 1.2, and 0.1 either way.
+    assert {round(float(y), 6) for x, y in band if x == 1} == {1.0, 1.2}
+
+
+def test_measures_are_kept_and_not_measured_twice(tmp_path: Path) -> None:
+    file = tmp_path / "some" / "measures.json"
+    calls: list[int] = []
+
+    def compute() -> dict[str, Any]:
+        calls.append(1)
+        return {"value": 1 / 3, "steps": [0, 1]}
+
+    for dataset, count in (("mnist", 1), ("mnist", 1), ("mnist-5k", 2)):
+        request = Request(dataset=dataset, measures=Measures(file))
+        assert request.measured("error", compute) == {"value": 0.333333, "steps": [0, 1]}
+        assert len(calls) == count
+    assert Measures(file).get("error", "mnist") is None and Measures(file).get("other") is None
+    assert "--dataset mnist-5k" in file.read_text()
+    file.write_text("no")
+    with pytest.raises(LabError, match="cannot be read"):
+        Measures(file)
+
+
 def test_lines_are_told_apart_without_colour() -> None:
-    labels = ["SGD", "SGD + BN", "Adam + BN", "Mine", "Other"]
+    labels = ["SGD", "SGD + BN", "Adam", "Adam + BN", "Mine", "Other", "EKFAC (defaults)"]
+    labels += [name + norm for name in ("AdamW", "Muon", "SOAP") for norm in ("", " + BN")]
     labels += [f"{name} freq={every}" for name in ("KFAC", "EKFAC", "EKFAC-ra") for every in (1, 50, 500)]
     looks = style.lines(labels)
     assert len({(look.marker, str(style.linestyle(look))) for look in looks.values()}) == len(labels)

@@ -16,10 +16,12 @@ from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.runs import Run
 
 FIGURE_NAMES = (
-    "rescaling, convolution, correlation, error, autoencoder, frequency, vgg11, resnet34, batch-size, schedule"
+    "rescaling, convolution, correlation, error, autoencoder, frequency, vgg11, resnet34, batch-size, schedule, "
+    "sensitivity, comparison"
 )
 _NAMES = typer.Argument(metavar="NAME...", help=f"One or more of: {FIGURE_NAMES}; or all.")
 _RUNS = typer.Option([], "--runs", help="Folder of recorded runs, at any depth; may be given again.")
+_TIMED = typer.Option([], "--timed", help="Only the seconds of runs in this folder count; may be given again.")
 _PLACES = typer.Argument(metavar="RUNS...", help="Folders of recorded runs, at any depth.")
 _DATA_DIR = typer.Option(None, "--data-dir", help="Folder of the data files [default: EKFAC_DATA or ~/.cache/ekfac].")
 _PLUGIN = typer.Option([], "--plugin", help="Your file or module that registers tasks, datasets or optimizers.")
@@ -34,10 +36,13 @@ def needs(error: ImportError) -> LabError:
 def figure(
     names: list[str] = _NAMES,
     runs: list[str] = _RUNS,
+    timed: list[str] = _TIMED,
+    batch_size: int | None = typer.Option(None, help="Take only runs of this batch size; their file is NAME-SIZE."),
     quick: bool = typer.Option(False, "--quick", help="From small fresh runs on the embedded digits: minutes."),
     out: str = typer.Option("figures", help="Folder for the SVG and PNG files."),
     dataset: str = typer.Option("mnist-5k", help="Dataset of the figures that are computed on the spot."),
     workers: int = typer.Option(os.cpu_count() or 1, help="Small runs at the same time.", show_default="cores"),
+    measures: str | None = typer.Option(None, help="JSON file that keeps what is measured; not measured again then."),
     data_dir: str | None = _DATA_DIR,
     plugin: list[str] = _PLUGIN,
     json: bool = _JSON,
@@ -51,13 +56,16 @@ def figure(
         load_plugin(where)
     if workers < 1:
         raise LabError(f"workers must be at least 1, not {workers}")
+    found = find_runs(runs, timed=timed or None) if runs else []
     made = figures.make(
         names,
         out,
-        runs=find_runs(runs) if runs else (),
+        runs=[run for run in found if batch_size in (None, run.config.batch_size)],
+        suffix="" if batch_size is None else f"-{batch_size}",
         quick=quick,
         dataset=dataset,
         data_dir=data_dir,
+        measures=measures,
         workers=workers,
         say=(lambda line: None) if json else (lambda line: print(line, flush=True)),
     )

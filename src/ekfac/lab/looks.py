@@ -11,17 +11,28 @@ from dataclasses import dataclass
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#7F7F7F"
+# Apart from those in lightness too.
+OLIVE, BROWN, PURPLE = "#999933", "#8C510A", "#AA3377"
 
 FAMILIES = {
     "SGD": (GREY, "v"),
     "SGD + BN": (BLACK, "^"),
-    "Adam": (YELLOW, "<"),
+    "Adam": (ORANGE, "<"),
     "Adam + BN": (ORANGE, "D"),
     "KFAC": (RED, "s"),
     "EKFAC": (BLUE, "o"),
     "EKFAC-ra": (GREEN, "P"),
+    "AdamW": (OLIVE, ">"),
+    "AdamW + BN": (OLIVE, "H"),
+    "Muon": (SKY, "*"),
+    "Muon + BN": (SKY, "p"),
+    "SOAP": (BROWN, "h"),
+    "SOAP + BN": (BROWN, "d"),
+    "EKFAC (defaults)": (PURPLE, "X"),
 }
-_SPARE = [(PINK, "X"), (SKY, "*"), (GREY, "h"), (ORANGE, "p"), (BLUE, "d"), (RED, ">")]
+# With batch-norm they have the same colour and a whole line.
+_DASHED = {"Adam", "AdamW", "Muon", "SOAP"}
+_SPARE = [(PINK, "X"), (SKY, "*"), (GREY, "h"), (ORANGE, "p"), (BLUE, "d"), (RED, ">"), (PINK, "8"), (SKY, "x")]
 
 
 @dataclass(frozen=True)
@@ -48,13 +59,14 @@ def lines(labels: Iterable[str]) -> dict[str, Line]:
     found: dict[str, Line] = {}
     names = ordered(labels)
     variants = sorted({split(label)[1] for label in names} - {""}, key=_numbers)
-    spare = itertools.cycle(_SPARE)
+    taken = {FAMILIES[family][1] for label in names if (family := split(label)[0]) in FAMILIES}
+    spare = itertools.cycle([look for look in _SPARE if look[1] not in taken])
     known = dict(FAMILIES)
     for label in names:
         family, variant = split(label)
         if family not in known:
             known[family] = next(spare)
-        number = variants.index(variant) if variant else 0
+        number = variants.index(variant) if variant else int(family in _DASHED)
         found[label] = Line(*known[family], number)
     return found
 

@@ -32,6 +32,7 @@ class Run:
         status: ``"finished"``, ``"diverged"``, ``"interrupted"`` or, read from a folder, ``"unfinished"``.
         about: Versions, machine, data, number of parameters, the loss's floor, the command.
         path: Its folder, if it has one.
+        timed: Whether its seconds count: not where runs shared a machine.
     """
 
     config: TrainConfig
@@ -39,6 +40,7 @@ class Run:
     status: str = "unfinished"
     about: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+    timed: bool = True
 
     @property
     def exit_code(self) -> int:

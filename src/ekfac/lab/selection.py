@@ -50,7 +50,18 @@ class Curve:
     @property
     def floor(self) -> float:
         """The smallest training loss that there can be."""
-        return float((self.runs[0].about.get("floor") or {}).get("train", 0.0))
+        return self.floor_of("train_loss")
+
+    def floor_of(self, name: str) -> float:
+        """Return the smallest value that a loss, such as ``"validation_loss"``, can have; zero for anything else."""
+        floors = self.runs[0].about.get("floor") or {}
+        return float(floors.get(name.split("_")[0], 0.0)) if "loss" in name else 0.0
+
+    @property
+    def timed(self) -> Curve | None:
+        """The same setting with only the runs whose seconds count; ``None`` if there are none."""
+        runs = tuple(run for run in self.runs if run.timed)
+        return self if runs == self.runs else Curve(runs) if runs else None
 
     @property
     def finished(self) -> bool:
@@ -85,14 +96,25 @@ class Curve:
         table = self.table(name)
         return table.min(0), table.max(0)
 
+    def standard_error(self, name: str) -> Array:
+        """Return the standard error of the mean over seeds at every record; zero for a single seed."""
+        table = self.table(name)
+        if len(table) < 2:
+            return numpy.zeros(table.shape[1])
+        with numpy.errstate(invalid="ignore"):
+            return numpy.asarray(table.std(0, ddof=1) / math.sqrt(len(table)))
+
 
 def curves(runs: Iterable[Run]) -> list[Curve]:
-    """Put the seeds of each setting together; runs without any record are left out."""
-    groups: dict[Any, list[Run]] = {}
-    for run in runs:
+    """Put the seeds of each setting together; runs without any record are left out.
+
+    Of a seed that was run twice, one counts: a run that is timed before one that is not.
+    """
+    groups: dict[Any, dict[int, Run]] = {}
+    for run in sorted(runs, key=lambda run: run.timed):
         if run.history:
-            groups.setdefault(without_seed(run.config), []).append(run)
-    return [Curve(tuple(sorted(group, key=lambda run: run.config.seed))) for group in groups.values()]
+            groups.setdefault(without_seed(run.config), {})[run.config.seed] = run
+    return [Curve(tuple(run for _, run in sorted(group.items()))) for group in groups.values()]
 
 
 def by_method(
@@ -115,6 +137,17 @@ def best_final(candidates: Sequence[Curve], name: str = "train_loss") -> Curve |
     """Return the setting with the lowest loss at its end; ``None`` if none came to its end."""
     whole = [curve for curve in candidates if curve.finished and math.isfinite(last(curve, name))]
     return min(whole, key=lambda curve: last(curve, name), default=None)
+
+
+def final_settings(candidates: Sequence[Curve]) -> list[Curve]:
+    """Return the settings that a method is judged by, not those tried on the way.
+
+    These are the ones that were run for the most epochs and, where only some of those had the machine to themselves,
+    these.
+    """
+    most = max((curve.config.epochs or 0 for curve in candidates), default=0)
+    longest = [curve for curve in candidates if (curve.config.epochs or 0) == most]
+    return [curve for curve in longest if curve.timed is not None] or longest
 
 
 def best_validation(candidates: Sequence[Curve]) -> Curve | None:

@@ -5,12 +5,14 @@ from ekfac.lab.figures import (  # noqa: F401
     autoencoder,
     batch_size,
     cifar,
+    comparison,
     convolution,
     correlation,
     error,
     frequency,
     rescaling,
     schedule,
+    sensitivity,
 )
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.figures.making import make

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.gridspec import SubplotSpec
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.figures.curves import draw_curves, loss_axis, whole
+from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, whole
 from ekfac.lab.figures.plane import draw_plane, has_plane, loss_at, scale
+from ekfac.lab.looks import split
 from ekfac.lab.runs import Run
-from ekfac.lab.selection import Curve, best_final, by_method, curves
+from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
 
 PANELS = (("train_loss", "epoch"), ("train_loss", "seconds"), ("validation_loss", "epoch"))
 TITLES = ("(a) training loss", "(b) wall-clock time", "(c) validation loss")
 PLANE_EPOCH = 20
+# What the paper compares; all else is an addition to it.
+PAPER = {"SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"}
 
 
 def settings() -> list[TrainConfig]:
@@ -27,54 +30,54 @@ def settings() -> list[TrainConfig]:
 
 def draw(request: Request) -> Figure:
     """Draw (a) to (c) from the best setting of each method, (d) from all settings that share one batch size."""
-    found = curves(run for run in request.runs if run.status != "unfinished")
-    groups = {name: group for name, group in by_method(found).items() if best_final(_longest(group)) is not None}
-    best = {name: best_final(_longest(group)) for name, group in groups.items()}
+    groups = by_method(curves(run for run in request.runs if run.status != "unfinished"))
+    best = {name: found for name, group in groups.items() if (found := best_final(final_settings(group))) is not None}
     planes = {name: _one_batch_size(group) for name, group in groups.items() if has_plane(_one_batch_size(group))}
-    names = style.ordered(planes)
-    figure = Figure(figsize=(7.5, 5.6 if planes else 2.8))
-    rows = figure.add_gridspec(2 if planes else 1, 1, height_ratios=(1.15, 1) if planes else (1,))
+    more = len(best) > len(PAPER)
+    height = 3.9 if more else 2.8
+    figure = Figure(figsize=(9.0 if more else 7.5, height + 2.8 if planes else height))
+    rows = figure.add_gridspec(2 if planes else 1, 1, height_ratios=(height, 2.5) if planes else (1,))
     top = rows[0].subgridspec(1, 3)
     axes = [figure.add_subplot(top[0, column]) for column in range(3)]
     looks = style.lines(style.ordered(best))
     for axis, (name, x), heading in zip(axes, PANELS, TITLES, strict=True):
-        entries = {label: whole(curve, name, x) for label, curve in best.items() if curve is not None}
+        entries = {label: whole(curve, name, x, above_floor=True) for label, curve in best.items()}
         draw_curves(axis, entries, looks)
-        floor = found[0].runs[0].about["floor"].get(name.split("_")[0], 0.0) if found else 0.0
-        loss_axis(axis, list(entries.values()), name, x, floor)
+        loss_axis(axis, list(entries.values()), name, x, ABOVE)
         axis.set_title(heading)
     if planes:
-        bottom = rows[1].subgridspec(1, len(names))
-        below = [figure.add_subplot(bottom[0, column]) for column in range(len(names))]
-        epoch = min(PLANE_EPOCH, max(run.history[-1]["epoch"] for g in planes.values() for c in g for run in c.runs))
-        losses = [loss_at(curve, epoch) for group in planes.values() for curve in group]
-        start = max(float(curve.mean("train_loss")[0]) for group in planes.values() for curve in group)
-        norm = scale(losses, start)
-        for number, (axis, name) in enumerate(zip(below, names, strict=True)):
-            drawn = draw_plane(axis, planes[name], epoch, norm)
-            axis.set_title(f"{'(d) ' if number == 0 else ''}{name}")
-            if number:
-                axis.set_ylabel("")
-        bar = figure.colorbar(drawn, ax=below, pad=0.02, aspect=18)
-        bar.set_label(f"training loss, epoch {epoch}")
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        bar.ax.tick_params(which="both", labelsize=6.5)
-    figure.suptitle(title(request))
-    style.share_legend(figure, axes)
+        _planes(figure, rows[1], planes)
+    added = {name for name in best if split(name)[0] not in PAPER}
+    figure.suptitle(title(request) + ("\n† not in the paper" if added else ""))
+    style.share_legend(figure, axes, marked=added)
     return figure
+
+
+def _planes(figure: Figure, place: SubplotSpec, planes: Mapping[str, Sequence[Curve]]) -> None:
+    names = style.ordered(planes)
+    cells = place.subgridspec(1, len(names))
+    below = [figure.add_subplot(cells[0, column]) for column in range(len(names))]
+    epoch = min(PLANE_EPOCH, max(run.history[-1]["epoch"] for g in planes.values() for c in g for run in c.runs))
+    everything = [curve for group in planes.values() for curve in group]
+    start = max(float(curve.mean("train_loss")[0]) - curve.floor for curve in everything)
+    norm = scale([loss_at(curve, epoch) for curve in everything], start)
+    for number, (axis, name) in enumerate(zip(below, names, strict=True)):
+        drawn = draw_plane(axis, planes[name], epoch, norm)
+        axis.set_title(f"{'(d) ' if number == 0 else ''}{name}")
+        if number:
+            axis.set_ylabel("")
+    bar = figure.colorbar(drawn, ax=below, pad=0.02, aspect=18)
+    bar.set_label(f"training loss above its floor,\nepoch {epoch}")
+    style.plain_bar(bar)
 
 
 def title(request: Request) -> str:
     """Say what was trained on what."""
     datasets = sorted({str(run.config.dataset) for run in request.runs})
-    return "Deep auto-encoder" + (f"\n{quick.NOTE_DIGITS}" if request.quick else f" on {', '.join(datasets)}")
-
-
-def _longest(group: Sequence[Curve]) -> list[Curve]:
-    """Leave out settings that were run for fewer epochs than others, such as those of the plane."""
-    most = max(curve.config.epochs or 0 for curve in group)
-    return [curve for curve in group if curve.config.epochs == most]
+    if request.quick:
+        return f"Deep auto-encoder\n{quick.NOTE_DIGITS}"
+    sizes = {run.config.batch_size for run in request.runs}
+    return f"Deep auto-encoder on {', '.join(datasets)}" + (f", batch {sizes.pop()}" if len(sizes) == 1 else "")
 
 
 def _one_batch_size(group: Sequence[Curve]) -> list[Curve]:

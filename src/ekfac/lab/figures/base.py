@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from ekfac.lab.config import TrainConfig
+from ekfac.lab.figures.measures import Measures
 from ekfac.lab.registry import Registry
 from ekfac.lab.runs import Run
 
@@ -22,12 +24,23 @@ class Request:
         quick: Whether to be small and fast.
         dataset: Dataset of what is computed.
         data_dir: Folder of the data files.
+        measures: What was measured before, and what is measured now.
     """
 
     runs: Sequence[Run] = ()
     quick: bool = False
     dataset: str = "mnist-5k"
     data_dir: str | Path | None = None
+    measures: Measures = field(default_factory=Measures)
+
+    def keep(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep what a figure measured."""
+        return self.measures.put(name, values, self.dataset, self.quick)
+
+    def measured(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what was measured for a figure before, else measure and keep it."""
+        found = self.measures.get(name, self.dataset, self.quick)
+        return self.keep(name, compute()) if found is None else found
 
 
 @dataclass(frozen=True)

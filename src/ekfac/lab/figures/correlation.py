@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 import ekfac
 from ekfac.lab.figures import style
@@ -15,10 +16,11 @@ UNITS, INPUTS = 5, 50
 
 def draw(request: Request) -> Figure:
     """Draw |correlation| of 250 parameters of the 2nd layer: 5 units by 50 inputs; 5 by 50 axes in the eigenbasis."""
+    steps, examples = (150, 1000) if request.quick else (300, 4000)
     subject = Subject("classifier", request)
-    subject.steps(150 if request.quick else 300)
+    subject.steps(steps)
     layer = subject.layer(2)
-    sample = subject.sample(1000 if request.quick else 4000)
+    sample = subject.sample(examples)
     G, kfac = (subject.fisher(name, sample, [layer]) for name in ("block", "kfac"))
     weight = torch.arange(UNITS * INPUTS)
     # In the eigenbasis [out, in + 1]; eigenvalues ascend, so the leading axes are the last ones of each side.
@@ -31,11 +33,13 @@ def draw(request: Request) -> Figure:
         "in the eigenbasis (KFE)": ekfac.correlation(G, {layer: places}, basis=kfac),
     }
     figure, panels = style.panels(1, 2, height=3.0, width=6.5)
+    means = {name: mean_off_diagonal(matrix) for name, matrix in matrices.items()}
+    numbers = dict(zip(("parameter_space", "eigenbasis"), means.values(), strict=True))
+    request.keep("correlation", {**numbers, "steps": steps, "examples": examples})
     for axis, (name, matrix) in zip(panels, matrices.items(), strict=True):
         size = matrix.abs().cpu()
         image = axis.imshow(size.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
-        off = (size.sum() - size.diagonal().sum()) / (size.numel() - len(size))
-        axis.set_title(f"{name}\nmean off the diagonal {float(off):.2f}")
+        axis.set_title(f"{name}\nmean off the diagonal {means[name]:.3f}")
         axis.set_xticks(range(0, 251, 50))
         axis.set_yticks(range(0, 251, 50))
         axis.grid(False)
@@ -43,6 +47,12 @@ def draw(request: Request) -> Figure:
     figure.colorbar(image, ax=panels, label="|correlation| of gradients", shrink=0.85, aspect=25)
     figure.suptitle(f"MNIST classifier ({request.dataset}): {UNITS * INPUTS} parameters of the 2nd layer")
     return figure
+
+
+def mean_off_diagonal(matrix: Tensor) -> float:
+    """Return the mean size of a matrix's entries off its diagonal."""
+    size = matrix.abs()
+    return float((size.sum() - size.diagonal().sum()) / (size.numel() - len(size)))
 
 
 FIGURES.add("correlation", FigureSpec("gradient correlation of 250 parameters, in both bases", draw))

@@ -14,12 +14,31 @@ from ekfac.lab.selection import Curve, Envelope, per_time
 
 AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
 NAMES = {"train_loss": "training loss", "validation_loss": "validation loss"}
+ABOVE = " above its floor"
+# Times as different as this call for a logarithmic axis.
+LONG = 6.0
 
 
-def whole(curve: Curve, name: str, x: str) -> Envelope:
-    """Return one setting's own curve, with its spread over seeds."""
-    low, high = curve.spread(name)
-    value = curve.mean(name)
+def whole(curve: Curve, name: str, x: str, *, above_floor: bool = False, standard_error: bool = False) -> Envelope:
+    """Return one setting's own curve, with its spread over seeds: all of them, or over time those that were timed.
+
+    Args:
+        curve: The setting.
+        name: What to show.
+        x: ``"epoch"``, ``"step"`` or ``"seconds"``.
+        above_floor: Take off the smallest value that there can be.
+        standard_error: Let the band be the mean's standard error either way, not from the lowest to the highest seed.
+    """
+    if x == "seconds":
+        timed = curve.timed
+        if timed is None:
+            nothing = numpy.empty(0)
+            return Envelope(nothing, nothing, nothing, nothing, [])
+        curve = timed
+    floor = curve.floor_of(name) if above_floor else 0.0
+    value = curve.mean(name) - floor
+    error = curve.standard_error(name)
+    low, high = (value - error, value + error) if standard_error else (bound - floor for bound in curve.spread(name))
     keep = numpy.isfinite(value)
     return Envelope(curve.mean(x)[keep], value[keep], low[keep], high[keep], [curve] * int(keep.sum()))
 
@@ -59,8 +78,8 @@ def draw_curves(
             axis.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.18, linewidth=0)
 
 
-def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, floor: float = 0.0) -> None:
-    """Label a panel of losses: logarithmic, with plain numbers, and a line at the loss's floor if it has one."""
+def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, above: str = "") -> None:
+    """Label a panel of losses: logarithmic, with plain numbers."""
     axis.set_yscale("log")
     values = numpy.concatenate([c.value for c in found if len(c.value)] or [numpy.ones(1)])
     values = values[numpy.isfinite(values) & (values > 0)]
@@ -68,18 +87,17 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, floor: f
     # What a diverging setting reached would squeeze all that is of interest into a corner.
     start = max((float(c.value[0]) for c in found if len(c.value)), default=high)
     high = min(high, 2 * start)
-    label = NAMES.get(name, name)
-    if floor > 0 and low > 2.5 * floor:
-        # Far above it: a line there would take half of the panel.
-        label += f" (floor {floor:.1f})"
-    elif floor > 0:
-        axis.axhline(floor, color=style.GREY, linewidth=0.8, linestyle=(0, (1, 2)))
-        axis.annotate(f"floor {floor:.1f}", (0.99, floor), xycoords=("axes fraction", "data"), ha="right", va="top")
-        low = min(low, floor / 1.15)
     axis.set_ylim(low / 1.15, high * 1.15)
     plain_log_ticks(axis)
     axis.set_xlabel(AXES[x])
-    axis.set_ylabel(label)
+    axis.set_ylabel(NAMES.get(name, name) + above)
+    ends = [float(c.x[-1]) for c in found if len(c.x)]
+    if x == "seconds" and len(ends) > 1 and max(ends) > LONG * min(ends):
+        # One slow method would squeeze all the others into a corner. Time zero is not on such an axis.
+        axis.set_xscale("log", nonpositive="mask")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(_Plain())
+        axis.xaxis.set_minor_formatter(NullFormatter())
     if x != "seconds":
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 

@@ -17,6 +17,7 @@ DECAY = 0.95
 DAMPING = 1e-3
 # Steps of training, steps between measurements, examples to measure on.
 QUICK_ERRORS = (200, 10, 250)
+ERRORS = (500, 10, 1000)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def errors(request: Request, renew_every: int = 100) -> tuple[Drift, Drift]:
     """
     subject = Subject("classifier", request)
     layers = [subject.layer(number) for number in range(1, 6)]
-    total, stride, examples = QUICK_ERRORS if request.quick else (500, 5, 2000)
+    total, stride, examples = QUICK_ERRORS if request.quick else ERRORS
     sample = subject.sample(examples)
     steps: list[int] = []
     error: dict[str, list[float]] = {"KFAC": [], "EKFAC": []}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,7 +16,8 @@ RENEW = 100
 
 def draw(request: Request) -> Figure:
     """Draw the relative error, and beside it the angle to the exact natural gradient."""
-    error, angle = errors(request, RENEW)
+    found = request.measured("error", lambda: measure(request))
+    error, angle = (Drift(found["steps"], found[name]) for name in ("error", "angle"))
     figure, axes = style.panels(1, 2, height=2.6, width=6.5)
     _panel(axes[0], error)
     axes[0].set_ylabel(r"$\Vert G-\hat{G}\Vert_F\;/\;\Vert G\Vert_F$")
@@ -26,6 +29,12 @@ def draw(request: Request) -> Figure:
     figure.suptitle(f"MNIST classifier ({request.dataset}), basis and inverse renewed every {RENEW} iterations")
     style.share_legend(figure, axes)
     return figure
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Return the steps, the errors and the angles at each of them."""
+    error, angle = errors(request, RENEW)
+    return {"renewed_every": RENEW, "steps": error.steps, "error": error.distances, "angle": angle.distances}
 
 
 def _panel(axis: Axes, drift: Drift) -> None:

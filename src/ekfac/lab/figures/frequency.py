@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.figures.curves import draw_curves, loss_axis, plain_log_ticks, whole
-from ekfac.lab.figures.drift import spectra
+from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, plain_log_ticks, whole
+from ekfac.lab.figures.drift import Drift, spectra
 from ekfac.lab.runs import Run
-from ekfac.lab.selection import Curve, best_final, by_method, curves
+from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
 
 OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
 
@@ -20,7 +22,7 @@ OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
 def draw(request: Request) -> Figure:
     """Draw (a) and (b) from runs at several frequencies; compute (c) on the spot, by itself if there are no runs."""
     groups = by_method(curves(filter(takes, request.runs)))
-    best = {name: found for name, group in groups.items() if (found := best_final(group)) is not None}
+    best = {name: found for name, group in groups.items() if (found := best_final(final_settings(group))) is not None}
     figure, axes = style.panels(1, 3, height=3.0) if best else style.panels(1, 1, height=3.0, width=4.5)
     if best:
         _losses(axes[:2], best)
@@ -37,15 +39,29 @@ def draw(request: Request) -> Figure:
 def _losses(axes: Sequence[Axes], best: Mapping[str, Curve]) -> None:
     looks = style.lines(best)
     for axis, x in zip(axes, ("epoch", "seconds"), strict=True):
-        entries = {name: whole(curve, "train_loss", x) for name, curve in best.items()}
+        entries = {name: whole(curve, "train_loss", x, above_floor=True) for name, curve in best.items()}
         draw_curves(axis, entries, looks)
-        loss_axis(axis, list(entries.values()), "train_loss", x, max(curve.floor for curve in best.values()))
+        loss_axis(axis, list(entries.values()), "train_loss", x, ABOVE)
     axes[0].set_title("(a) training loss")
     axes[1].set_title("(b) wall-clock time")
 
 
+def measured(request: Request) -> Drift:
+    """Return how the spectra drift: on the dataset that the runs are of, if there are some."""
+    datasets = {str(run.config.dataset) for run in request.runs}
+    if len(datasets) == 1 and not request.quick:
+        request = replace(request, dataset=datasets.pop())
+
+    def compute() -> dict[str, Any]:
+        drift = spectra(request)
+        return {"steps": drift.steps, "distances": drift.distances}
+
+    found = request.measured("frequency", compute)
+    return Drift(found["steps"], found["distances"])
+
+
 def _spectra(axis: Axes, request: Request) -> None:
-    drift = spectra(request)
+    drift = measured(request)
     for name, values in drift.distances.items():
         color, marker = style.FAMILIES[name]
         every = max(1, len(values) // 8)

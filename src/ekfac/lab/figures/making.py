@@ -10,10 +10,13 @@ from ekfac.lab import plan
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.figures import style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
+from ekfac.lab.figures.measures import Measures
 from ekfac.lab.labels import key
 from ekfac.lab.registry import LabError
 from ekfac.lab.runs import Run
 from ekfac.lab.space import unique
+
+FORMATS = ("svg", "png")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ def make(
     quick: bool = False,
     dataset: str = "mnist-5k",
     data_dir: str | Path | None = None,
+    measures: str | Path | None = None,
+    formats: Sequence[str] = FORMATS,
+    suffix: str = "",
     workers: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Made]:
@@ -45,6 +51,9 @@ def make(
         quick: Make small runs for the figures that need some, and compute the others on less data.
         dataset: Dataset of the figures that are computed.
         data_dir: Folder of the data files.
+        measures: File that keeps what is measured; what it has is not measured again.
+        formats: File formats to write.
+        suffix: What to add to the names of the files.
         workers: How many small runs are made at the same time.
         say: Is told how it goes.
 
@@ -62,6 +71,7 @@ def make(
         raise LabError(
             f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
         )
+    kept = Measures(measures)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if quick:
@@ -72,19 +82,24 @@ def make(
             made.append(Made(name, reason="no run is for it"))
             continue
         say(f"drawing {name}")
-        request = Request(found.get(name, ()), quick, dataset, data_dir)
-        made.append(Made(name, draw_to(folder / name, spec, request)))
+        request = Request(found.get(name, ()), quick, dataset, data_dir, kept)
+        try:
+            made.append(Made(name, draw_to(folder / f"{name}{suffix}", spec, request, formats)))
+        except LabError as error:
+            if not everything:
+                raise
+            made.append(Made(name, reason=str(error)))
     return made
 
 
-def draw_to(stem: Path, spec: FigureSpec, request: Request) -> tuple[Path, ...]:
-    """Draw one figure and write it beside its name, as .svg and .png."""
+def draw_to(stem: Path, spec: FigureSpec, request: Request, formats: Sequence[str] = FORMATS) -> tuple[Path, ...]:
+    """Draw one figure and write it under its name, once a format."""
     with style.styled():
         figure = spec.draw(request)
-        files = (stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png"))
-        # No date in it: the same picture gives the same file.
-        figure.savefig(files[0], metadata={"Date": None})
-        figure.savefig(files[1], dpi=160)
+        files = tuple(stem.with_name(f"{stem.name}.{kind}") for kind in formats)
+        for file in files:
+            # No date in it: the same picture gives the same file.
+            figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
 
 

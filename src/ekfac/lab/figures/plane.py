@@ -16,11 +16,11 @@ from ekfac.lab.selection import Curve
 
 
 def loss_at(curve: Curve, epoch: int, name: str = "train_loss") -> float:
-    """Return the loss after an epoch, or at the end if that comes first; infinite if it diverged before."""
+    """Return the loss above its floor after an epoch, or at the end if that comes first; infinite if it diverged."""
     if any(run.status == "diverged" and run.history[-1]["epoch"] <= epoch for run in curve.runs):
         return math.inf
     where = numpy.flatnonzero(curve.mean("epoch") <= epoch)
-    value = float(curve.mean(name)[where[-1]])
+    value = float(curve.mean(name)[where[-1]]) - curve.floor_of(name)
     return value if math.isfinite(value) else math.inf
 
 

@@ -13,6 +13,7 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.padded import NAME as PADDED
 
 NOTE_DIGITS = "quick: 2,000 digits of mnist-5k, width 100"
+NOTE_COMPARISON = "quick: digits of mnist-5k, small networks, a few epochs"
 NOTE_CIFAR = "quick: small network; digits of mnist-5k padded to 32 x 32 x 3 in place of CIFAR-10"
 
 # A decade above the paper's grid: these runs are a tenth as long as the paper's.
@@ -50,6 +51,31 @@ def planes() -> list[TrainConfig]:
 def frequencies() -> list[TrainConfig]:
     """Return the factored methods at several frequencies of renewal."""
     return [autoencoder(name, refresh_every=every, epochs=3) for name in FACTORED for every in (1, 10, 50)]
+
+
+def sensitivity() -> list[TrainConfig]:
+    """Return the planes, and lines over the learning rate for Adam and SGD."""
+    lines = [
+        autoencoder(name, lr=lr, epochs=4, batch_size=200)
+        for name in ("SGD + BN", "Adam + BN")
+        for lr in (0.1, 0.03, 0.01, 0.003)
+    ]
+    return planes() + lines
+
+
+def comparison() -> list[TrainConfig]:
+    """Return the library's defaults, Adam and SGD on a small auto-encoder and a small classifier, two seeds each."""
+    small = {"dataset": "mnist-5k", "limit": 2000, "batch_size": 100, "epochs": 4, "device": "cpu"}
+    methods: list[dict[str, Any]] = [{"optimizer": "ekfac-default"}]
+    methods += [{"optimizer": "sgd", "lr": 0.1}, {"optimizer": "adamw", "lr": 0.01}]
+    found = []
+    for task, width, batch_norm in (("autoencoder", 100, True), ("classifier", 50, False)):
+        for method in methods:
+            base = TrainConfig(task, width=width, **small, **method)  # type: ignore[arg-type]
+            if batch_norm and method["optimizer"] != "ekfac-default":
+                base = replace(base, batch_norm=True, lr=0.01)
+            found += [replace(base, seed=seed) for seed in (0, 1)]
+    return found
 
 
 # As in the paper, the baselines take smaller batches than the factored methods.

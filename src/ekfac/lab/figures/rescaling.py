@@ -36,13 +36,14 @@ def draw(request: Request) -> Figure:
     colors = {"full": style.GREEN, "diagonal": style.ORANGE, "KFAC": style.RED, "EKFAC": style.BLUE}
     figure, axes = style.panels(1, 4, height=2.1)
     reach = 0.0
+    errors: dict[str, float] = {}
     for axis, (name, operator) in zip(axes, operators.items(), strict=True):
         directions, values = axes_of(operator)
         _ellipse(axis, G)
         _arrows(axis, directions, values, colors[name])
         reach = max(reach, float(values.max().sqrt()), float(torch.linalg.eigvalsh(G).max().sqrt()))
-        error = float(ekfac.relative_error(operators["full"], operator)) if name != "full" else 0.0
-        axis.set_title(f"{name}\nerror {error:.0%}")
+        errors[name] = float(ekfac.relative_error(operators["full"], operator)) if name != "full" else 0.0
+        axis.set_title(f"{name}\nerror {errors[name]:.0%}")
         axis.set_xlabel(r"$\nabla_{\theta_1}$")
     axes[0].set_ylabel(r"$\nabla_{\theta_2}$")
     for axis in axes:
@@ -51,6 +52,7 @@ def draw(request: Request) -> Figure:
         axis.set_aspect("equal")
         axis.set_xticks([0])
         axis.set_yticks([0])
+    request.keep("rescaling", errors)
     figure.suptitle(
         f"Rescaling of a gradient: a logistic unit on two patches of a digit: is it a {LABEL}? ({request.dataset})"
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from ekfac.lab.looks import BLACK, BLUE, FAMILIES, GREEN, GREY, ORANGE, RED, SKY, Line, lines, ordered
 
@@ -17,6 +19,7 @@ __all__ = ["BLACK", "BLUE", "FAMILIES", "GREEN", "GREY", "ORANGE", "RED", "SKY",
 _LINES: Sequence[Any] = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1))]
 # Markers at both ends of a legend's line leave its dashes to be seen.
 HANDLES: Any = {"handlelength": 4.0, "numpoints": 2, "frameon": False}
+DAGGER = " †"
 
 SETTINGS: Any = {
     "font.size": 8,
@@ -64,8 +67,16 @@ def letter(number: int) -> str:
     return f"({'abcdefghijkl'[number]})"
 
 
-def share_legend(figure: Figure, axes: Sequence[Axes], columns: int = 5) -> None:
-    """Put one legend for all panels below them, where it covers nothing."""
+def plain_bar(bar: Colorbar) -> None:
+    """Write the numbers of a logarithmic colour bar out."""
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    # Of those between the decades only some, or they would run into each other.
+    bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else ""))
+    bar.ax.tick_params(which="both", labelsize=6.5)
+
+
+def share_legend(figure: Figure, axes: Sequence[Axes], columns: int = 5, marked: Collection[str] = ()) -> None:
+    """Put one legend for all panels below them, where it covers nothing; marked entries get a dagger."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -74,7 +85,7 @@ def share_legend(figure: Figure, axes: Sequence[Axes], columns: int = 5) -> None
         names = ordered(entries)
         figure.legend(
             [entries[name] for name in names],
-            names,
+            [name + DAGGER if name in marked else name for name in names],
             loc="outside lower center",
             ncols=min(columns, len(names)),
             **HANDLES,

@@ -1,0 +1,79 @@
+"""The library's defaults against tuned rivals, one row a task: by epoch, by time, on validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from ekfac.lab.figures import quick, style
+from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
+from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, whole
+from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
+
+NAMES = {"autoencoder": "Auto-encoder", "classifier": "Classifier", "vgg11": "VGG11", "resnet34": "ResNet34"}
+NAMES |= {"charlm": "Transformer"}
+
+
+def chosen(request: Request) -> dict[str, dict[str, Curve]]:
+    """Return each task's methods, each at the setting with the lowest final training loss."""
+    found: dict[str, dict[str, Curve]] = {}
+    finished = curves(run for run in request.runs if run.status != "unfinished")
+    for task, group in by_method(finished, lambda curve: str(curve.config.task)).items():
+        best = {name: best_final(final_settings(each)) for name, each in by_method(group).items()}
+        found[task] = {name: curve for name, curve in best.items() if curve is not None}
+    order = [*NAMES, *found]
+    return {task: found[task] for task in sorted(found, key=order.index) if found[task]}
+
+
+def draw(request: Request) -> Figure:
+    """Draw three panels a task; bands are the standard error of the mean over seeds."""
+    tasks = chosen(request)
+    figure, axes = style.panels(max(1, len(tasks)), 3, height=2.15, width=9.0)
+    looks = style.lines({name for best in tasks.values() for name in best})
+    for row, (task, best) in enumerate(tasks.items()):
+        left, middle, right = axes[3 * row : 3 * row + 3]
+        dataset = next(iter(best.values())).config.dataset
+        floor = any(curve.floor > 0 for curve in best.values())
+        for axis, x in ((left, "epoch"), (middle, "seconds")):
+            entries = {
+                name: whole(curve, "train_loss", x, above_floor=True, standard_error=True)
+                for name, curve in best.items()
+            }
+            draw_curves(axis, entries, looks)
+            loss_axis(axis, list(entries.values()), "train_loss", x, ABOVE if floor else "")
+        left.set_title(f"{NAMES.get(task, task)} on {dataset}, by epoch")
+        middle.set_title("by training time")
+        _validation(right, best, looks)
+    note = f"\n{quick.NOTE_COMPARISON}" if request.quick else ""
+    figure.suptitle(f"EKFAC with the library's defaults beside rivals at the best of their settings{note}")
+    style.share_legend(figure, axes)
+    return figure
+
+
+def _validation(axis: Axes, best: Mapping[str, Curve], looks: Mapping[str, style.Line]) -> None:
+    """Draw accuracy where the task has one, else the loss."""
+    accurate = any(run.history[-1].get("validation_accuracy") is not None for c in best.values() for run in c.runs)
+    name = "validation_accuracy" if accurate else "validation_loss"
+    entries = {n: whole(c, name, "epoch", above_floor=True, standard_error=True) for n, c in best.items()}
+    draw_curves(axis, entries, looks)
+    axis.set_title("validation")
+    if not accurate:
+        loss_axis(axis, list(entries.values()), name, "epoch", ABOVE)
+        return
+    # What happens below, in the first epochs, would squeeze the differences that count.
+    ends = [float(entry.value[-1]) for entry in entries.values() if len(entry.value)]
+    tops = [float(entry.value.max()) for entry in entries.values() if len(entry.value)]
+    axis.set_ylim(min(ends) - 1.5 * (max(tops) - min(ends)) - 0.01, max(tops) + 0.1 * (max(tops) - min(ends)) + 0.005)
+    axis.set_xlabel("epoch")
+    axis.set_ylabel("validation accuracy")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+FIGURES.add(
+    "comparison",
+    FigureSpec("the defaults against tuned rivals, every task among the runs", draw, quick.comparison),
+)
