@@ -1,7 +1,8 @@
-"""Sums over the examples of one step, over all backward passes and all processes."""
+"""Sums over the examples of one step, over all backward passes and processes, and A and B as averages over steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import distributed as dist
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
 from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.work import Work, as_scalar
 
 
 @dataclass
@@ -92,6 +94,51 @@ def reduce_over_processes(
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
     return totals
+
+
+def average_factors(
+    sums: Mapping[Block, BlockSums],
+    state_of: Mapping[Tensor, dict[str, Any]],
+    work: Work,
+    square: float | Tensor,
+    decay: float,
+    ok: Tensor | None,
+) -> None:
+    """Take a step's sums into A and B, which average over steps, each batch weighted by its N.
+
+    Numerators and denominator are kept apart.
+
+    Args:
+        sums: What the step has gathered.
+        state_of: Where A, B and the weight that they were summed with are kept, by the block's key.
+        work: The step.
+        square: What squared captured gradients, summed, are multiplied by to be the mean of squared delta_n.
+        decay: Weight of the past.
+        ok: 0 on the device in a step that must change nothing, or None.
+    """
+    n = work.n_statistics
+    totals: list[Tensor] = []
+    batch: list[Tensor] = []
+    for block, gathered in sums.items():
+        f = gathered.factors
+        if f is None:
+            continue
+        state = state_of[block.key]
+        weight: float | Tensor = n
+        terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
+        if isinstance(terms, Tensor):
+            weight, terms = n * (terms > 0), terms.clamp(min=1)
+        A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
+        W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+        A, B, W = work.masked(A), work.masked(B), work.masked(W)
+        if "A" not in state:
+            state.update(A=A, B=B, factor_weight=W.clone())
+        else:
+            totals += [state["A"], state["B"], state["factor_weight"]]
+            batch += [A, B, W]
+    if totals:
+        torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
+        torch._foreach_add_(totals, batch)
 
 
 def reduced_zeros(block: Block) -> Tensor:

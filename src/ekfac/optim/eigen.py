@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment, rotate_columns
+from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment
 from ekfac.optim.damping import Damp
+from ekfac.optim.method import Step
 from ekfac.optim.refresh import Refresher
+from ekfac.optim.rows import Rows, into_basis
 from ekfac.optim.rules import Rule, State, put
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The gradient as a sum over captured rows: G = delta^T h, with h ``[G, M, C]`` and delta ``[G, M, O]``."""
-
-    h: Tensor
-    delta: Tensor
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a block's step needs besides its gradient.
-
-    Attributes:
-        n: The number of examples.
-        s_star: s* of the examples, for rules that need it.
-        ok: 0 on the device when the step must change nothing; None where that is known not to be so.
-        damping: epsilon.
-        ratio: What a gradient that was rescaled as a whole must be multiplied by to be as backward left it.
-        left: That gradient itself, where its parts were not rescaled alike.
-    """
-
-    n: float | Tensor
-    s_star: Tensor | None
-    ok: Tensor | None
-    damping: float | Tensor
-    ratio: Tensor | None = None
-    left: Tensor | None = None
 
 
 class EigenMethod:
@@ -115,21 +86,3 @@ class EigenMethod:
         self.rule.observe(state, seen, step.n, step.s_star, step.ok)
         x = self.rule.direction(state, g, step.n, step.ok, lambda s: self.damp(s, step.damping, basis))
         return x if basis is None else basis.unproject(x)
-
-
-def into_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
-    """U_B^T G U_A, of the gradient or of the rows that it is a sum of, whichever was found to be cheaper."""
-    if isinstance(gradient, Tensor):
-        return gradient if basis is None else basis.project(gradient)
-    assert basis is not None
-    delta = gradient.delta if basis.U_B is None else gradient.delta @ basis.U_B
-    return delta.mT @ rotate_columns(gradient.h, basis.U_A, basis.shape)
-
-
-def rows_are_cheaper(block: Block, rows: int) -> bool:
-    """Whether projecting M rows of h and delta takes less arithmetic than projecting their product."""
-    s = block.shape
-    turned_A = 0 if block.diagonal_A else s.inputs
-    turned_B = 0 if block.diagonal_B else s.out
-    by_rows = rows * (s.columns * turned_A + s.out * turned_B + s.out * s.columns)
-    return by_rows < s.out * s.columns * (turned_A + turned_B)

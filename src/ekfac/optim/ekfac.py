@@ -15,12 +15,13 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
-from ekfac.optim.engine import Engine, Update, Work
+from ekfac.optim.engine import Engine
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.graphs import Rates, StepGraphs
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.stats import engine_stats
 from ekfac.optim.steplength import KLClip, Pace, trusted
+from ekfac.optim.work import Update, Work
 
 Groups = Iterable[dict[str, Any]]
 

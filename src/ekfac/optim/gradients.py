@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ekfac.curvature.blocks import Block
+from ekfac.optim.accumulate import differ_between_processes, world_size
+from ekfac.optim.work import Update, Work, as_scalar
+
 
 class GradientWatch:
     """Notes the largest magnitude of every gradient at the end of each backward pass."""
@@ -86,6 +90,57 @@ class GradientWatch:
         current = [now[p] if p in now else self._left[p][0] for p in parameters]
         left = [self._left[p][0] if p in self._left else now[p] for p in parameters]
         return current, left
+
+    def rescaling(
+        self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor], loss_scale: float | Tensor
+    ) -> dict[nn.Parameter, Tensor]:
+        """For gradients that were touched since backward: how much larger they were when it left them."""
+        ratios = {
+            p: torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
+            for p, now, before in zip(live, sizes, left, strict=True)
+            if self.touched(p)
+        }
+        if world_size() > 1:
+            # Gradients that differed between processes when backward left them were averaged by hand since: that is
+            # no rescaling, and what the average was before a further clipping is not known.
+            noted = dict(zip(live, left, strict=True))
+            apart = differ_between_processes([noted.get(p) for p in self._parameters], self._parameters[0].device)
+            for p, by_hand in zip(self._parameters, apart, strict=True):
+                if p in ratios:
+                    ratios[p] = torch.where(by_hand, 1.0, ratios[p])
+        return ratios
+
+
+def stacked_gradient(
+    block: Block, work: Work, update: Update, mean: float | Tensor, squares_penalty: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
+
+    The first is ``.grad`` as it stands, times ``mean`` (1 / N under a sum loss), with L2 penalty and sign. If it was
+    rescaled as a whole, the second is the factor that undoes it; if it differs in other ways, the third is the
+    gradient as backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own
+    rules square the penalty too (``squares_penalty``).
+    """
+    rescaled, l2_of, maximize_of = work.rescaled, update.l2_of, update.maximize_of
+    parameters = list(block.parameters.values())
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype) for p in parameters]
+    if isinstance(mean, Tensor) or mean != 1:
+        gradients = [g * as_scalar(mean, g) for g in gradients]
+    G = block.stack(gradients)
+    ratio = left = None
+    if len(parameters) == 1 and parameters[0] in rescaled:
+        ratio = rescaled[parameters[0]].to(block.dtype)
+    elif any(p in rescaled for p in parameters):
+        left = block.stack(g * rescaled.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True))
+    if any(maximize_of(p) or l2_of(p) for p in parameters):
+        whole = left if left is not None else G if ratio is None else G * ratio
+        penalty = block.stack(l2_of(p) * p.to(block.dtype) for p in parameters)
+        sign = block.stack(torch.full_like(g, -1.0 if maximize_of(p) else 1.0)
+                           for p, g in zip(parameters, gradients, strict=True))  # fmt: skip
+        G = sign * G + penalty
+        left, ratio = (sign * whole + penalty if squares_penalty else whole), None
+    ratio = None if ratio is None else work.masked(ratio)
+    return work.masked(G), ratio, None if left is None else work.masked(left)
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:

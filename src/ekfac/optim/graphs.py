@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
-from ekfac.optim.engine import Work
+from ekfac.optim.work import Work
 
 if TYPE_CHECKING:
     from ekfac.optim.ekfac import EKFAC

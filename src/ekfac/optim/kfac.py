@@ -15,12 +15,14 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.optim import options
 from ekfac.optim.damping import plain
-from ekfac.optim.eigen import EigenMethod, Rows, Step
+from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.ekfac import EKFAC, Groups
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import SCALING_DECAY
+from ekfac.optim.method import Step
 from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
 from ekfac.optim.refresh import PATIENCE, Refresher
+from ekfac.optim.rows import Rows
 from ekfac.optim.rules import Running, State, put
 from ekfac.optim.steplength import Pace
 

@@ -13,11 +13,11 @@ from typing_extensions import Self, Unpack
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
-from ekfac.optim.engine import Update
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.rules import State
 from ekfac.optim.stats import engine_stats
+from ekfac.optim.work import Update
 
 
 class Preconditioner:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.optim import options
-from ekfac.optim.engine import Direction, Engine
+from ekfac.optim.engine import Engine
+from ekfac.optim.work import Direction
 
 PACE_RATE = 0.5
 PACE_LEAST = 1e-4

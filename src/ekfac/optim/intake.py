@@ -1,0 +1,336 @@
+"""What is covered, and what the backward passes since the last step have left of it: the engine up to the step.
+
+Statistics are taken as soon as a layer's calls are complete, so that these can go; where the step itself can use the
+calls better they wait for it in the stash.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature import statistics
+from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.capture import Capture
+from ekfac.curvature.layers import Call
+from ekfac.optim import options
+from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
+from ekfac.optim.fingerprints import Fingerprints
+from ekfac.optim.gradients import GradientWatch
+from ekfac.optim.method import Method
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.refresh import Schedule
+from ekfac.optim.rows import may_use_rows, rows_are_cheaper
+from ekfac.optim.rules import State
+
+
+class Intake:
+    """Assigns parameters to blocks, and gathers the statistics of the blocks that a step will need.
+
+    Args:
+        model: The model; its forward counts examples.
+        parameters: Those that are trained.
+        settings: Checked options.
+        method: What is done with blocks that a layer covers.
+        state: Where each block keeps its tensors, by parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        settings: EngineOptions,
+        method: Method,
+        state: MutableMapping[Tensor, State],
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.method = method
+        self.state = state
+        self.schedule = Schedule(settings.refresh_every, settings.deterministic)
+        self.applied_steps = 0
+        #: Grows whenever tensors that a captured step may hold on to were replaced.
+        self.generation = 0
+        self.parameters: list[nn.Parameter] = []
+        self.blocks: list[Block] = []
+        #: The covered blocks, numbered.
+        self._index: dict[Block, int] = {}
+        self._layout: tuple[bool, ...] = ()
+        #: Parameters whose layers turned out never to be called.
+        self.silent: set[nn.Parameter] = set()
+        self.fingerprints = Fingerprints()
+        self._sums: dict[Block, BlockSums] = {}
+        #: Calls whose statistics are taken in the step itself, in the order in which they came.
+        self.stash: dict[Block, list[tuple[list[Call], int]]] = {}
+        self._stashed_bytes = 0
+        self._aside_used = False
+        self.capture = Capture(model, self._receive, self._wanted, self._before_forward, settings.batch_dim)
+        self.watch = GradientWatch([])
+        self.set_parameters(parameters)
+
+    # --- what is covered ------------------------------------------------------------------------------------------
+
+    def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
+        """The blocks that these parameters would be assigned to."""
+        s = self.settings
+        return find_blocks(
+            self.model,
+            parameters,
+            include=s.include,
+            exclude=s.exclude,
+            sua=s.sua,
+            max_factor_dim=s.max_factor_dim,
+            identity=s.basis == "identity",
+            unsupported=s.unsupported,
+            silent=self.silent,
+        )
+
+    def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Assign the trained parameters to blocks. Blocks that stay as they were keep their state."""
+        chosen = list(parameters)
+        blocks = self.blocks_of(chosen)
+        before = {tuple(b.parameters.values()): b for b in self.blocks}
+        for i, block in enumerate(blocks):
+            known = before.get(tuple(block.parameters.values()))
+            if known is not None and known.covered == block.covered:
+                blocks[i] = known
+            else:
+                for parameter in block.parameters.values():
+                    self._forget(parameter)
+        self.parameters = chosen
+        self.blocks = blocks
+        self.generation += 1
+        self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
+        self.fingerprints.unprobed |= {b for b in blocks if b.covered and b not in before.values()}
+        self._layout = tuple(p.requires_grad for p in chosen)
+        self.capture.attach(blocks)
+        self.watch.attach(chosen)
+        self._sums = {b: s for b, s in self._sums.items() if b in set(blocks)}
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        momentum = self.state.get(parameter, {}).get("momentum_buffer")
+        self.state.pop(parameter, None)
+        if momentum is not None:
+            self.state[parameter]["momentum_buffer"] = momentum
+
+    def check_layout(self) -> None:
+        """Follow parameters that were frozen or unfrozen; such a layer starts anew."""
+        if tuple(p.requires_grad for p in self.parameters) != self._layout:
+            self.set_parameters(self.parameters)
+
+    def _before_forward(self) -> None:
+        """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say."""
+        self.check_layout()
+        self.watch.before_forward()
+        if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
+            self.drop()
+
+    # --- what this step will need ---------------------------------------------------------------------------------
+
+    def _due(self, block: Block) -> bool:
+        """Whether this step begins with a full solve for the block's basis."""
+        if not block.covered:
+            return False
+        state = self.state.get(block.key, {})
+        return "S_A" not in state or state.get("strayed", False) or self.schedule.solve(self.applied_steps)
+
+    def _renews(self, block: Block) -> bool:
+        """Whether this step uses a basis that is not known before it."""
+        return self._due(block) or (block.covered and self.schedule.turns_within(self.applied_steps))
+
+    def _turns(self, block: Block) -> tuple[int, int]:
+        """How many iterations the two sides of the block's basis get after this step."""
+        return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
+
+    def _wants_factors(self, block: Block) -> bool:
+        if self.settings.factor_decay > 0 and self.applied_steps % self.settings.factor_interval == 0:
+            return True
+        return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
+
+    def _wanted(self, block: Block) -> bool:
+        return (
+            self.method.needs_examples
+            or self._wants_factors(block)
+            or block in self.fingerprints.unprobed
+            or self._may_use_rows(block)
+        )
+
+    # --- taking it ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _receive(self, block: Block, calls: list[Call], n: int) -> None:
+        """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
+        if self._aside_used and not self.capture.aside:
+            return
+        if self._keeps_for_step(block, calls):
+            self.stash.setdefault(block, []).append((calls, n))
+            self._hold(calls)
+        else:
+            self._take(block, calls, n, hold=self._renews(block))
+
+    def _hold(self, calls: list[Call]) -> None:
+        for call in calls:
+            self.capture.held.add(call.x)
+            self.capture.held.add(call.d)
+
+    def _may_use_rows(self, block: Block) -> bool:
+        return may_use_rows(block, self.settings) and not self.capture.aside
+
+    def _keeps_for_step(self, block: Block, calls: list[Call]) -> bool:
+        """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
+        if self.capture.aside or block in self.fingerprints.unprobed or len(calls) > 1:
+            return False
+        if self._may_use_rows(block):
+            return rows_are_cheaper(block, calls[0].d.numel() // calls[0].d.shape[-1])
+        if not self.graphs_possible:
+            return False
+        size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
+        if self._stashed_bytes + size > self.settings.memory_limit:
+            return False
+        self._stashed_bytes += size
+        return True
+
+    @property
+    def graphs_possible(self) -> bool:
+        """Whether steps may be captured in CUDA graphs."""
+        return (
+            self.settings.cuda_graphs
+            and self.parameters[0].is_cuda
+            and self.settings.grad_scaler is None
+            and world_size() == 1
+        )
+
+    def _take(self, block: Block, calls: list[Call], n: int, hold: bool) -> None:
+        """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
+        sums = self._sums.setdefault(block, BlockSums())
+        memory = self.settings.memory_limit
+        if self._wants_factors(block):
+            sums.add_factors(statistics.factor_sums(block, calls, n, self.settings.sharing, memory))
+        if block in self.fingerprints.unprobed and not self.capture.aside:
+            sums.add_probe(statistics.probe_sum(block, calls, n, memory, *self.fingerprints.vectors(block)))
+        if self.method.needs_examples:
+            if hold:
+                sums.held.append((calls, n))
+                self._hold(calls)
+            else:
+                basis = self.method.basis(block, self.state[block.key])
+                assert basis is not None
+                sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
+
+    @contextmanager
+    def statistics(self) -> Iterator[None]:
+        """Backward passes inside give factors and s*, in place of the training loss's, and leave ``.grad`` alone."""
+        saved = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        if not self._aside_used:
+            self._sums = {}
+            self.stash = {}
+            self._aside_used = True
+        self.watch.enabled = False
+        try:
+            with self.capture.statistics_aside():
+                yield
+        finally:
+            self.watch.enabled = True
+            for p, grad in zip(self.parameters, saved, strict=True):
+                p.grad = grad
+
+    def drop(self) -> None:
+        """Forget what was captured and not used."""
+        self.capture.drop()
+        self.watch.forget()
+        self._sums = {}
+        self.stash = {}
+        self._stashed_bytes = 0
+        self._aside_used = False
+
+    def close(self) -> None:
+        """Remove all hooks from the model and let go of what was captured."""
+        self.drop()
+        self.capture.close()
+        self.watch.close()
+
+    # --- when the step begins -------------------------------------------------------------------------------------
+
+    def _check_gradients(self, live: list[nn.Parameter]) -> None:
+        for p in live:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                name = next((name for name, q in self.model.named_parameters() if q is p), "?")
+                options.gradient(name, p.grad)
+
+    def _check_captured(self) -> None:
+        """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
+        if self.capture.examples == 0:
+            raise RuntimeError(
+                "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
+                "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
+            )
+        missing = [
+            b
+            for b in self.blocks
+            if b.covered and b not in self.capture.fired and any(p.grad is not None for p in b.parameters.values())
+        ]
+        if not missing or world_size() > 1:
+            return
+        warnings.warn(
+            "these layers have gradients but their forward was never called, so they get the diagonal method: "
+            + ", ".join(b.name for b in missing),
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self.silent.update(p for b in missing for p in b.parameters.values())
+        self.set_parameters(self.parameters)
+
+    def is_plain_step(self) -> bool:
+        """Whether the step has nothing that only the eager way can do, so that a graph may hold it.
+
+        All parameters have gradients as backward left them, no basis is solved for, no layer waits for its probe, and
+        no statistics stand outside the stash.
+        """
+        self.check_layout()
+        return (
+            bool(self.capture.examples)
+            and not self._aside_used
+            and not self._sums
+            and not any(b in self.fingerprints.unprobed or self._renews(b) for b in self._index)
+            and all(p.grad is not None and p.grad.layout == torch.strided for p in self.parameters)
+            and not any(map(self.watch.touched, self.parameters))
+            and all(b in self.capture.fired for b in self._index)
+        )
+
+    def forget_sums(self) -> None:
+        """Drop sums that a capture has left: their tensors were never computed."""
+        self._sums = {}
+
+    def _take_stash(self) -> None:
+        for block, kept in self.stash.items():
+            for calls, n in kept:
+                self._take(block, calls, n, hold=True)
+
+    def _expected(self, block: Block) -> Expected:
+        aside = self._aside_used
+        scaling = self.method.needs_examples and not self._renews(block)
+        return Expected(self._wants_factors(block), scaling, block in self.fingerprints.unprobed and not aside)
+
+    def _gather(self) -> tuple[float | Tensor, float | Tensor]:
+        """N of the gradient and N of the statistics, over all processes, after summing the statistics over them."""
+        counts = [
+            self.capture.examples,
+            self.capture.examples_aside if self._aside_used else self.capture.examples,
+        ]
+        if world_size() == 1:
+            return float(counts[0]), float(counts[1])
+        expected = {b: self._expected(b) for b in self.blocks if b.covered}
+        n, n_statistics = reduce_over_processes(self._sums, expected, counts)
+        return n, n_statistics
+
+    def _loss_scale(self) -> float | Tensor:
+        scaler = self.settings.grad_scaler
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        return scaler.scale(torch.ones((), device=self.parameters[0].device))

@@ -1,0 +1,59 @@
+"""A gradient as the sum over captured rows that it is: with few rows, projecting them is cheaper than projecting it.
+
+Projecting N rows costs N (in^2 + out^2 + in out), projecting their product in out (in + out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis, rotate_columns
+from ekfac.curvature.layers import Call, LinearLayer
+from ekfac.optim.accumulate import world_size
+from ekfac.optim.options import EngineOptions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """G = delta^T h, with h ``[G, M, C]`` and delta ``[G, M, O]``."""
+
+    h: Tensor
+    delta: Tensor
+
+
+def rows_of(block: Block, call: Call, n: int) -> Rows:
+    """The rows of a call over n examples."""
+    h, delta = call.layer.positions(call.x.to(block.dtype), call.d.to(block.dtype), n)
+    return Rows(h.flatten(0, 1).transpose(0, 1), delta.flatten(0, 1).transpose(0, 1))
+
+
+def may_use_rows(block: Block, settings: EngineOptions) -> bool:
+    """Whether the gradient of a block can be known to be the product of its rows."""
+    return (
+        block.key.device.type == "cpu"
+        and settings.loss_reduction == "mean"
+        and isinstance(block.layer, LinearLayer)
+        and len(block.uses) == 1
+        and world_size() == 1
+    )
+
+
+def rows_are_cheaper(block: Block, rows: int) -> bool:
+    """Whether projecting M rows of h and delta takes less arithmetic than projecting their product."""
+    s = block.shape
+    turned_A = 0 if block.diagonal_A else s.inputs
+    turned_B = 0 if block.diagonal_B else s.out
+    by_rows = rows * (s.columns * turned_A + s.out * turned_B + s.out * s.columns)
+    return by_rows < s.out * s.columns * (turned_A + turned_B)
+
+
+def into_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
+    """U_B^T G U_A, of the gradient or of the rows that it is a sum of, whichever was found to be cheaper."""
+    if isinstance(gradient, Tensor):
+        return gradient if basis is None else basis.project(gradient)
+    assert basis is not None
+    delta = gradient.delta if basis.U_B is None else gradient.delta @ basis.U_B
+    return delta.mT @ rotate_columns(gradient.h, basis.U_A, basis.shape)
