@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint types format bench figures clean
+.PHONY: help setup run test test-slow lint types format bench figures figures-quick clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
@@ -18,7 +18,8 @@ help:
 	@echo "make types      mypy, strict"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
-	@echo "make figures    every figure of the paper, small, into figures/"
+	@echo "make figures    pictures and tables of docs/ from the runs recorded in results/"
+	@echo "make figures-quick  every figure of the paper from small fresh runs, into figures/"
 
 setup: $(STAMP)
 
@@ -52,6 +53,9 @@ bench: setup
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
 figures: setup
+	$(PY) -m ekfac.lab.evidence --results results --docs docs
+
+figures-quick: setup
 	$(VENV)/bin/ekfac figure all --quick --out figures
 
 clean:

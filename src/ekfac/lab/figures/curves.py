@@ -92,6 +92,8 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, above: s
     axis.set_xlabel(AXES[x])
     axis.set_ylabel(NAMES.get(name, name) + above)
     ends = [float(c.x[-1]) for c in found if len(c.x)]
+    if not ends:
+        axis.text(0.5, 0.5, "not timed" if x == "seconds" else "no runs", ha="center", transform=axis.transAxes)
     if x == "seconds" and len(ends) > 1 and max(ends) > LONG * min(ends):
         # One slow method would squeeze all the others into a corner. Time zero is not on such an axis.
         axis.set_xscale("log", nonpositive="mask")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,17 @@ ERRORS = (500, 10, 1000)
 
 @dataclass(frozen=True)
 class Drift:
-    """Something measured at some steps of training, for each approximation."""
+    """Something measured at some steps of training, for each approximation.
+
+    Attributes:
+        steps: The steps.
+        distances: What was measured, by approximation.
+        norms: The norm of what it is a distance from, where that was measured too.
+    """
 
     steps: list[int]
     distances: Mapping[str, list[float]]
+    norms: Sequence[float] = ()
 
 
 def errors(request: Request, renew_every: int = 100) -> tuple[Drift, Drift]:
@@ -92,6 +99,7 @@ def spectra(request: Request) -> Drift:
     fixed = flat_spectrum(kfac)
     running = fixed.clone()
     steps: list[int] = []
+    norms: list[float] = []
     found: dict[str, list[float]] = {"KFAC": [], "EKFAC": [], "EKFAC-ra": []}
     for step in range(total + 1):
         batch = subject.batch()
@@ -102,7 +110,8 @@ def spectra(request: Request) -> Drift:
             G = subject.fisher("block", sample, layers).eigenvalues().double()
             s_star = second_moments(kfac, subject.gradients(layers, batch))
             steps.append(step)
+            norms.append(float(G.norm()))
             for name, s in (("KFAC", fixed), ("EKFAC", s_star), ("EKFAC-ra", running)):
                 found[name].append(float((G - s.double().sort().values).norm()))
         subject.update()
-    return Drift(steps, found)
+    return Drift(steps, found, norms)

@@ -54,7 +54,7 @@ def measured(request: Request) -> Drift:
 
     def compute() -> dict[str, Any]:
         drift = spectra(request)
-        return {"steps": drift.steps, "distances": drift.distances}
+        return {"steps": drift.steps, "distances": drift.distances, "norms": drift.norms}
 
     found = request.measured("frequency", compute)
     return Drift(found["steps"], found["distances"])

@@ -1,0 +1,61 @@
+"""Every picture that recorded runs are there for, into the folder of the pages' images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekfac.lab.evidence.record import MISSING, Record
+from ekfac.lab.figures import make
+from ekfac.lab.runs import Run
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, the runs that it is drawn from, and what is added to its name."""
+
+    figure: str
+    runs: Sequence[Run]
+    suffix: str = ""
+
+
+def pictures(record: Record) -> list[Picture]:
+    """Return what can be drawn."""
+    found = []
+    grid = record.runs("sensitivity")
+    for size in record.batch_sizes:
+        runs = [run for run in [*record.mnist, *grid] if run.config.batch_size == size]
+        found.append(Picture("autoencoder", runs, f"-{size}"))
+    found.append(Picture("frequency", record.runs("mnist/frequency")))
+    found.append(Picture("sensitivity", grid))
+    found.append(Picture("comparison", record.runs("comparison")))
+    return [picture for picture in found if picture.runs]
+
+
+def link(record: Record, figure: str, suffix: str = "") -> str:
+    """Return the picture as a page shows it, if it can be drawn."""
+    there = any((picture.figure, picture.suffix) == (figure, suffix) for picture in pictures(record))
+    return f"![{figure.capitalize()}](images/{figure}{suffix}.png)" if there else MISSING
+
+
+def draw(record: Record, images: str | Path, say: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """Draw all of them as PNG, and what was measured; return the files."""
+    files: list[Path] = []
+    measures = record.measures.file
+    todo = pictures(record)
+    if record.measures.get("error") is not None:
+        todo.append(Picture("error", ()))
+    for picture in todo:
+        say(f"drawing {picture.figure}{picture.suffix}")
+        (made,) = make(
+            [picture.figure],
+            images,
+            runs=picture.runs,
+            dataset="mnist",
+            measures=measures,
+            formats=("png",),
+            suffix=picture.suffix,
+        )
+        files += made.files
+    return files

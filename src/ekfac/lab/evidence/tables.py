@@ -1,0 +1,185 @@
+"""The tables of the pages, each from recorded runs alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ekfac.lab.evidence.record import LOSS, MISSING, Record, at_end, at_epoch, chosen, percent, table, tried, write
+from ekfac.lab.figures.autoencoder import PAPER
+from ekfac.lab.figures.sensitivity import NEAR, Grid, grids
+from ekfac.lab.figures.style import DAGGER
+from ekfac.lab.labels import describe
+from ekfac.lab.looks import split
+from ekfac.lab.runs import Run
+from ekfac.lab.selection import Curve, time_to_reach
+
+EPOCHS = (1, 2, 3, 5, 10, 20)
+BASELINE = "Adam + BN"
+
+
+def epochs(record: Record, batch_size: int) -> str:
+    """Training loss above its floor by epoch, then the full pass and the validation loss at the end."""
+    best = record.autoencoder(batch_size)
+    if not best:
+        return MISSING
+    counts = tried([*record.runs("mnist/search"), *record.mnist])
+    shown = [epoch for epoch in EPOCHS if any(not math.isnan(at_epoch(curve, epoch)[0]) for curve in best.values())]
+    rows = []
+    for name, curve in best.items():
+        losses = [write(*at_epoch(curve, epoch)) for epoch in shown]
+        ends = [write(*at_end(curve, quantity)) for quantity in ("train_loss", "validation_loss")]
+        about = [describe(curve.config, ("lr", "damping")), str(counts[name]), str(len(curve.runs))]
+        rows.append([_marked(name), *losses, *ends, *about])
+    head = ["", *map(str, shown), "full pass", "validation", "setting", "tried", "seeds"]
+    return table(head, rows)
+
+
+def times(record: Record, batch_size: int) -> str:
+    """Seconds an epoch, and how soon each method is where Adam with batch-norm ends, in Adam's own epochs and time."""
+    best = record.autoencoder(batch_size)
+    return _times(best, best.get(BASELINE), f"{BASELINE}'s")
+
+
+def _times(best: dict[str, Curve], baseline: Curve | None, whose: str) -> str:
+    own = None if baseline is None else baseline.timed
+    if own is None:
+        return MISSING
+    rows = []
+    for name, curve in best.items():
+        timed = curve.timed
+        if timed is None:
+            continue
+        ratios = [write(ratio(timed, own, x)) or "never" for x in ("epoch", "seconds")]
+        each = float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
+        rows.append([name, write(each), *ratios])
+    return table(["", "seconds an epoch", f"epochs to {whose} end", f"time to {whose} end"], rows)
+
+
+def ratio(curve: Curve, baseline: Curve, x: str = "seconds") -> float | None:
+    """Return how long a setting takes to a baseline's final loss, as a share of what the baseline takes itself."""
+    loss = float(baseline.mean("train_loss")[-1])
+    mine, own = (time_to_reach(each, loss, x) for each in (curve, baseline))
+    return None if mine is None or not own else mine / own
+
+
+def frequency(record: Record) -> str:
+    """The loss by method and interval of renewal: after as many epochs as all were run, and at the end."""
+    best = chosen(record.runs("mnist/frequency"))
+    if not best:
+        return MISSING
+    common = min(int(curve.mean("epoch")[-1]) for curve in best.values())
+    rows = []
+    for name, curve in best.items():
+        family, every = split(name)
+        timed = curve.timed
+        each = None if timed is None else float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
+        losses = [write(*at_epoch(curve, common)), write(*at_end(curve)), str(int(curve.mean("epoch")[-1]))]
+        rows.append([family, every.replace(" freq=", ""), *losses, write(each), str(len(curve.runs))])
+    head = ["", "renewed every", f"after {common} epochs", "at the end", "epochs", "seconds an epoch", "seeds"]
+    return table(head, rows)
+
+
+def sensitivity(record: Record) -> str:
+    """How many settings around the best end near it."""
+    planes, lines = grids(record.runs("sensitivity"))
+    if not planes and not lines:
+        return MISSING
+    rows = [[_marked(name), *_shares(one)] for name, one in {**planes, **lines}.items()]
+    return table(["", f"within {NEAR:g}x of its best", "diverged", "best loss above floor", "median"], rows)
+
+
+def _shares(one: Grid) -> list[str]:
+    known = sorted(float(loss) for loss in one.losses.flat if not math.isnan(loss))
+    median = known[len(known) // 2]
+    middle = write(median) if math.isfinite(median) else "diverged"
+    return [f"{one.near} of {one.tried}", str(one.diverged), write(one.best), middle]
+
+
+def comparison(record: Record, task: str) -> str:
+    """One task: what each method ends at, training and validation."""
+    runs = record.runs(f"comparison/{task}")
+    best = chosen(runs)
+    if not best:
+        return MISSING
+    counts = tried(runs)
+    accurate = any(at_end(curve, "validation_accuracy")[0] > 0 for curve in best.values())
+    rows = []
+    for name, curve in best.items():
+        cells = [write(*at_end(curve, quantity)) for quantity in (LOSS, "train_loss", "validation_loss")]
+        if accurate:
+            cells.append(percent(*at_end(curve, "validation_accuracy")))
+        settings = describe(curve.config, ("lr", "batch_size"))
+        about = [str(int(curve.mean("epoch")[-1])), settings, str(counts[name]), str(len(curve.runs))]
+        rows.append([name, *cells, *about])
+    head = ["", "training loss", "full pass", "validation loss", *(["accuracy"] if accurate else [])]
+    return table([*head, "epochs", "setting", "tried", "seeds"], rows)
+
+
+def comparison_times(record: Record, task: str) -> str:
+    """One task: seconds an epoch, and how soon each method is where AdamW ends."""
+    best = chosen(record.runs(f"comparison/{task}"))
+    return _times(best, adamw(best), "AdamW's")
+
+
+def adamw(best: dict[str, Curve]) -> Curve | None:
+    """Return AdamW's curve, with batch-norm or without, whichever ends lower."""
+    found = [curve for name, curve in best.items() if split(name)[0] in ("AdamW", "AdamW + BN")]
+    return min(found, key=lambda curve: float(curve.mean("train_loss")[-1]), default=None)
+
+
+def machine(record: Record) -> str:
+    """The machines and versions of torch that the runs were made on."""
+    return _machines(record.runs("mnist", "sensitivity", "comparison"))
+
+
+def _machines(runs: Iterable[Run]) -> str:
+    found = set()
+    for run in runs:
+        hardware = run.about.get("machine", {})
+        found.add(f"{hardware.get('gpu') or hardware.get('processor')}, torch {run.about['versions']['torch']}")
+    return "; ".join(sorted(found)) or MISSING
+
+
+def measured(record: Record) -> str:
+    """What was measured of the approximations themselves."""
+    rows = []
+    correlation, error = (record.measures.get(name) for name in ("correlation", "error"))
+    if correlation is not None:
+        values = [write(correlation[name]) for name in ("parameter_space", "eigenbasis")]
+        rows.append(["mean absolute correlation off the diagonal", f"{values[0]} (parameters)", f"{values[1]} (basis)"])
+    if error is not None:
+        for name, words in (("error", "relative error"), ("angle", "angle to the exact step, degrees")):
+            means = [f"{write(_mean(error[name][each]))} ({each})" for each in ("KFAC", "EKFAC")]
+            rows.append([f"{words}, mean over training", *means])
+    return table(["", "before, or KFAC", "after, or EKFAC"], rows) if rows else MISSING
+
+
+def spectra(record: Record) -> str:
+    """How far each approximation's spectrum is from the true one, at some steps."""
+    found = record.measures.get("frequency")
+    if found is None:
+        return MISSING
+    names = list(found["distances"])
+    columns = [relative(found, name) for name in names]
+    rows = [
+        [str(step), *(write(column[place]) for column in [*columns, found["norms"]])]
+        for place, step in enumerate(found["steps"])
+        if step % 100 == 0 or step == 50
+    ]
+    return table(["step", *names, "norm of the true spectrum"], rows, words=0)
+
+
+def relative(spectra: Mapping[str, Any], name: str) -> list[float]:
+    """Return a spectrum's distances from the true one as shares of that one's norm."""
+    pairs = zip(spectra["distances"][name], spectra["norms"], strict=True)
+    return [distance / norm for distance, norm in pairs]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _marked(name: str) -> str:
+    return name if split(name)[0] in PAPER else name + DAGGER

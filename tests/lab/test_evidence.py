@@ -1,0 +1,203 @@
+"""Pages from recorded runs: the right numbers between the markers, and nothing where nothing was recorded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ekfac.lab import LabError
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.evidence import Record, fill, fill_pages
+from ekfac.lab.evidence.__main__ import main
+from ekfac.lab.evidence.pages import PAGES, SOURCES
+from ekfac.lab.evidence.pictures import draw
+from ekfac.lab.evidence.record import MISSING, tried, write
+from ekfac.lab.labels import key
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOOR = 45.0
+
+
+def put(folder: Path, end: float, seconds: float = 1.0, epochs: int = 2, diverged: bool = False, **config: Any) -> None:
+    """Write a run whose loss above the floor falls from ``2 * end`` at its first epoch to ``end`` at its last."""
+    given = TrainConfig(**{"task": "autoencoder", "dataset": "mnist", "device": "cpu", **config}, epochs=epochs)
+    settings = given.resolved()
+    place = folder / key(settings)
+    place.mkdir(parents=True)
+    floor = FLOOR if settings.task == "autoencoder" else 0.0
+    about = {
+        "floor": {"train": floor, "validation": floor} if floor else {},
+        "machine": {"gpu": "some GPU"},
+        "versions": {"torch": "2"},
+    }
+    (place / "config.json").write_text(json.dumps({"format": 1, "config": settings.to_dict(), "about": about}))
+    lines = []
+    for epoch in range(epochs + 1):
+        loss = floor + (100 if epoch == 0 else end * (1 + (epochs - epoch) / max(1, epochs - 1)))
+        line = {
+            "epoch": epoch,
+            "step": 10 * epoch,
+            "seconds": seconds * epoch,
+            "diverged": diverged and epoch == epochs,
+        }
+        line |= {"train_loss": loss, "train_loss_mean": loss if epoch else None, "validation_loss": loss + 1}
+        lines.append(line | {"validation_accuracy": None if floor else 1 - end / 10})
+    (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def autoencoder(folder: Path) -> None:
+    """Record the paper's five methods at one batch size: EKFAC-ra best and quick, EKFAC worse than Adam."""
+    methods: dict[str, tuple[float, float, dict[str, Any]]] = {
+        "sgd": (9, 1, {"batch_norm": True}),
+        "adam": (4, 1, {"batch_norm": True}),
+        "kfac": (8, 2, {"refresh_every": 50}),
+        "ekfac": (5, 2, {"refresh_every": 50}),
+        "ekfac-ra": (2, 1.2, {"refresh_every": 50}),
+    }
+    for name, (end, seconds, more) in methods.items():
+        put(folder / "finals", end, seconds, optimizer=name, batch_size=200, lr=0.1, **more)
+        put(folder / "seeds", end + 1, 99, optimizer=name, batch_size=200, lr=0.1, seed=1, **more)
+        put(folder / "search", end / 100, optimizer=name, batch_size=200, lr=0.2, epochs=1, **more)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    results = tmp_path / "results"
+    autoencoder(results / "mnist")
+    for name, grown in (("kfac", 4), ("ekfac", 2), ("ekfac-ra", 5)):
+        put(results / "mnist" / "frequency", 2, optimizer=name, refresh_every=50, lr=0.1)
+        put(results / "mnist" / "frequency", 2 * grown, optimizer=name, refresh_every=500, lr=0.1)
+    for lr, end in ((0.1, 1.0), (0.2, 1.2), (0.3, 3.0)):
+        for damping in (0.1, 0.2):
+            settings = {"optimizer": "kfac", "lr": lr, "damping": damping, "refresh_every": 50, "batch_size": 500}
+            put(results / "sensitivity", end, diverged=lr == 0.3, **settings)
+    for name, end in (("ekfac-default", 0.5), ("adamw", 1.0), ("sgd", 2.0)):
+        more = {} if name == "ekfac-default" else {"lr": 0.1}
+        for seed in (0, 1):
+            put(
+                results / "comparison" / "classifier" / "finals",
+                end,
+                task="classifier",
+                optimizer=name,
+                seed=seed,
+                **more,
+            )
+    return Record(results)
+
+
+def test_the_table_has_means_and_errors_of_the_longest_runs(record: Record) -> None:
+    lines = SOURCES["epochs-200"](record).splitlines()
+    assert lines[0].startswith("|  | 1 | 2 | full pass | validation | setting | tried | seeds |")
+    row = next(line for line in lines if line.startswith("| EKFAC-ra freq=50 |"))
+    # 2 and 3 at the end: the mean, and a half either way; twice that at the first epoch.
+    assert row.startswith("| EKFAC-ra freq=50 | 5.00 ± 1.00 | 2.50 ± 0.50 | 2.50 ± 0.50 | 3.50 ± 0.50 | lr 0.1")
+    assert row.endswith("| 2 | 2 |"), "two settings tried, one of them in the search; two seeds"
+    assert SOURCES["epochs-500"](record) == MISSING
+
+
+def test_times_are_those_of_runs_that_were_alone_as_shares_of_adams(record: Record) -> None:
+    rows = {line.split(" | ")[0]: line for line in SOURCES["times-200"](record).splitlines()}
+    assert rows["| Adam + BN"] == "| Adam + BN | 1.00 | 1.00 | 1.00 |"
+    # EKFAC-ra is at 4, where Adam ends after two epochs, after its first, and an epoch takes 1.2 times as long.
+    assert rows["| EKFAC-ra freq=50"] == "| EKFAC-ra freq=50 | 1.20 | 0.500 | 0.600 |"
+    assert rows["| SGD + BN"] == "| SGD + BN | 1.00 | never | never |"
+
+
+def test_verdicts_follow_their_rules(record: Record) -> None:
+    assert SOURCES["claim-epoch"](record).startswith("**partly** | batch 200: EKFAC 5.50 ± 0.50, EKFAC-ra 2.50 ± 0.50")
+    assert SOURCES["claim-time"](record).startswith("**reproduced** | batch 200, KFAC: ")
+    assert SOURCES["claim-frequency"](record) == (
+        "**partly** | loss above floor, every 500 over every 50: KFAC 4.00, EKFAC 2.00, EKFAC-ra 5.00"
+    )
+    assert SOURCES["claim-sensitivity"](record) == "no claim | KFAC freq=50 4 of 6"
+    assert "| KFAC freq=50 | 4 of 6 | 2 | 1.00 |" in SOURCES["sensitivity"](record)
+    assert SOURCES["claim-error"](record).startswith(MISSING)
+
+
+def test_what_was_measured_is_judged(record: Record) -> None:
+    series = {"KFAC": [1.0, 2.0] * 2, "EKFAC": [0.9, 1.0] * 2}
+    record.measures.put(
+        "error", {"renewed_every": 100, "steps": [0, 50, 100, 150], "error": series, "angle": series}, "mnist"
+    )
+    record.measures.put("correlation", {"parameter_space": 0.3, "eigenbasis": 0.2}, "mnist")
+    distances = {"KFAC": [0.0, 4.0], "EKFAC": [0.0, 1.0], "EKFAC-ra": [9.0, 8.0]}
+    record.measures.put("frequency", {"steps": [0, 50], "distances": distances, "norms": [1.0, 2.0]}, "mnist")
+    assert SOURCES["claim-error"](record).startswith(
+        "**reproduced** | mean error 0.950 against KFAC's 1.50; at a renewal"
+    )
+    assert SOURCES["claim-correlation"](record) == "**not reproduced** | 0.300 before, 0.200 in the basis"
+    assert SOURCES["claim-spectrum"](record).startswith(
+        "**partly** | EKFAC nearer at 100% of the steps, median distance 0.5"
+    )
+    assert SOURCES["spectra"](record).splitlines()[-1] == "| 50 | 2.00 | 0.500 | 4.00 | 2.00 |"
+    assert "| relative error, mean over training | 1.50 (KFAC) | 0.950 (EKFAC) |" in SOURCES["measured"](record)
+
+
+def test_the_comparison_counts_tasks(record: Record) -> None:
+    assert SOURCES["defaults"](record) == (
+        "Untouched, the defaults end with the lowest training loss in 1 of 1 tasks, validate best in 1 of 1, and are "
+        "where AdamW ends in less of its time in 1 of 1."
+    )
+    table = SOURCES["comparison-classifier"](record)
+    assert "| EKFAC (defaults) | 0.500 ± 0.000 | 0.500 ± 0.000 | 1.50 ± 0.00 | 95.0 ± 0.0 % | 2 |" in table
+    assert SOURCES["comparison-vgg11"](record) == MISSING
+
+
+def test_markers_hold_blocks_or_parts_of_lines_and_filling_twice_changes_nothing(record: Record) -> None:
+    page = "a <!-- begin machine -->old<!-- end machine --> b\n<!-- begin spectra -->\nold\n<!-- end spectra -->\n"
+    filled = fill(page, record)
+    assert filled == (
+        "a <!-- begin machine -->some GPU, torch 2<!-- end machine --> b\n"
+        f"<!-- begin spectra -->\n{MISSING}\n<!-- end spectra -->\n"
+    )
+    assert fill(filled, record) == filled
+    for wrong, message in (
+        ("<!-- begin machine -->", "no end"),
+        ("<!-- begin x --><!-- end x -->", "marker x is not known"),
+    ):
+        with pytest.raises(LabError, match=message):
+            fill(wrong, record)
+
+
+def test_numbers_are_written_to_what_can_be_told() -> None:
+    assert [write(*pair) for pair in ((123.4, 2.0), (12.34, 0.04), (0.0123, None), (0.0, None))] == [
+        "123 ± 2",
+        "12.34 ± 0.04",
+        "0.0123",
+        "0.00",
+    ]
+    assert write(None) == write(float("nan")) == ""
+
+
+def test_tries_are_settings_not_seeds_lengths_or_batches(record: Record) -> None:
+    assert tried(record.runs("mnist/finals", "mnist/seeds", "mnist/search"))["Adam + BN"] == 2
+
+
+def test_the_command_draws_what_there_is_and_fills_the_pages(record: Record, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in PAGES:
+        (docs / name).write_text((ROOT / "docs" / name).read_text())
+    words = ["--results", str(record.folder), "--docs", str(docs)]
+    assert main(["tables", *words]) == 0 and "partly" in (docs / "mnist.md").read_text()
+    assert not fill_pages(record, docs)
+    assert main(["other", *words]) == 2
+
+
+def test_pictures_are_drawn_from_runs_that_are_there(record: Record, tmp_path: Path) -> None:
+    assert SOURCES["picture-autoencoder-200"](record) == "![Autoencoder](images/autoencoder-200.png)"
+    assert SOURCES["picture-autoencoder-500"](record) == MISSING
+    # Kept, so that they are not measured for the picture of frequencies.
+    distances = {name: [1.0, 2.0] for name in ("KFAC", "EKFAC", "EKFAC-ra")}
+    record.measures.put("frequency", {"steps": [0, 50], "distances": distances, "norms": [1.0, 1.0]}, "mnist")
+    names = [file.name for file in draw(record, tmp_path / "images")]
+    assert names == ["autoencoder-200.png", "frequency.png", "sensitivity.png", "comparison.png"]
+
+
+@pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="recorded runs come with the repository alone")
+def test_the_pages_say_what_the_record_says() -> None:
+    record = Record(ROOT / "results")
+    for name in PAGES:
+        text = (ROOT / "docs" / name).read_text()
+        assert fill(text, record) == text, f"docs/{name} is behind results/: make figures"
