@@ -96,6 +96,17 @@ def test_the_table_has_means_and_errors_of_the_longest_runs(record: Record) -> N
     assert SOURCES["epochs-500"](record) == MISSING
 
 
+def test_a_method_that_diverged_is_listed_and_does_not_count_as_a_claim_that_held(tmp_path: Path) -> None:
+    put(tmp_path / "mnist" / "finals", 2, optimizer="ekfac", batch_size=200, refresh_every=50)
+    put(tmp_path / "mnist" / "seeds", 2, optimizer="ekfac", batch_size=200, refresh_every=50, seed=1, diverged=True)
+    put(tmp_path / "mnist" / "finals", 1, optimizer="ekfac-ra", batch_size=200, refresh_every=50)
+    put(tmp_path / "mnist" / "finals", 3, optimizer="kfac", batch_size=200, refresh_every=50)
+    record = Record(tmp_path)
+    assert "| EKFAC freq=50 | 1 of 2 seeds diverged |" in SOURCES["epochs-200"](record)
+    claim = SOURCES["claim-epoch"](record)
+    assert claim == "**partly** | batch 200: EKFAC-ra 1.00, KFAC 3.00, EKFAC 1 of 2 seeds diverged"
+
+
 def test_times_are_those_of_runs_that_were_alone_as_shares_of_adams(record: Record) -> None:
     rows = {line.split(" | ")[0]: line for line in SOURCES["times-200"](record).splitlines()}
     assert rows["| Adam + BN"] == "| Adam + BN | 1.00 | 1.00 | 1.00 |"

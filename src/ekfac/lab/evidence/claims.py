@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from ekfac.lab.evidence.record import LOSS, MISSING, Record, at_end, chosen, write
+from ekfac.lab.evidence.record import LOSS, MISSING, Record, at_end, chosen, lost, write
 from ekfac.lab.evidence.tables import adamw, ratio, relative
 from ekfac.lab.figures.sensitivity import grids
 from ekfac.lab.selection import Curve
@@ -46,8 +46,10 @@ def _ends(record: Record, quantity: str, holds: Callable[[float, list[float]], b
         mine = {name: at_end(best[name], quantity) for name in OURS if name in best}
         if not rivals or not mine:
             continue
-        held += [holds(value, rivals) for value, _ in mine.values()]
+        gone = _present(lost(record.mnist_at(size)), OURS)
+        held += [holds(value, rivals) for value, _ in mine.values()] + [False for _ in gone]
         texts = [f"{name.split(' freq')[0]} {write(*at_end(curve, quantity))}" for name, curve in best.items()]
+        texts += [f"{name.split(' freq')[0]} {reason}" for name, reason in gone.items()]
         words.append(f"batch {size}: " + ", ".join(texts))
     return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
 

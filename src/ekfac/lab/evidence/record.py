@@ -70,7 +70,11 @@ class Record:
 
     def autoencoder(self, batch_size: int) -> dict[str, Curve]:
         """Return each method's final setting at a batch size."""
-        return chosen(run for run in self.mnist if run.config.batch_size == batch_size)
+        return chosen(self.mnist_at(batch_size))
+
+    def mnist_at(self, batch_size: int) -> list[Run]:
+        """Return the auto-encoder's runs that count at a batch size."""
+        return [run for run in self.mnist if run.config.batch_size == batch_size]
 
 
 def chosen(runs: Iterable[Run]) -> dict[str, Curve]:
@@ -78,6 +82,17 @@ def chosen(runs: Iterable[Run]) -> dict[str, Curve]:
     groups = by_method(curves(runs))
     found = {name: best_final(final_settings(groups[name])) for name in ordered(groups)}
     return {name: curve for name, curve in found.items() if curve is not None}
+
+
+def lost(runs: Iterable[Run]) -> dict[str, str]:
+    """Return the methods without any final setting that all seeds came to the end with, and how many did not."""
+    found = {}
+    for name, group in by_method(curves(runs)).items():
+        finals = final_settings(group)
+        if best_final(finals) is None:
+            diverged, seeds = min((sum(r.status == "diverged" for r in c.runs), len(c.runs)) for c in finals)
+            found[name] = "diverged" if seeds == 1 else f"{diverged} of {seeds} seeds diverged"
+    return found
 
 
 def tried(runs: Iterable[Run]) -> dict[str, int]:

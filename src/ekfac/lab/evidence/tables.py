@@ -6,7 +6,19 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ekfac.lab.evidence.record import LOSS, MISSING, Record, at_end, at_epoch, chosen, percent, table, tried, write
+from ekfac.lab.evidence.record import (
+    LOSS,
+    MISSING,
+    Record,
+    at_end,
+    at_epoch,
+    chosen,
+    lost,
+    percent,
+    table,
+    tried,
+    write,
+)
 from ekfac.lab.figures.autoencoder import PAPER
 from ekfac.lab.figures.sensitivity import NEAR, Grid, grids
 from ekfac.lab.figures.style import DAGGER
@@ -33,7 +45,13 @@ def epochs(record: Record, batch_size: int) -> str:
         about = [describe(curve.config, ("lr", "damping")), str(counts[name]), str(len(curve.runs))]
         rows.append([_marked(name), *losses, *ends, *about])
     head = ["", *map(str, shown), "full pass", "validation", "setting", "tried", "seeds"]
-    return table(head, rows)
+    gone = {_marked(name): reason for name, reason in lost(record.mnist_at(batch_size)).items()}
+    return table(head, rows + _gone(gone, len(head)))
+
+
+def _gone(reasons: Mapping[str, str], columns: int) -> list[list[str]]:
+    """Return rows of methods that have nothing to show but why."""
+    return [[name, reason, *[""] * (columns - 2)] for name, reason in reasons.items()]
 
 
 def times(record: Record, batch_size: int) -> str:
@@ -114,7 +132,8 @@ def comparison(record: Record, task: str) -> str:
         about = [str(int(curve.mean("epoch")[-1])), settings, str(counts[name]), str(len(curve.runs))]
         rows.append([name, *cells, *about])
     head = ["", "training loss", "full pass", "validation loss", *(["accuracy"] if accurate else [])]
-    return table([*head, "epochs", "setting", "tried", "seeds"], rows)
+    head += ["epochs", "setting", "tried", "seeds"]
+    return table(head, rows + _gone(lost(runs), len(head)))
 
 
 def comparison_times(record: Record, task: str) -> str:
