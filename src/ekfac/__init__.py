@@ -1,8 +1,9 @@
 """Natural gradient in a Kronecker-factored eigenbasis: an optimizer, its curvature, and a lab.
 
-`EKFAC` and `KFAC` are torch optimizers; `Preconditioner` leaves the step to another one; `fisher` gives the curvature
-of a model over a dataset as an operator, a `Curvature`; `summary` tells which block covers each parameter of a model;
-`doctor` tries a model for some fifty steps and says what to set.
+`EKFAC` and `KFAC` are torch optimizers, and `AdaptiveDamping` a damping that they find by themselves; `Preconditioner`
+leaves the step to another one; `fisher` gives the curvature of a model over a dataset as an operator, a `Curvature`;
+`summary` tells which block covers each parameter of a model; `doctor` tries a model for some fifty steps and says what
+to set.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ekfac.curvature.fisher import fisher
 from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
 from ekfac.curvature.summary import summary
+from ekfac.optim.adaptive import AdaptiveDamping
 from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.kfac import KFAC
 from ekfac.optim.options import PAPER
@@ -24,6 +26,7 @@ __all__ = [
     "EKFAC",
     "KFAC",
     "PAPER",
+    "AdaptiveDamping",
     "Curvature",
     "Preconditioner",
     "__version__",

@@ -17,6 +17,7 @@ from torch import Tensor
 ROOT = str(Path(__file__).parents[1])  # the workers import the tests' optimizers
 
 WORKER = """
+import contextlib
 import os
 import sys
 
@@ -34,6 +35,7 @@ METHODS = {
     "running": (paper.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
     "kronecker": (paper.EKFAC, {"scaling": "kronecker"}),
     "kfac": (paper.KFAC, {}),
+    "adaptive": (paper.EKFAC, {"damping": ekfac.AdaptiveDamping(start=0.05, every=2), "lr": 0.5}),
 }
 # How gradients are averaged, whether they are accumulated or clipped, and the method.
 CASES = [
@@ -49,6 +51,9 @@ CASES = [
     ("ddp", "accumulated", "running"),
     ("ddp", "clipped", "running"),
     ("ddp", "clipped", "kfac"),
+    ("by hand", "once", "adaptive"),
+    ("ddp", "accumulated", "adaptive"),
+    ("ddp", "clipped", "adaptive"),
 ]
 
 
@@ -71,29 +76,34 @@ def train(averaging, how, method, rank=0, world=1):
     ).double()
     kind, own = METHODS[method]
     ddp = DistributedDataParallel(model) if averaging == "ddp" and world > 1 else None
-    opt = kind(model, lr=0.05, damping=0.05, refresh_every=3, momentum=0.9, factor_decay=0.7, **own)
+    opt = kind(model, **{"lr": 0.05, "damping": 0.05, "refresh_every": 3, "momentum": 0.9, "factor_decay": 0.7, **own})
     net = ddp or model
     for step in range(7):
         x, y = (t.chunk(world)[rank] for t in batch(step))
-        opt.zero_grad()
         pieces = [(x, y)] if how != "accumulated" else list(zip(x.chunk(2), y.chunk(2)))
-        for x_k, y_k in pieces[:-1]:
-            if ddp is None:
-                (loss_of(net, x_k, y_k) / len(pieces)).backward()
-            else:
-                with ddp.no_sync():
-                    (loss_of(net, x_k, y_k) / len(pieces)).backward()
-        (loss_of(net, *pieces[-1]) / len(pieces)).backward()
-        if world > 1 and ddp is None:
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= world
-        if how == "clipped":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        opt.step()
-    opt.close()
+
+        def closure():
+            opt.zero_grad()
+            total = 0.0
+            for k, piece in enumerate(pieces):
+                last = ddp is None or k == len(pieces) - 1
+                with contextlib.nullcontext() if last else ddp.no_sync():
+                    loss = loss_of(net, *piece) / len(pieces)
+                    loss.backward()
+                total += loss.item()
+            if world > 1 and ddp is None:
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= world
+            if how == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            return total
+
+        opt.step(closure)
     state = {name: dict(opt.state[p]) for name, p in model.named_parameters()}
-    return {"model": dict(model.state_dict()), "state": state}
+    damping = torch.tensor([opt.stats()["damping"]], dtype=torch.float64)
+    opt.close()
+    return {"model": {**model.state_dict(), "damping": damping}, "state": state}
 
 
 def main(rank, world, folder):

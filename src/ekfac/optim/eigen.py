@@ -86,3 +86,7 @@ class EigenMethod:
         self.rule.observe(state, seen, step.n, step.s_star, step.ok)
         x = self.rule.direction(state, g, step.n, step.ok, lambda s: self.damp(s, step.damping, basis))
         return x if basis is None else basis.unproject(x)
+
+    def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
+        """d^T C d: the sum of s x^2 in the basis."""
+        return (self.rule.second_moment(state) * into_basis(D, self.basis(block, state)).square()).sum()

@@ -15,6 +15,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim import checkpoint, exchange, options
+from ekfac.optim.adaptive import Adaptation, AdaptiveDamping, Comparison
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.graphs import Rates, StepGraphs
@@ -72,7 +73,8 @@ class EKFAC(torch.optim.Optimizer):
             keep agreeing with the last direction, less when they point back, up to lr. None for lr at all times.
         trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step: each
             layer's update is shortened to trust / L at the most. None for no bound.
-        damping: epsilon, a positive number or a function of the step.
+        damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
+            how far the loss falls; then ``step`` needs a closure.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         weight_decay: Weight decay.
@@ -91,7 +93,7 @@ class EKFAC(torch.optim.Optimizer):
         anneal: float | None = ANNEAL,
         pace: float | None = PACE,
         trust: float | None = TRUST,
-        damping: Damping = DAMPING,
+        damping: Damping | AdaptiveDamping = DAMPING,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
@@ -130,11 +132,13 @@ class EKFAC(torch.optim.Optimizer):
         anneal: float | None,
         arguments: dict[str, Any],
     ) -> None:
+        self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
+        self._adaptation: Adaptation | None = None
+        defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_model(model)
         check_update_options(defaults)
         if anneal is not None:
             options.number("anneal", anneal, above=0)
-        self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
         self.anneal = anneal
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self.model = model
@@ -169,13 +173,23 @@ class EKFAC(torch.optim.Optimizer):
         for p in parameters:
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
-        check_update_options({**defaults, **group})
-        damping = group.get("damping", defaults["damping"])
+        damping = self._as_function(group.get("damping", defaults["damping"]))
+        check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):
             self._damping_functions[index] = damping
             group["damping"] = options.damping("damping", damping)
         group["params"] = [(names[p], p) for p in parameters]
         return group
+
+    def _as_function(self, damping: Any) -> Any:
+        """A damping that adapts as the function that all groups share; any other as it is."""
+        if not isinstance(damping, AdaptiveDamping):
+            return damping
+        if self._adaptation is None:
+            self._adaptation = Adaptation(damping)
+        if self._adaptation.settings != damping:
+            raise ValueError(f"damping={damping!r} beside {self._adaptation.settings!r}: all groups must share one")
+        return self._adaptation
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, with options of their own; see torch's method of that name."""
@@ -189,6 +203,7 @@ class EKFAC(torch.optim.Optimizer):
         except ValueError:
             del self.param_groups[index:]
             self._damping_functions.pop(index, None)
+            self._adaptation = self._adapts()
             raise
         self.engine.set_parameters(self._all_parameters())
 
@@ -208,17 +223,27 @@ class EKFAC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of Algorithm 1: basis, scaling, direction (see :mod:`ekfac.optim.engine`), then the update."""
+        """One step of Algorithm 1: basis, scaling, direction (see :mod:`ekfac.optim.engine`), then the update.
+
+        Args:
+            closure: Clears the gradients, computes the loss, calls backward and returns the loss. It is called first,
+                and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
+        """
+        comparison = self._comparison(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._current_damping()
+        if comparison is not None:
+            comparison.before(loss)
         if not self._graphs.step():
             work = self.engine.prepare()
             if work is None or not self.engine.judge(work):
                 return loss
             self.compute(work, self._rates())
+        if comparison is not None:
+            comparison.after()
         self.engine.finish(self._update())
         return loss
 
@@ -231,6 +256,25 @@ class EKFAC(torch.optim.Optimizer):
         steps = self.kl_clip(trusted(directions, lr_of, self.trust), directions, lr_of)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr)
+
+    def _adapts(self) -> Adaptation | None:
+        """What a group's damping adapts by, if any does."""
+        return self._adaptation if self._adaptation in self._damping_functions.values() else None
+
+    def _comparison(self, closure: Callable[[], Any] | None) -> Comparison | None:
+        """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
+        adaptation = self._adapts()
+        if adaptation is None:
+            return None
+        if closure is None:
+            raise ValueError(
+                "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
+                "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
+            )
+        self.engine.settle()
+        if not adaptation.due(self.engine.applied_steps):
+            return None
+        return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"])
 
     def _rates(self) -> Rates:
         """The numbers of this step that change from step to step: the annealed lr, and damping, of every group."""
@@ -316,6 +360,8 @@ class EKFAC(torch.optim.Optimizer):
         """Scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""
         stats = engine_stats(self.engine)
         stats["damping"] = float(self.param_groups[0]["damping"])
+        if (adaptation := self._adapts()) is not None:
+            stats.update(adaptation.stats())
         stats["kl_clip_hits"] = float(self.kl_clip.hits)
         pace = self.pace.save()
         stats["pace"] = 1.0 if pace is None else pace
@@ -326,6 +372,7 @@ class EKFAC(torch.optim.Optimizer):
         extra = checkpoint.engine_state(self.engine)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
         extra["pace"] = self.pace.save()
+        extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         return {**super().state_dict(), "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -348,6 +395,8 @@ class EKFAC(torch.optim.Optimizer):
         self.engine.state = self.state  # torch has put a new dict there
         self.kl_clip.hits = saved["kl_clip_hits"]
         self.pace.load(saved["pace"], ours[0].device)
+        if self._adaptation is not None:
+            self._adaptation.load(saved.get("adaptive_damping"))
 
     def curvature(self) -> Curvature:
         """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""
@@ -374,7 +423,8 @@ class EKFAC(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             if index in self._damping_functions:
-                settings["damping"] = self._damping_functions[index]
+                function = self._damping_functions[index]
+                settings["damping"] = function.settings if isinstance(function, Adaptation) else function
             groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
         new = type(self)(model, params=groups, **self._arguments)
         new.load_state_dict(self.state_dict())

@@ -14,6 +14,7 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.optim import options
+from ekfac.optim.adaptive import AdaptiveDamping
 from ekfac.optim.damping import plain
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.ekfac import EKFAC, Groups
@@ -102,23 +103,33 @@ class InverseMethod:
         """The two products; a change of damping re-inverts first."""
         if state["inverted_at"] != step.damping:
             self._invert(block, state, float(step.damping))
-        A, B, shape = state["inverse_A"], state["inverse_B"], block.shape
+        A, B = state["inverse_A"], state["inverse_B"]
         if isinstance(gradient, Rows):
             delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B
             h: Tensor = gradient.h * A[:, None, :] if block.diagonal_A else gradient.h @ A
             return delta.mT @ h
-        X = gradient * B[:, :, None] if block.diagonal_B else rotate_rows(gradient, B)
-        if block.diagonal_A:
-            columns = A.repeat(1, shape.taps)
-            if shape.extra:
-                columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1)], 1)
-            X = X * columns[:, None, :]
-        else:
-            X = rotate_columns(X, A, shape)
-        if shape.extra:
-            E, bias = state["inverse_extra"], gradient[..., -1:]
-            X = torch.cat([X[..., :-1], bias * E[:, :, None] if block.diagonal_B else rotate_rows(bias, E)], -1)
-        return X
+        return kronecker_product(block, gradient, A, B, state.get("inverse_extra"))
+
+    def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
+        """d^T C d, with C = A x B of the factors that were inverted."""
+        return (D * kronecker_product(block, D, state["S_A"], state["S_B"], state["S_B"])).sum()
+
+
+def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tensor | None) -> Tensor:
+    """B X A, each side a vector where it is kept diagonal; SUA's bias column is multiplied by ``extra`` alone."""
+    turned = X * B[:, :, None] if block.diagonal_B else rotate_rows(X, B)
+    if block.diagonal_A:
+        columns = A.repeat(1, block.shape.taps)
+        if block.shape.extra:
+            columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1)], 1)
+        turned = turned * columns[:, None, :]
+    else:
+        turned = rotate_columns(turned, A, block.shape)
+    if block.shape.extra and extra is not None:
+        bias = X[..., -1:]
+        bias = bias * extra[:, :, None] if block.diagonal_B else rotate_rows(bias, extra)
+        turned = torch.cat([turned[..., :-1], bias], -1)
+    return turned
 
 
 def pi_of(A: Tensor, B: Tensor) -> Tensor:
@@ -167,7 +178,8 @@ class KFAC(EKFAC):
         model: The model; its forward counts the examples.
         params: torch's parameter groups over the model's parameters.
         lr: Learning rate.
-        damping: epsilon, a positive number or a function of the step; a change re-inverts at once.
+        damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`; a change re-inverts
+            at once.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         weight_decay: Weight decay.
@@ -184,7 +196,7 @@ class KFAC(EKFAC):
         *,
         params: Groups | None = None,
         lr: float | Tensor = 0.01,
-        damping: Damping = 1e-3,
+        damping: Damping | AdaptiveDamping = 1e-3,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,

@@ -57,3 +57,6 @@ class Method(Protocol):
 
     def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
         """The preconditioned gradient, ``[G, O, C]``."""
+
+    def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
+        """d^T C d for a change D of the block, ``[G, O, C]``, with the curvature in use, not damped."""
