@@ -135,13 +135,12 @@ def test_where_the_model_is_bad_damping_rises_and_the_loss_falls() -> None:
 
 def test_a_step_that_is_undone_leaves_weights_and_momentum_as_they_were() -> None:
     model = network()
-    opt = EKFAC(model, lr=1.0, momentum=0.9, damping=AdaptiveDamping(start=1e-8))
+    opt = EKFAC(model, lr=1.0, momentum=0.9, damping=AdaptiveDamping(start=1e-8, every=2))
     before = copy.deepcopy(model.state_dict())
     closure = tanh_closure(model, opt, *batch(0))
-    opt.step(closure)
-    assert opt.stats()["undone_steps"] == 1
-    opt.step(closure)
-    assert opt.stats()["undone_steps"] == 2, "the step after one that was undone is compared, whatever every= says"
+    for step in range(5):
+        opt.step(closure)
+        assert opt.stats()["undone_steps"] == step + 1, "steps after one that was undone are all compared"
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     assert all(not opt.state[p]["momentum_buffer"].any() for p in model.parameters())
 
@@ -186,6 +185,17 @@ def test_what_one_comparison_does(
     for _ in range(20):
         adaptation.learn(*outcome)
     assert adaptation.damping == finally_
+
+
+def test_steps_are_compared_one_by_one_at_first_and_after_one_that_was_undone() -> None:
+    adaptation = Adaptation(AdaptiveDamping(start=1.0, every=3))
+    good, bad = (1.0, -2.0, 2.0), (-9.0, -2.0, 2.0)
+    compared = []
+    for step in range(15):
+        if adaptation.due(step):
+            compared.append(step)
+            adaptation.learn(*(bad if step == 6 else good))
+    assert compared == [0, 1, 2, 3, 6, 7, 8, 9, 12]
 
 
 def test_a_single_outlier_is_forgotten_soon() -> None:

@@ -23,7 +23,7 @@ SURPRISE, LEAP = 0.5, 4
 #: A fall of the loss that is smaller than so many units of its rounding tells nothing.
 ROUNDING = 16.0
 #: What a checkpoint holds.
-SAVED = ("damping", "actual", "predicted", "undone_steps", "in_doubt")
+SAVED = ("damping", "actual", "predicted", "undone_steps", "watched")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class AdaptiveDamping:
 
     One batch says little, so both falls are averaged over comparisons before they are divided. Each is taken as a share
     of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step after
-    which the loss is higher than before, and by half of that higher than foreseen, is undone; then damping rises by
-    more, and the next step is compared too.
+    which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises by
+    more. The first steps, and those that follow such a one, are all compared.
 
     ``opt.step`` needs a closure, as for torch's LBFGS: a function that clears the gradients, computes the loss of this
     step's batch, calls backward and returns the loss. Its second call leaves gradients, buffers, captured statistics
@@ -65,7 +65,7 @@ class AdaptiveDamping:
         start: The damping of the first steps.
         least: The least that it may become.
         most: The most that it may become.
-        every: Compare at every so many applied steps.
+        every: Compare every so many steps, and this many in a row at first and after a step that was undone.
         omega: A comparison changes damping by this factor or its inverse.
         decay: Weight of the past in the averages; 0 trusts each comparison alone.
     """
@@ -97,8 +97,8 @@ class Adaptation:
         self.actual = 0.0
         self.predicted = 0.0
         self.undone_steps = 0
-        #: Whether the last comparison ended with its step undone.
-        self.in_doubt = False
+        #: So many of the next steps are compared one by one: a blow-up between comparisons would go unseen.
+        self.watched = settings.every
 
     def __call__(self, step: int) -> float:
         """The damping in use."""
@@ -111,7 +111,7 @@ class Adaptation:
 
     def due(self, step: int) -> bool:
         """Whether this step is compared."""
-        return self.in_doubt or step % self.settings.every == 0
+        return self.watched > 0 or step % self.settings.every == 0
 
     def learn(self, fall: float, slope: float, bend: float) -> bool:
         """Take in a comparison: the fall of the loss, and G.d and d^T C d of the model; tells whether to go on from it.
@@ -125,8 +125,9 @@ class Adaptation:
         if math.isfinite(fall + size):
             actual, predicted = fall / size, -(slope + bend / 2) / size
         omega, keep = self.settings.omega, self.settings.decay
-        self.in_doubt = actual < min(0.0, predicted - SURPRISE) and self.damping < self.settings.most
-        if self.in_doubt:
+        undone = actual < min(0.0, predicted - SURPRISE) and self.damping < self.settings.most
+        self.watched = self.settings.every if undone else max(0, self.watched - 1)
+        if undone:
             self.undone_steps += 1
             self.damping /= omega**LEAP
         else:
@@ -137,7 +138,7 @@ class Adaptation:
             elif self.actual > GOOD * self.predicted > 0:
                 self.damping *= omega
         self._keep_in_bounds()
-        return not self.in_doubt
+        return not undone
 
     def stats(self) -> dict[str, float]:
         """What a logger may want to know."""
