@@ -66,7 +66,8 @@ def _validation(axis: Axes, best: Mapping[str, Curve], looks: Mapping[str, style
     # What happens below, in the first epochs, would squeeze the differences that count.
     ends = [float(entry.value[-1]) for entry in entries.values() if len(entry.value)]
     tops = [float(entry.value.max()) for entry in entries.values() if len(entry.value)]
-    axis.set_ylim(min(ends) - 1.5 * (max(tops) - min(ends)) - 0.01, max(tops) + 0.1 * (max(tops) - min(ends)) + 0.005)
+    span = max(tops) - min(ends)
+    axis.set_ylim(max(0.0, min(ends) - 1.5 * span - 0.01), max(tops) + 0.1 * span + 0.005)
     axis.set_xlabel("epoch")
     axis.set_ylabel("validation accuracy")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -14,7 +14,7 @@ from ekfac.lab.selection import Curve, Envelope, per_time
 
 AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
 NAMES = {"train_loss": "training loss", "validation_loss": "validation loss"}
-ABOVE = " above its floor"
+ABOVE = " above floor"
 # Times as different as this call for a logarithmic axis.
 LONG = 6.0
 

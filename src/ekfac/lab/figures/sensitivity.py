@@ -131,8 +131,13 @@ def _share(one: Grid) -> str:
 
 def _short(value: float) -> str:
     """Write a setting to one digit where that is near enough: 0.00333 as 0.003."""
-    text = f"{value:.1g}"
-    return text if abs(float(text) - value) < 0.12 * value else f"{value:.2g}"
+    near = float(f"{value:.1g}")
+    return f"{near if abs(near - value) < 0.12 * value else value:.2g}"
+
+
+def _brief(loss: float) -> str:
+    """Write a loss so that it fits into a cell."""
+    return f"{loss:.3g}" if loss < 999.5 else f"{loss / 1000:.2g}k"
 
 
 def _heat(axis: Axes, one: Grid, norm: LogNorm) -> None:
@@ -144,7 +149,7 @@ def _heat(axis: Axes, one: Grid, norm: LogNorm) -> None:
         if math.isinf(loss):
             write("✕", color=style.RED, fontsize=10)
         elif math.isfinite(loss):
-            write(f"{loss:.3g}", color="white" if norm(loss) > 0.45 else style.BLACK)
+            write(_brief(loss), color="white" if norm(loss) > 0.45 else style.BLACK)
         if loss == one.best:
             ring = Ellipse((column, row), 0.94, 0.94, fill=False, edgecolor=style.RED, linewidth=1.6)
             axis.add_patch(ring)
@@ -168,7 +173,7 @@ def _strip(axis: Axes, lines: Mapping[str, Grid], norm: LogNorm) -> None:
             if math.isinf(loss):
                 write(y=row, s="✕", color=style.RED, fontsize=10)
             else:
-                write(y=row, s=f"{loss:.3g}", color=color)
+                write(y=row, s=_brief(loss), color=color)
             write(y=row - 0.33, s=_short(lr), color=color, fontsize=5.5)
             if loss == one.best:
                 axis.add_patch(Ellipse((column, row), 0.94, 0.5, fill=False, edgecolor=style.RED, linewidth=1.6))
