@@ -8,7 +8,8 @@ All optimizers of a task are measured in one run, in turns, so that a busy machi
 every step, those that renew a basis too; p50 and p99 are of single steps. Data are random: only time is measured.
 "State" is what the optimizer keeps between steps; "peak" the most that network, data, gradients and optimizer took at
 one time in the first steps, which are not timed: a solve for the bases and their turning in the first ten steps are
-among them. With --out, Markdown and JSON go to that folder.
+among them. Until step 300 all bases are turned together now and then; --warm-up 310 leaves that out. With --out,
+Markdown and JSON go to that folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes on a CPU says nothing
 
 import torch
-from contenders import ENTRIES, WITHOUT_BATCH_NORM, Contender, on_square_layers, on_task, package_versions, reason
+from contenders import (
+    ENTRIES,
+    WARM_UP,
+    WITHOUT_BATCH_NORM,
+    Contender,
+    on_square_layers,
+    on_task,
+    package_versions,
+    reason,
+)
 
 from ekfac.lab.runs import machine
 
@@ -87,6 +97,7 @@ def rows_of(contenders: dict[str, Contender], about: dict[str, Any]) -> list[dic
                 "state_bytes": c.state_bytes(),
                 "peak_bytes": c.peak_bytes,
                 "steps": len(c.seconds),
+                "slow_steps": sum(t > 2 * statistics.median(c.seconds) for t in c.seconds),
             }
         rows.append({**row, "failed": c.failed})
     return rows
@@ -108,13 +119,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def compare(
-    tasks: Sequence[str], rivals: Sequence[str], steps: int, refresh_every: int | None, device: torch.device
+    tasks: Sequence[str],
+    rivals: Sequence[str],
+    steps: int,
+    refresh_every: int | None,
+    device: torch.device,
+    warm_up: int = WARM_UP,
 ) -> tuple[list[dict[str, Any]], str]:
     """Measure every optimizer on every task; return the rows and the page."""
     rows, page = [], []
     for entry in tasks:
         task, _, batch = entry.partition(":")
-        contenders = {r: on_task(task, int(batch), ENTRIES[r], device, refresh_every) for r in rivals}
+        contenders = {r: on_task(task, int(batch), ENTRIES[r], device, refresh_every, warm_up) for r in rivals}
         measure(contenders, steps, device)
         found = rows_of(contenders, {"task": task, "batch": int(batch)})
         without = ", no network with batch-norm" if task in WITHOUT_BATCH_NORM else ""
@@ -126,7 +142,9 @@ def compare(
     return rows, "\n\n".join(page)
 
 
-def growth(steps: int, refresh_every: int, device: torch.device) -> tuple[list[dict[str, Any]], str]:
+def growth(
+    steps: int, refresh_every: int, device: torch.device, warm_up: int = WARM_UP
+) -> tuple[list[dict[str, Any]], str]:
     """Measure Adam, KFAC and EKFAC-ra on square layers of growing width, depth and batch."""
     widths = [250, 500, 1000, 2000] + ([4000, 8000] if device.type == "cuda" else [])
     depths, batches = [1, 2, 4, 8, 16], [50, 100, 200, 400, 800, 1600]
@@ -141,7 +159,7 @@ def growth(steps: int, refresh_every: int, device: torch.device) -> tuple[list[d
         lines = [f"| {name} |{heads}", "| ---: |" + " ---: |" * 4 * len(GROWING)]
         print(f"\n{name}\n" + "\n".join(lines), flush=True)
         for point in points:
-            found = grow(point, steps, refresh_every, device)
+            found = grow(point, steps, refresh_every, device, warm_up)
             rows += [{"sweep": name, **row} for row in found]
             value = dict(zip(("width", "depth", "batch"), point, strict=True))[name]
             lines.append(f"| {value:,} |" + "".join(cells(row) for row in found))
@@ -153,10 +171,12 @@ def growth(steps: int, refresh_every: int, device: torch.device) -> tuple[list[d
     return rows, "\n\n".join(page)
 
 
-def grow(point: tuple[int, int, int], steps: int, refresh_every: int, device: torch.device) -> list[dict[str, Any]]:
+def grow(
+    point: tuple[int, int, int], steps: int, refresh_every: int, device: torch.device, warm_up: int
+) -> list[dict[str, Any]]:
     """Measure one network; batch-norm is in none of them."""
     entries = {"Adam": ENTRIES["Adam + BN"], "KFAC": ENTRIES["KFAC"], "EKFAC-ra": ENTRIES["EKFAC-ra"]}
-    contenders = {name: on_square_layers(*point, entries[name], device, refresh_every) for name in GROWING}
+    contenders = {name: on_square_layers(*point, entries[name], device, refresh_every, warm_up) for name in GROWING}
     measure(contenders, steps, device)
     width, depth, batch = point
     found = rows_of(contenders, {"width": width, "depth": depth, "batch": batch})
@@ -204,6 +224,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=None, help="[default: 100 on a CPU, 500 on a GPU; 50 for --growth]"
     )
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those that are timed")
     parser.add_argument("--refresh-every", type=int, default=None, help="[default: 50; 500 for convolutions]")
     parser.add_argument("--growth", action="store_true", help="cost against width, depth and batch")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -220,10 +241,10 @@ def main() -> None:
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     if args.growth:
         every = args.refresh_every or 50
-        rows, page = growth(args.steps or every, every, device)
+        rows, page = growth(args.steps or every, every, device, args.warm_up)
     else:
         steps = args.steps or (500 if device.type == "cuda" else 100)
-        rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device)
+        rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device, args.warm_up)
     if args.out is None:
         return
     where = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", machine_of(device).lower()).strip("-")

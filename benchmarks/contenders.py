@@ -17,7 +17,7 @@ from ekfac.lab.rivals import matrices
 from ekfac.lab.tasks import TASKS, Task
 from ekfac.lab.text import VOCABULARY
 
-WARM_UP = 12  # the first ten steps turn all bases
+WARM_UP = 40  # by then every kind of step has been captured; the start's turning of all bases goes on until step 300
 LR = 1e-4  # small, so that random data never lead a network astray
 CONVOLUTIONAL = ("vgg11", "resnet34")
 WITHOUT_BATCH_NORM = ("charlm",)
@@ -122,7 +122,9 @@ def inputs(name: str, task: Task, batch: int, device: torch.device) -> tuple[Ten
     return x.to(device), torch.randint(10, (batch,), generator=generator).to(device)
 
 
-def on_task(name: str, batch: int, entry: Entry, device: torch.device, refresh_every: int | None) -> Contender:
+def on_task(
+    name: str, batch: int, entry: Entry, device: torch.device, refresh_every: int | None, warm_up: int = WARM_UP
+) -> Contender:
     """Set an optimizer up on one of the lab's tasks, and take its first steps."""
     task = TASKS.get(name)
 
@@ -133,11 +135,11 @@ def on_task(name: str, batch: int, entry: Entry, device: torch.device, refresh_e
         x, y = inputs(name, task, batch, device)
         return _contender(optimizer, lambda: task.losses(model(x), x, y).mean(), entry.captured)
 
-    return started(make, entry, device)
+    return started(make, entry, device, warm_up)
 
 
 def on_square_layers(
-    width: int, depth: int, batch: int, entry: Entry, device: torch.device, refresh_every: int
+    width: int, depth: int, batch: int, entry: Entry, device: torch.device, refresh_every: int, warm_up: int = WARM_UP
 ) -> Contender:
     """Set an optimizer up on tanh layers of one width, without batch-norm, and take its first steps."""
 
@@ -151,7 +153,7 @@ def on_square_layers(
         x = torch.randn(batch, width, device=device)
         return _contender(optimizer, lambda: (model(x) - x).square().sum(1).mean(), entry.captured)
 
-    return started(make, entry, device)
+    return started(make, entry, device, warm_up)
 
 
 def _contender(optimizer: Trains, loss: Callable[[], Tensor], captured: bool) -> Contender:
@@ -168,24 +170,28 @@ def _captured(step: Callable[[], None], optimizer: Trains) -> Callable[[], None]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
+        for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
     optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(keep: Callable[[], None] = step) -> None:  # the graph reads the step's own network and batch
+        graph.replay()
+
+    return replay
 
 
-def started(make: Callable[[], Contender], entry: Entry, device: torch.device) -> Contender:
+def started(make: Callable[[], Contender], entry: Entry, device: torch.device, warm_up: int) -> Contender:
     """Make a contender and take its first steps; whatever goes wrong, it says so and the others go on."""
     if entry.captured and device.type != "cuda":
         return Contender(failed="needs a GPU")
 
     def first_steps() -> Contender:
         contender = make()
-        for _ in range(WARM_UP):  # compiles, allocates, solves for the first basis
+        for _ in range(warm_up):  # compiles, allocates, solves for the first basis
             contender.step()
         return contender
 

@@ -31,7 +31,7 @@ LR = 0.01
 ANNEAL = 300.0
 DAMPING = 1e-8
 TRUST = 1.0
-PACE = 0.1
+PACE = 0.03
 
 
 class EKFAC(torch.optim.Optimizer):
@@ -363,8 +363,7 @@ class EKFAC(torch.optim.Optimizer):
         if (adaptation := self._adapts()) is not None:
             stats.update(adaptation.stats())
         stats["kl_clip_hits"] = float(self.kl_clip.hits)
-        pace = self.pace.save()
-        stats["pace"] = 1.0 if pace is None else pace
+        stats["pace"] = self.pace.share
         return stats
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ PATIENCE = 5
 #: A warm refresh that leaves more than this of the factor off the diagonal is followed by a full solve.
 TOLERANCE = 0.5
 #: So many first steps turn all bases, with the step's own batch among the factors: while these still gain rank, a basis
-#: that has not seen a batch takes its gradient for one without curvature.
+#: that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each after
+#: GROWTH times as many steps: the first bases are stale almost at once.
 EARLY = 10
+GROWTH = 1.15
+START = 300
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,15 @@ class Schedule:
         every: The interval, in applied steps.
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
             is renewed once in an interval by orthogonal iteration, after a step, one side of one block at a time, so
-            that no step pays for all; and all of them within each of the first ``EARLY`` steps.
+            that no step pays for all; and all of them within the steps of :func:`early_steps`.
     """
 
     every: int
     deterministic: bool
+
+    @cached_property
+    def _early(self) -> frozenset[int]:
+        return frozenset() if self.deterministic else early_steps(self.every)
 
     def solve(self, applied: int) -> bool:
         """Whether the step after this many applied ones begins with a full solve of all bases."""
@@ -50,7 +58,7 @@ class Schedule:
 
     def turns_within(self, applied: int) -> bool:
         """Whether the step after this many applied ones turns all bases before it uses them."""
-        return not self.deterministic and applied < min(self.every, EARLY)
+        return applied in self._early
 
     def turns_after(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
@@ -59,6 +67,15 @@ class Schedule:
         phases = ((2 * index + side) * self.every // max(1, 2 * blocks) for side in (0, 1))
         A, B = (int((applied + phase) % self.every == 0) for phase in phases)
         return A, B
+
+
+def early_steps(every: int) -> frozenset[int]:
+    """The steps, by the number of applied ones before them, that turn all bases before they use them."""
+    steps, at = set(range(min(every, EARLY))), float(EARLY)
+    while at < START:
+        steps.add(round(at))
+        at *= GROWTH
+    return frozenset(steps)
 
 
 class IterationGraphs:

@@ -155,10 +155,13 @@ class Anchored(Running):
 
 
 def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
-    """The cosine between g and the last direction m / sqrt(s), in the metric sqrt(s) of the directions."""
-    g, m = g.reshape(-1), m.reshape(-1)
-    p = m / root.reshape(-1)
-    cosine = torch.dot(g, p) * (torch.dot(g, g / root.reshape(-1)) * torch.dot(m, p)).rsqrt()
+    """The cosine between g / sqrt(s) and m / sqrt(s), where every coordinate has the same say.
+
+    In the gradient's own coordinates the few directions of large curvature decide, and these point back long before the
+    many others have got anywhere.
+    """
+    g, m = (g / root).reshape(-1), (m / root).reshape(-1)
+    cosine = torch.dot(g, m) * (torch.dot(g, g) * torch.dot(m, m)).rsqrt()
     return cosine.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
 
 

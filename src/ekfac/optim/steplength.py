@@ -11,7 +11,9 @@ from ekfac.optim import options
 from ekfac.optim.engine import Engine
 from ekfac.optim.work import Direction
 
-PACE_RATE = 0.5
+#: How fast the pace answers to alignments, and after how many steps it answers half as fast.
+PACE_RATE = 2.0
+PACE_STEPS = 50.0
 PACE_LEAST = 1e-4
 TRUST_FLOOR = 1e-3
 
@@ -22,8 +24,10 @@ LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 class Pace:
     """The share of lr that a step takes: more while gradients agree with the last direction, less when they point back.
 
-    pace <- min(1, pace exp(PACE_RATE c)), c the mean over blocks of the rule's ``alignment``. A first step that was too
-    long is followed by a gradient that points back, and c < 0.
+    pace <- min(1, pace exp(r c)), with r = PACE_RATE / (1 + (t / PACE_STEPS)^2) and c the mean over blocks of the
+    rule's ``alignment``. A step that was too long is followed by a gradient that points back, and c < 0. The pace
+    settles in the first steps and hardly moves later: batches of one epoch have no example in common, so their
+    gradients' noise points back a little at any step length.
 
     Args:
         start: The share of the first step; None for all of lr at all times.
@@ -33,7 +37,7 @@ class Pace:
         if start is not None:
             options.number("pace", start, above=0)
         self.start = start
-        #: The share of the next step, changed in place: a captured step holds on to its address.
+        #: The share of the next step, and t, changed in place: a captured step holds on to their address.
         self._next: Tensor | None = None
 
     def take(self, engine: Engine) -> float | Tensor:
@@ -41,25 +45,31 @@ class Pace:
         if self.start is None or not engine.method.has_alignment:
             return 1.0
         if self._next is None:
-            self.load(self.start, engine.parameters[0].device)
+            self.load([self.start, 0.0], engine.parameters[0].device)
         assert self._next is not None
-        now = self._next.clone() if self._next.is_cuda else float(self._next)
+        share, t = self._next
+        now = share.clone() if share.is_cuda else float(share)
         states = [engine.state.get(block.key, {}) for block in engine.blocks]
-        found = [state["alignment"].to(self._next) for state in states if "alignment" in state]
+        found = [state["alignment"].to(share) for state in states if "alignment" in state]
         if found:
-            c = torch.stack(found).mean()
-            if engine.ok is not None:
-                c = c * engine.ok
-            self._next.mul_((PACE_RATE * c).exp()).clamp_(PACE_LEAST, 1.0)
+            ok = 1.0 if engine.ok is None else engine.ok
+            rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
+            share.mul_((rate * torch.stack(found).mean()).exp()).clamp_(PACE_LEAST, 1.0)
+            t.add_(ok)
         return now
 
-    def save(self) -> float | None:
-        """The share of the next step as a number, for a checkpoint; None before the first."""
-        return None if self._next is None else float(self._next)
+    @property
+    def share(self) -> float:
+        """The share of lr that the next step takes."""
+        return 1.0 if self._next is None else float(self._next[0])
 
-    def load(self, share: float | None, device: torch.device) -> None:
+    def save(self) -> list[float] | None:
+        """Share and t as numbers, for a checkpoint; None before the first step."""
+        return None if self._next is None else self._next.tolist()
+
+    def load(self, saved: list[float] | None, device: torch.device) -> None:
         """Take back what :meth:`save` gave."""
-        self._next = None if share is None else torch.tensor(share, dtype=torch.float64, device=device)
+        self._next = None if saved is None else torch.tensor(saved, dtype=torch.float64, device=device)
 
 
 def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | None) -> Steps:
