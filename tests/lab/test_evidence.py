@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ekfac.cli import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.evidence import Record, fill, fill_pages
@@ -13,6 +14,7 @@ from ekfac.lab.evidence.__main__ import main
 from ekfac.lab.evidence.pages import PAGES, SOURCES
 from ekfac.lab.evidence.pictures import draw
 from ekfac.lab.evidence.record import MISSING, tried, write
+from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,6 +206,15 @@ def test_pictures_are_drawn_from_runs_that_are_there(record: Record, tmp_path: P
     record.measures.put("frequency", {"steps": [0, 50], "distances": distances, "norms": [1.0, 1.0]}, "mnist")
     names = [file.name for file in draw(record, tmp_path / "images")]
     assert names == ["autoencoder-200.png", "frequency.png", "sensitivity.png", "comparison.png"]
+
+
+def test_the_command_line_tells_timed_runs_and_batch_sizes(record: Record, tmp_path: Path) -> None:
+    mnist, out = record.folder / "mnist", tmp_path / "figures"
+    words = ["--runs", str(mnist / "finals"), "--runs", str(mnist / "seeds"), "--timed", str(mnist / "finals")]
+    assert run(["figure", "autoencoder", *words, "--batch-size", "200", "--out", str(out)]) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["autoencoder-200.png", "autoencoder-200.svg"]
+    assert [one.timed for one in find_runs([mnist / "seeds"], timed=[mnist / "finals"])] == [False] * 5
+    assert run(["figure", "autoencoder", *words, "--batch-size", "300", "--out", str(out)]) == 2
 
 
 @pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="recorded runs come with the repository alone")

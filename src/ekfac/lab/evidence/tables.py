@@ -42,11 +42,19 @@ def epochs(record: Record, batch_size: int) -> str:
     for name, curve in best.items():
         losses = [write(*at_epoch(curve, epoch)) for epoch in shown]
         ends = [write(*at_end(curve, quantity)) for quantity in ("train_loss", "validation_loss")]
-        about = [describe(curve.config, ("lr", "damping")), str(counts[name]), str(len(curve.runs))]
+        about = [_setting(curve, "lr", "damping"), str(counts[name]), str(len(curve.runs))]
         rows.append([_marked(name), *losses, *ends, *about])
     head = ["", *map(str, shown), "full pass", "validation", "setting", "tried", "seeds"]
     gone = {_marked(name): reason for name, reason in lost(record.mnist_at(batch_size)).items()}
     return table(head, rows + _gone(gone, len(head)))
+
+
+def _setting(curve: Curve, *names: str) -> str:
+    """Return a setting in one line, with the schedule of its learning rate if it has one."""
+    config = curve.config
+    halved = [f"halved every {config.halve_every} epochs"] if config.halve_every else []
+    cosine = ["cosine"] if getattr(config, "cosine", False) else []
+    return ", ".join([describe(config, names), *halved, *cosine])
 
 
 def _gone(reasons: Mapping[str, str], columns: int) -> list[list[str]]:
@@ -128,7 +136,7 @@ def comparison(record: Record, task: str) -> str:
         cells = [write(*at_end(curve, quantity)) for quantity in (LOSS, "train_loss", "validation_loss")]
         if accurate:
             cells.append(percent(*at_end(curve, "validation_accuracy")))
-        settings = describe(curve.config, ("lr", "batch_size"))
+        settings = _setting(curve, "lr", "batch_size")
         about = [str(int(curve.mean("epoch")[-1])), settings, str(counts[name]), str(len(curve.runs))]
         rows.append([name, *cells, *about])
     head = ["", "training loss", "full pass", "validation loss", *(["accuracy"] if accurate else [])]
