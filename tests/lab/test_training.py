@@ -84,6 +84,19 @@ def test_the_learning_rate_is_halved_every_so_many_epochs():
     assert curve(run, "lr") == [0.4, 0.4, 0.4, 0.2, 0.2, 0.1]
 
 
+def test_the_learning_rate_falls_along_a_cosine():
+    run = train(small(lr=0.4, cosine=True, epochs=4))
+    steps = run.history[1]["step"]
+    at = [epoch + (steps - 1) / steps for epoch in range(4)]  # a record holds the rate of the epoch's last step
+    assert curve(run, "lr")[1:] == pytest.approx([0.2 + 0.2 * math.cos(math.pi * t / 4) for t in at])
+
+
+def test_a_run_along_a_cosine_cannot_be_given_more_epochs(tmp_path):
+    train(small(cosine=True, epochs=1), tmp_path / "run")
+    with pytest.raises(LabError, match="epochs 1, not 2"):
+        train(small(cosine=True, epochs=2), tmp_path / "run", resume=True)
+
+
 @pytest.mark.parametrize(("optimizer", "options"), [("sgd", {}), ("ekfac-ra", {}), ("kfac", {"kl_clip": None})])
 def test_a_run_that_diverges_says_so(optimizer, options, tmp_path):
     config = small(optimizer, lr=1e12, epochs=6, options=options)

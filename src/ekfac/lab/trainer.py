@@ -86,7 +86,6 @@ class Trainer:
         steps = len(x) // batch
         shuffle = torch.Generator().manual_seed((self.config.seed << 20) + self.epoch)
         order = torch.randperm(len(x), generator=shuffle).to(self.device)
-        self._set_lr()
         self.model.train()
         total = self._sum()
         if self.device.type == "cuda":
@@ -95,6 +94,7 @@ class Trainer:
         start = time.perf_counter()
         try:
             for step in range(steps):
+                self._set_lr(step / steps)
                 index = order[step * batch : (step + 1) * batch]
                 self._step(x[index], y[index], total)
                 if on_step is not None:
@@ -160,10 +160,15 @@ class Trainer:
         accuracy = correct.item() / len(split.y) if self.task.correct is not None else None
         return loss.item() / len(split.y), accuracy
 
-    def _set_lr(self) -> None:
-        if self.config.halve_every is None:
+    def _set_lr(self, part: float) -> None:
+        """Set the learning rate for the step after this part of the epoch, where a schedule is asked for."""
+        if self.config.halve_every is None and not self.config.cosine:
             return
-        factor = 0.5 ** (self.epoch // self.config.halve_every)
+        factor = 1.0
+        if self.config.halve_every is not None:
+            factor = 0.5 ** (self.epoch // self.config.halve_every)
+        if self.config.cosine:
+            factor *= 0.5 + 0.5 * math.cos(math.pi * (self.epoch + part) / given(self.config.epochs))
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
 

@@ -153,10 +153,11 @@ def _open(path: Path, config: TrainConfig, resume: bool, overwrite: bool) -> Run
 
 
 def _check_same(path: Path, config: TrainConfig) -> None:
-    """Refuse to go on with other settings; only the number of epochs and the device may change."""
+    """Refuse to go on with other settings; only the device may change, and the number of epochs without a cosine."""
     old, new = read_config(path)[0].to_dict(), json.loads(json.dumps(config.to_dict()))
     for name, value in new.items():
-        if name not in ("epochs", "device") and value != old[name]:
+        free = ("device",) if config.cosine else ("device", "epochs")
+        if name not in free and value != old[name]:
             raise LabError(
                 f"{path} holds a run with {name} {old[name]!r}, not {value!r}; resume it without changing it"
             )

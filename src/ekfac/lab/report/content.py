@@ -50,6 +50,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Curve]]:
     for curve in curves(runs):
         config = curve.config
         schedule = f", learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
+        schedule += ", learning rate along a cosine" if config.cosine else ""
         found.setdefault(f"{config.task} on {config.dataset}{schedule}", []).append(curve)
     return found
 
