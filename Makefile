@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
-	@echo "make run        the demo: five optimizers train an auto-encoder side by side"
+	@echo "make run        the demo: six optimizers train an auto-encoder side by side"
 	@echo "make test       all tests but the long ones"
 	@echo "make test-slow  the long ones"
 	@echo "make lint       ruff: rules and formatting"

@@ -124,13 +124,13 @@ app.command(
 
 @app.command(epilog="Examples:\n\n`ekfac demo`\n\n`ekfac demo --seconds 60 --out runs/demo`")
 def demo(
-    seconds: float = typer.Option(lab_demo.SECONDS, help="Training time for each of the five optimizers."),
+    seconds: float = typer.Option(lab_demo.SECONDS, help="Training time for each of the six optimizers."),
     seed: int = typer.Option(0, help="Seed of all of them."),
     out: str | None = _OUT,
     data_dir: str | None = _DATA_DIR,
     json: bool = _JSON,
 ) -> None:
-    """Train the auto-encoder with five optimizers side by side, and say who comes out ahead."""
+    """Train the auto-encoder with six optimizers side by side, and say who comes out ahead."""
     if not seconds > 0:
         raise LabError(f"seconds must be positive, not {seconds}")
 

@@ -64,7 +64,7 @@ def test_the_number_of_epochs_can_be_bounded():
     assert [r["epoch"] for r in runs["one"].history] == [0, 1, 2, 3]
 
 
-def test_the_entrants_are_the_papers_five():
+def test_the_entrants_are_the_papers_five_and_the_default():
     used = [(c.task, c.optimizer, c.batch_norm) for c in demo.ENTRANTS.values()]
     assert used == [
         ("autoencoder", "sgd", True),
@@ -72,6 +72,7 @@ def test_the_entrants_are_the_papers_five():
         ("autoencoder", "kfac", False),
         ("autoencoder", "ekfac", False),
         ("autoencoder", "ekfac-ra", False),
+        ("autoencoder", "ekfac-default", False),
     ]
     assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in demo.ENTRANTS.values())
 

@@ -59,17 +59,17 @@ def both_ways(steps: int, kind: str, make, **options: object) -> int:
 @pytest.mark.parametrize("rule", RULES)
 def test_replayed_steps_equal_those_that_are_run(rule: str, kind: str) -> None:
     replays = both_ways(40, kind, ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, refresh_every=10)
-    assert replays >= 20, f"only {replays} of 40 steps were replayed"
+    assert replays >= 10, f"only {replays} of 40 steps were replayed"
 
 
 @pytest.mark.parametrize("options", [{"kl_clip": 1e-3}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1},
                                      {"weight_decay": 0.1, "decoupled_weight_decay": False}])  # fmt: skip
 def test_replayed_updates(options: dict[str, object]) -> None:
-    assert both_ways(40, "plain", ekfac.EKFAC, lr=1e-3, **options) >= 20
+    assert both_ways(40, "plain", ekfac.EKFAC, lr=1e-3, **options) >= 10
 
 
 def test_replayed_kfac() -> None:
-    assert both_ways(40, "plain", ekfac.KFAC, lr=1e-3, damping=1e-2, refresh_every=10) >= 20
+    assert both_ways(40, "plain", ekfac.KFAC, lr=1e-3, damping=1e-2, refresh_every=10) >= 10
 
 
 def test_deterministic_schedule_is_replayed_too() -> None:

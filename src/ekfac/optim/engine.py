@@ -67,8 +67,10 @@ class Engine(Intake):
         if self.verdicts.settle():
             self.applied_steps -= 1
             self.skipped_steps += 1
-        for block in self.refresher.strayed(wait or world_size() > 1):
-            self.state[block.key]["strayed"] = True
+        for block, near in self.refresher.heard(wait or world_size() > 1):
+            strayed = self.state[block.key].pop("strayed", 0)
+            if not near:
+                self.state[block.key]["strayed"] = strayed + 1
 
     def directions(self, update: Update) -> list[Direction] | None:
         """One pass of Algorithm 1 over all layers; None if the step is skipped because a gradient is not finite."""

@@ -23,7 +23,7 @@ from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.refresh import Schedule
+from ekfac.optim.refresh import TRIES, Schedule
 from ekfac.optim.rows import may_use_rows, rows_are_cheaper
 from ekfac.optim.rules import State
 
@@ -136,7 +136,7 @@ class Intake:
         if not block.covered:
             return False
         state = self.state.get(block.key, {})
-        return "S_A" not in state or state.get("strayed", False) or self.schedule.solve(self.applied_steps)
+        return "S_A" not in state or state.get("strayed", 0) >= TRIES or self.schedule.solve(self.applied_steps)
 
     def _renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
@@ -144,6 +144,8 @@ class Intake:
 
     def _turns(self, block: Block) -> tuple[int, int]:
         """How many iterations the two sides of the block's basis get after this step."""
+        if self.state.get(block.key, {}).get("strayed", 0):
+            return 1, 1
         return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
 
     def _wants_factors(self, block: Block) -> bool:

@@ -24,8 +24,10 @@ from ekfac.curvature.eigenbasis import (
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
-#: A warm refresh that leaves more than this of the factor off the diagonal is followed by a full solve.
+#: A warm refresh that leaves more than this of the factor off the diagonal is followed by another one after the next
+#: step, and when so many in a row have done so by a full solve.
 TOLERANCE = 0.5
+TRIES = 3
 #: So many first steps turn all bases, with the step's own batch among the factors: while these still gain rank, a basis
 #: that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each after
 #: GROWTH times as many steps: the first bases are stale almost at once.
@@ -217,8 +219,8 @@ class Refresher:
         event.record()
         self._pending.append((block, answer, event))
 
-    def strayed(self, wait: bool = False) -> list[Block]:
-        """Blocks whose last warm refresh has turned out not to have brought the basis near the factors' own.
+    def heard(self, wait: bool = False) -> list[tuple[Block, bool]]:
+        """Blocks whose warm refresh is over, and whether it has brought the basis near the factors' own.
 
         Args:
             wait: Wait for answers that are not there yet, so that all processes hear them at the same step.
@@ -230,8 +232,8 @@ class Refresher:
                 event.synchronize()
             if event is not None and not event.query():
                 waiting.append((block, residual, event))
-            elif not float(residual) <= TOLERANCE:
-                found.append(block)
+            else:
+                found.append((block, float(residual) <= TOLERANCE))
         self._pending = waiting
         return found
 

@@ -1,0 +1,65 @@
+"""When bases are renewed: often at first, then in turns; and again where one iteration was not enough."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ekfac
+from ekfac.optim import refresh
+from ekfac.optim.refresh import EARLY, START, Schedule, early_steps
+
+
+def trained(steps: int, **options: object) -> ekfac.EKFAC:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    opt = ekfac.EKFAC(model, **options)
+    for _ in range(steps):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(40, 6).double()), torch.randint(3, (40,))).backward()
+        opt.step()
+    return opt
+
+
+def test_bases_turn_together_at_growing_intervals() -> None:
+    steps = sorted(early_steps(20))
+    assert steps[:EARLY] == list(range(EARLY)) and max(steps) < START
+    gaps = [b - a for a, b in itertools.pairwise(steps[EARLY:])]
+    assert all(abs(after - 1.15 * before) <= 2 for before, after in itertools.pairwise(gaps))
+    assert not any(Schedule(20, deterministic=True).turns_within(t) for t in range(START))
+
+
+@pytest.mark.parametrize("every", [3, 20])
+def test_every_side_of_every_block_turns_once_in_an_interval(every: int) -> None:
+    schedule = Schedule(every, deterministic=False)
+    for blocks in (1, 4):
+        for index in range(blocks):
+            found = [schedule.turns_after(t, index, blocks) for t in range(100 * every, 101 * every)]
+            assert [sum(side) for side in zip(*found, strict=True)] == [1, 1]
+
+
+def test_a_basis_that_strays_is_turned_again_and_then_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = trained(30, refresh_every=1000).stats()
+    assert calm["refreshes"] == 2, "each block once, at the start"
+    monkeypatch.setattr(refresh, "TOLERANCE", -1.0)
+    opt = trained(30, refresh_every=1000)
+    stats = opt.stats()
+    assert stats["refreshes"] > calm["refreshes"]
+    assert stats["warm_refreshes"] > calm["warm_refreshes"]
+    assert stats["refreshes"] <= 2 + 2 * 30 / refresh.TRIES, "no more often than after so many tries"
+
+
+def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = trained(12, refresh_every=1000)
+    before = opt.stats()
+    block = opt.engine.blocks[0]
+    opt.engine.refresher._pending.append((block, torch.tensor(0.9), None))
+    model = opt.model
+    for _ in range(2):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(40, 6).double()), torch.randint(3, (40,))).backward()
+        opt.step()
+    assert opt.stats()["refreshes"] == before["refreshes"]
+    assert opt.stats()["warm_refreshes"] >= before["warm_refreshes"] + 1
+    assert "strayed" not in opt.state[block.key]
