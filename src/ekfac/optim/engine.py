@@ -131,9 +131,10 @@ class Engine(Intake):
                 self._compute_eigenbasis(block, state, float(damping))
             elif renews:
                 self._turn_eigenbasis(block, float(damping), (1, 1))
-            s_star = self._compute_scaling(block, state, work, renews)
             method = self.method_of(block)
-            gradient: Tensor | Rows | None = self._rows(block, work, update)
+            rows = self._rows(block, work, update)
+            s_star = self._compute_scaling(block, state, work, renews, rows)
+            gradient: Tensor | Rows | None = rows
             ratio = left = None
             if gradient is None:
                 gradient, ratio, left = stacked_gradient(block, work, update, mean, method.squares_penalty)
@@ -189,7 +190,7 @@ class Engine(Intake):
         weight = state["factor_weight"].clamp(min=torch.finfo(block.dtype).tiny)
         return state["A"] / weight, state["B"] / weight
 
-    def _compute_scaling(self, block: Block, state: State, work: Work, due: bool) -> Tensor | None:
+    def _compute_scaling(self, block: Block, state: State, work: Work, due: bool, rows: Rows | None) -> Tensor | None:
         """Algorithm 1, ComputeScalings: s* of this step's examples, in the basis that is now in use."""
         if not (block.covered and self.method.needs_examples):
             return None
@@ -197,8 +198,11 @@ class Engine(Intake):
         if sums.held:
             basis = self.method.basis(block, state)
             assert basis is not None
-            for calls, count in sums.held:
-                sums.add_scaling(statistics.scaling_sum(block, calls, count, basis, self.settings.memory_limit))
+            if rows is not None and rows.one_each:
+                sums.add_scaling(rows.scaling_sum(basis))
+            else:
+                for calls, count in sums.held:
+                    sums.add_scaling(statistics.scaling_sum(block, calls, count, basis, self.settings.memory_limit))
             sums.held = []
         if world_size() > 1 and due:
             sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()

@@ -168,7 +168,7 @@ class Intake:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
         if self._aside_used and not self.capture.aside:
             return
-        if self._keeps_for_step(block, calls):
+        if self._keeps_for_step(block, calls, n):
             self.stash.setdefault(block, []).append((calls, n))
             self._hold(calls)
         else:
@@ -182,12 +182,13 @@ class Intake:
     def _may_use_rows(self, block: Block) -> bool:
         return may_use_rows(block, self.settings) and not self.capture.aside
 
-    def _keeps_for_step(self, block: Block, calls: list[Call]) -> bool:
+    def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
         if self.capture.aside or block in self.fingerprints.unprobed or len(calls) > 1:
             return False
         if self._may_use_rows(block):
-            return rows_are_cheaper(block, calls[0].d.numel() // calls[0].d.shape[-1])
+            count = calls[0].d.numel() // calls[0].d.shape[-1]
+            return rows_are_cheaper(block, count, self.method.needs_examples and count == n)
         if not self.graphs_possible:
             return False
         size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))

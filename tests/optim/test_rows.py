@@ -1,0 +1,59 @@
+"""Gradients and s* projected row by row are those projected from ``.grad`` and from the calls."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ekfac.optim import intake, rows
+from paper import EKFAC, KFAC
+
+MAKERS = {
+    "per_example": lambda model: EKFAC(model, lr=0.05, scaling="per_example", damping=1e-2, refresh_every=3),
+    "averaged": lambda model: EKFAC(
+        model, lr=0.05, scaling="per_example", scaling_decay=0.9, damping=0.1, refresh_every=3
+    ),
+    "running": lambda model: EKFAC(model, lr=0.05, damping=1e-2, refresh_every=3),
+    "KFAC": lambda model: KFAC(model, lr=0.05, damping=1e-2, refresh_every=3),
+}
+
+
+def train(make, model: nn.Module, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    opt = make(model)
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(*shape, 30, generator=generator, dtype=torch.float64)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=["one row an example", "two rows an example"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 25, bias=False), nn.Tanh(), nn.Linear(25, 4)
+    ).double()
+    twin = copy.deepcopy(model)
+    taken: list[str] = []
+    for method in ("projected", "scaling_sum"):
+        original = getattr(rows.Rows, method)
+
+        def counted(self, basis, method=method, original=original):
+            taken.append(method)
+            return original(self, basis)
+
+        monkeypatch.setattr(rows.Rows, method, counted)
+    by_rows = train(MAKERS[name], model, shape)
+    if name != "KFAC":
+        assert "projected" in taken
+        assert ("scaling_sum" in taken) == (name != "running" and len(shape) == 1)
+    taken.clear()
+    monkeypatch.setattr(intake, "may_use_rows", lambda block, settings: False)
+    by_gradient = train(MAKERS[name], twin, shape)
+    assert not taken
+    for p, q in zip(by_rows, by_gradient, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
