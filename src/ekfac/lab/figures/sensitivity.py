@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ def draw(request: Request) -> Figure:
     if not planes and not lines:
         raise LabError("figure sensitivity needs runs of one method at several learning rates")
     widths = [*(1.0 for _ in planes), *([1.15] if lines else [])]
-    figure = Figure(figsize=(0.8 + 2.25 * sum(widths), 3.3))
+    figure = Figure(figsize=(max(4.2, 0.8 + 2.25 * sum(widths)), 3.5))
     axes = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths).flat)
     finite = [one.best for one in (*planes.values(), *lines.values()) if math.isfinite(one.best)]
     low = min(finite, default=1.0)
@@ -118,10 +119,10 @@ def draw(request: Request) -> Figure:
     datasets = ", ".join(sorted({str(run.config.dataset) for run in request.runs}))
     sizes = ", ".join(str(size) for size in sorted({run.config.batch_size or 0 for run in request.runs}))
     note = quick.NOTE_DIGITS if request.quick else f"{datasets}, batch {sizes}, {epochs} epochs"
-    figure.suptitle(
-        f"Settings that end within {NEAR:g} times a method's own best loss above its floor: auto-encoder, {note}\n"
-        "ring: the method's best; cross: diverged"
-    )
+    title = f"Settings that end within {NEAR:g} times a method's own best loss above its floor: auto-encoder, {note}"
+    # At this size a line holds some thirteen letters an inch.
+    lines_of_title = textwrap.wrap(title, round(13 * figure.get_figwidth()))
+    figure.suptitle("\n".join([*lines_of_title, "ring: the method's best; cross: diverged"]))
     return figure
 
 
