@@ -41,6 +41,7 @@ def test_the_folder_holds_everything_needed_to_repeat_the_run(tmp_path):
     text = json.loads((folder / "config.json").read_text())
     assert text["config"] == run.config.to_dict()
     about = text["about"]
+    assert len(about["versions"]["source"]) == 12
     assert about["versions"]["torch"] == torch.__version__ and about["machine"]["cores"] >= 1
     assert about["command"].startswith("ekfac train classifier --optimizer adam")
     assert about["examples"] == {"train": 200, "validation": 1000}

@@ -6,6 +6,7 @@ the whole history. A process killed between the two leaves one line too many; re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -85,7 +86,18 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     found["cuda"] = torch.version.cuda
+    found["source"] = source_digest()
     return found
+
+
+def source_digest() -> str:
+    """Return twelve hex digits of the library's own files: defaults change between versions of the same number."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in ("curvature", "optim"):
+        for file in sorted((package / folder).rglob("*.py")):
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class RunFolder:
