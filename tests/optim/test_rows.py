@@ -57,3 +57,27 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
     assert not taken
     for p, q in zip(by_rows, by_gradient, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
+    """Bit for bit: the first step after loading must not be computed another way than it would have been."""
+
+    def steps(opt, model: nn.Module, which: range) -> None:
+        for step in which:
+            generator = torch.Generator().manual_seed(step)
+            opt.zero_grad()
+            model(torch.randn(6, 30, generator=generator)).square().mean().backward()
+            opt.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 25))
+    opt = MAKERS[name](model)
+    steps(opt, model, range(5))
+    twin = copy.deepcopy(model)
+    again = MAKERS[name](twin)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    steps(opt, model, range(5, 9))
+    steps(again, twin, range(5, 9))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -184,12 +184,12 @@ class Intake:
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
-        if self.capture.aside or block in self.fingerprints.unprobed or len(calls) > 1:
+        if self.capture.aside or len(calls) > 1:
             return False
         if self._may_use_rows(block):
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self.method.needs_examples and count == n)
-        if not self.graphs_possible:
+        if not self.graphs_possible or block in self.fingerprints.unprobed:
             return False
         size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
         if self._stashed_bytes + size > self.settings.memory_limit:
