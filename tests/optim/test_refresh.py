@@ -4,21 +4,24 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ekfac
 from ekfac.optim import refresh
 from ekfac.optim.refresh import EARLY, START, Schedule, early_steps
 
 
-def trained(steps: int, **options: object) -> ekfac.EKFAC:
+def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     opt = ekfac.EKFAC(model, **options)
     for _ in range(steps):
         opt.zero_grad()
-        nn.functional.cross_entropy(model(torch.randn(40, 6).double()), torch.randint(3, (40,))).backward()
+        loss = nn.functional.cross_entropy(model(torch.randn(40, 6).double()), torch.randint(3, (40,)))
+        loss.backward()
         opt.step()
+        if ask:
+            opt.stats()
     return opt
 
 
@@ -63,3 +66,40 @@ def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opt.stats()["refreshes"] == before["refreshes"]
     assert opt.stats()["warm_refreshes"] >= before["warm_refreshes"] + 1
     assert "strayed" not in opt.state[block.key]
+
+
+def test_s_star_is_taken_in_the_basis_that_it_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a step that solves for the basis because of what was heard since the last one."""
+    monkeypatch.setattr(refresh, "TOLERANCE", -1.0)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    opt = ekfac.EKFAC(model, scaling="per_example", refresh_every=1000)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    rule = opt.engine.method.rule
+    observe = rule.observe
+
+    def spy(state: dict[str, Tensor], g: Tensor, n: float, s_star: Tensor, ok: Tensor | None) -> None:
+        seen.append((state["U_A"][0].clone(), state["U_B"][0].clone(), s_star[0].clone()))
+        observe(state, g, n, s_star, ok)
+
+    monkeypatch.setattr(rule, "observe", spy)
+    for _ in range(20):
+        x, y = torch.randn(40, 6).double(), torch.randint(3, (40,))
+        opt.zero_grad()
+        z = model(x)
+        nn.functional.cross_entropy(z, y).backward()
+        opt.step()
+        h = torch.cat([x, torch.ones(40, 1).double()], 1)
+        delta = z.detach().softmax(1) - nn.functional.one_hot(y, 3)
+        U_A, U_B, s_star = seen[-1]
+        expected = (delta @ U_B).square().T @ (h @ U_A).square() / 40
+        torch.testing.assert_close(s_star, expected, rtol=1e-9, atol=1e-14)
+    assert opt.stats()["refreshes"] > 2
+
+
+def test_what_is_heard_counts_between_steps_whenever_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "TOLERANCE", -1.0)
+    quiet, asked = trained(25, refresh_every=7), trained(25, ask=True, refresh_every=7)
+    assert quiet.stats()["refreshes"] == asked.stats()["refreshes"] > 2
+    for p, q in zip(quiet.model.parameters(), asked.model.parameters(), strict=True):
+        assert torch.equal(p, q)

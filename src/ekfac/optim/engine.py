@@ -63,14 +63,23 @@ class Engine(Intake):
         return self.method if block.covered else self.elementwise
 
     def settle(self, wait: bool = False) -> None:
-        """Correct the host's counts if the last step turns out to have been skipped; hear of bases that strayed."""
+        """Correct the host's counts if the last step turns out to have been skipped; hear of bases that were turned."""
         if self.verdicts.settle():
             self.applied_steps -= 1
             self.skipped_steps += 1
         for block, near in self.refresher.heard(wait or world_size() > 1):
-            strayed = self.state[block.key].pop("strayed", 0)
-            if not near:
-                self.state[block.key]["strayed"] = strayed + 1
+            state = self.state.get(block.key, {})
+            if "S_A" in state:
+                state["near"] = near
+
+    def _count_strays(self) -> None:
+        """Take in what was heard of bases: between two steps, as what a step captures depends on it."""
+        for block in self._index:
+            state = self.state.get(block.key, {})
+            if (near := state.pop("near", None)) is not None:
+                strayed = state.pop("strayed", 0)
+                if not near:
+                    state["strayed"] = strayed + 1
 
     def directions(self, update: Update) -> list[Direction] | None:
         """One pass of Algorithm 1 over all layers; None if the step is skipped because a gradient is not finite."""
@@ -149,6 +158,7 @@ class Engine(Intake):
 
     def finish(self, update: Update) -> None:
         """The step is done: count it, turn the bases that are due, and let go of what was captured."""
+        self._count_strays()
         turning = [(b, turns) for b in self._index if any(turns := self._turns(b)) and "S_A" in self.state[b.key]]
         self.drop()
         self.applied_steps += 1
@@ -176,6 +186,7 @@ class Engine(Intake):
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors."""
         A, B = self.factors(block)
         state.pop("strayed", None)
+        state.pop("near", None)
         self.method.refresh(block, state, A, B, damping, self.refresher)
 
     @torch.no_grad()

@@ -144,8 +144,8 @@ class Intake:
 
     def _turns(self, block: Block) -> tuple[int, int]:
         """How many iterations the two sides of the block's basis get after this step."""
-        if self.state.get(block.key, {}).get("strayed", 0):
-            return 1, 1
+        if strayed := self.state.get(block.key, {}).get("strayed", 0):
+            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
 
     def _wants_factors(self, block: Block) -> bool:
