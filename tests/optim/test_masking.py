@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ekfac
 import paper
 from ekfac.optim.skipping import Verdicts
 
@@ -36,6 +37,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"scaling": "kronecker", "loss_reduction": "sum"},
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3},
     {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": False, "damping": 0.1},
+    {"scaling": "anchored", "momentum": 0.9, "pace": 0.1, "trust": 1.0, "lr": 1e-3},
+    {"scaling": "adam", "momentum": 0.9, "on_refresh": "carry", "lr": 1e-3, "eps": 1e-3},
 ]
 
 
@@ -49,7 +52,7 @@ def test_a_masked_step_changes_what_a_skipped_one_changes(options: dict[str, Any
     def train(late: bool) -> tuple[Tensor, dict[str, float]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias=False)).double()
-        opt = paper.EKFAC(model, lr=0.02, refresh_every=5, **options)
+        opt = paper.EKFAC(model, **{"lr": 0.02, "refresh_every": 5, **options})
         if late:
             opt.engine.verdicts = Late()
         for step in range(14):
@@ -67,3 +70,19 @@ def test_a_masked_step_changes_what_a_skipped_one_changes(options: dict[str, Any
     assert stats["skipped_steps"] == late_stats["skipped_steps"] == 1
     assert stats["steps"] == late_stats["steps"] == 13
     torch.testing.assert_close(masked, at_once, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scaling", ["anchored", "running", "adam"])
+def test_a_masked_step_leaves_zeros_to_the_optimizer_that_follows(scaling: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    pre = ekfac.Preconditioner(model, scaling=scaling, deterministic=True)
+    pre.engine.verdicts = Late()
+    for step in range(4):
+        pre.zero_grad()
+        model(torch.randn(32, 6).double()).square().sum(1).mean().backward()
+        if step == 3:
+            model.weight.grad[0, 0] = float("nan")
+        assert pre.step()
+        assert all(bool((p.grad == 0).all()) is (step == 3) for p in model.parameters())
+    assert pre.stats()["skipped_steps"] == 1

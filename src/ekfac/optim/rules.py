@@ -166,12 +166,13 @@ def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
 
 
 def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:
-    """m <- beta m + (1 - beta) g, divided by 1 - beta^t."""
+    """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
     if "m" not in state:
         state["m"] = torch.zeros_like(g)
     blend(state["m"], g, 1 - beta, ok)
     m: Tensor = state["m"]
-    return m / (1 - beta**count).clamp(min=1 - beta).to(g)
+    weight = (1 - beta**count).clamp(min=1 - beta)
+    return m / weight.to(g) if ok is None else m * (ok / weight).to(g)
 
 
 class Adam(Rule):
