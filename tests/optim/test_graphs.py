@@ -35,6 +35,8 @@ def train(opt: torch.optim.Optimizer, model: nn.Module, steps: int, kind: str = 
         mse_loss(model(x), y).backward()
         if kind == "clip" and t % 4 == 3:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if kind == "lr on the device":
+            opt.param_groups[0]["lr"].fill_(1e-3 / (1 + t))
         if kind == "rates":
             opt.param_groups[0]["lr"] = 1e-3 / (1 + t)
             opt.param_groups[0]["damping"] = 1e-2 / (1 + t)
@@ -70,6 +72,24 @@ def test_replayed_updates(options: dict[str, object]) -> None:
 
 def test_replayed_kfac() -> None:
     assert both_ways(40, "plain", ekfac.KFAC, lr=1e-3, damping=1e-2, refresh_every=10) >= 10
+
+
+@pytest.mark.parametrize("rule", ["anchored", "running", "per_example"])
+def test_batches_that_the_factors_do_not_see_are_replayed_as_such(rule: str) -> None:
+    assert both_ways(60, "plain", ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, refresh_every=36) >= 10
+
+
+def test_per_example_from_the_start_in_every_basis() -> None:
+    more = {"scaling": "per_example", "scaling_decay": 0.9, "on_refresh": "kronecker"}
+    assert both_ways(60, "plain", ekfac.EKFAC, lr=1e-3, damping=1e-2, refresh_every=10, **more) >= 10
+
+
+@pytest.mark.parametrize("anneal", [None, 30.0])
+def test_a_learning_rate_on_the_device_is_read_at_every_step(anneal: float | None) -> None:
+    def make(model: nn.Module, **options: object) -> ekfac.EKFAC:
+        return ekfac.EKFAC(model, lr=torch.tensor(1e-3, device="cuda"), **options)
+
+    assert both_ways(40, "lr on the device", make, anneal=anneal) >= 10
 
 
 def test_deterministic_schedule_is_replayed_too() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import ekfac
 from ekfac.optim import refresh
 from ekfac.optim.refresh import EARLY, START, Schedule, early_steps
+from ekfac.optim.rules import PerExample
 
 
 def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
@@ -103,3 +104,32 @@ def test_what_is_heard_counts_between_steps_whenever_it_is_asked_for(monkeypatch
     assert quiet.stats()["refreshes"] == asked.stats()["refreshes"] > 2
     for p, q in zip(quiet.model.parameters(), asked.model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_new_basis_keeps_the_place_of_the_count_that_a_captured_step_holds() -> None:
+    rule, state = PerExample(0.9), {}
+    for _ in range(2):
+        rule.start(state, torch.ones(1, 3, 2))
+        place = state["count"].data_ptr()
+        rule.observe(state, torch.ones(1, 3, 2), 1.0, torch.ones(1, 3, 2), None)
+        assert float(state["count"]) == 1 and state["count"].data_ptr() == place
+    rule.start(state, torch.ones(1, 3, 2))
+    assert float(state["count"]) == 0 and state["count"].data_ptr() == place
+
+
+def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None:
+    """Calls are kept for rules that need s*, or for their rows, in steps that leave A and B alone too."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30).double()
+    opt = ekfac.EKFAC(model, scaling="per_example", refresh_every=36)
+    known: dict[bool, set[object]] = {True: set(), False: set()}
+    for step in range(20):
+        opt.zero_grad()
+        model(torch.randn(4, 40).double()).square().sum(1).mean().backward()
+        block = opt.engine.blocks[0]
+        if step > 10 and not opt.engine._renews(block):
+            assert opt.engine.stash, "projected by rows"
+            known[step % 3 == 0].add(opt._graphs._signature())
+        opt.step()
+    assert len(known[True]) == len(known[False]) == 1
+    assert known[True] != known[False]

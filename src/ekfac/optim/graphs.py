@@ -93,18 +93,17 @@ class StepGraphs:
         engine = opt.engine
         groups = []
         for g in opt.param_groups:
-            lr = g["lr"].data_ptr() if isinstance(g["lr"], Tensor) and g["lr"].is_cuda else None
             damping = None if engine.method.damping_is_free else g["damping"]
-            groups.append((lr, damping, g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"],
+            groups.append((damping, g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"],
                            g["maximize"], len(g["params"])))  # fmt: skip
         calls = tuple(
-            (block.name, n, *((c.x.shape, c.x.dtype, c.x.stride(), c.d.shape, c.d.dtype, c.d.stride()) for c in calls))
+            (block.name, n, engine.wants_factors(block), *(_form(t) for c in calls for t in (c.x, c.d)))
             for block, kept in engine.stash.items()
             for calls, n in kept
         )
         places = tuple(p.data_ptr() for p in engine.parameters)
         strides = tuple(p.grad.stride() for p in engine.parameters if p.grad is not None)
-        return (engine.capture.examples, tuple(groups), calls, places, strides, opt.kl_clip.bound)
+        return (engine.capture.examples, tuple(groups), calls, places, strides, opt.kl_clip.bound, opt.trust)
 
     def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
         engine = self._optimizer.engine
@@ -119,12 +118,8 @@ class StepGraphs:
         gradients, calls = self._inputs()
         places = [torch.empty_like(t) for t in gradients], [torch.empty_like(t) for t in calls]
         device = engine.parameters[0].device
-        held: list[float | Tensor] = []
-        for value in (*opt._rates().lr, *opt._rates().damping):
-            held.append(torch.zeros((), dtype=torch.float64, device=device) if not _on_device(value) else value)
-        count = len(opt.param_groups)
-        damping = held[count:] if engine.method.damping_is_free else opt._rates().damping
-        rates = Rates(held[:count], damping)
+        lr, damping = (_scalars(len(opt.param_groups), device) for _ in range(2))
+        rates = Rates(lr, damping if engine.method.damping_is_free else opt._rates().damping)
         work = Work(list(engine.parameters), float(engine.capture.examples), float(engine.capture.examples))
         before = [p.grad for p in engine.parameters], engine.stash, engine.ok
         graph = torch.cuda.CUDAGraph()
@@ -155,15 +150,21 @@ class StepGraphs:
             torch._foreach_copy_(captured.calls, calls)
         now = opt._rates()
         for place, value in zip((*captured.rates.lr, *captured.rates.damping), (*now.lr, *now.damping), strict=True):
-            if isinstance(place, Tensor) and not _on_device(value):
+            if isinstance(place, Tensor) and isinstance(value, Tensor) and value.is_cuda:
+                place.copy_(value.reshape(()))  # to read it here would make the host wait
+            elif isinstance(place, Tensor):
                 place.fill_(float(value))
         captured.graph.replay()
         opt.engine.verdicts.expect(captured.ok)
         self.replays += 1
 
 
-def _on_device(value: float | Tensor) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda
+def _form(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _scalars(count: int, device: torch.device) -> list[float | Tensor]:
+    return [torch.zeros((), dtype=torch.float64, device=device) for _ in range(count)]
 
 
 def _point(parameters: list[nn.Parameter], gradients: list[Tensor] | list[Tensor | None]) -> None:

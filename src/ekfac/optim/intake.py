@@ -148,7 +148,8 @@ class Intake:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
 
-    def _wants_factors(self, block: Block) -> bool:
+    def wants_factors(self, block: Block) -> bool:
+        """Whether this step takes its batch into the block's A and B."""
         if self.settings.factor_decay > 0 and self.applied_steps % self.settings.factor_interval == 0:
             return True
         return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
@@ -156,7 +157,7 @@ class Intake:
     def _wanted(self, block: Block) -> bool:
         return (
             self.method.needs_examples
-            or self._wants_factors(block)
+            or self.wants_factors(block)
             or block in self.fingerprints.unprobed
             or self._may_use_rows(block)
         )
@@ -211,7 +212,7 @@ class Intake:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
         sums = self._sums.setdefault(block, BlockSums())
         memory = self.settings.memory_limit
-        if self._wants_factors(block):
+        if self.wants_factors(block):
             sums.add_factors(statistics.factor_sums(block, calls, n, self.settings.sharing, memory))
         if block in self.fingerprints.unprobed and not self.capture.aside:
             sums.add_probe(statistics.probe_sum(block, calls, n, memory, *self.fingerprints.vectors(block)))
@@ -318,7 +319,7 @@ class Intake:
     def _expected(self, block: Block) -> Expected:
         aside = self._aside_used
         scaling = self.method.needs_examples and not self._renews(block)
-        return Expected(self._wants_factors(block), scaling, block in self.fingerprints.unprobed and not aside)
+        return Expected(self.wants_factors(block), scaling, block in self.fingerprints.unprobed and not aside)
 
     def _gather(self) -> tuple[float | Tensor, float | Tensor]:
         """N of the gradient and N of the statistics, over all processes, after summing the statistics over them."""

@@ -110,7 +110,7 @@ class PerExample(Rule):
 
     def start(self, state: State, kronecker: Tensor) -> None:
         super().start(state, kronecker)
-        state["count"] = torch.zeros((), dtype=torch.float64, device=kronecker.device)
+        put(state, "count", torch.zeros((), dtype=torch.float64, device=kronecker.device))
 
     def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         if s_star is None:
