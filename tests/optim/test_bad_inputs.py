@@ -102,6 +102,8 @@ for kind in (EKFAC, KFAC, Preconditioner):
             "weight_decay": [-0.1, NAN],
             "kl_clip": [0.0, -1.0, NAN],
         }
+    if kind is EKFAC:
+        named |= {"pace": [0.0, NAN, 1.5], "trust": [0.0, INF], "anneal": [0.0, "slow"]}
     for argument, values in named.items():
         for value in values:
             shown = "a function" if callable(value) else str(value).replace("\n", "")

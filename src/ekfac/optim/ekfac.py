@@ -69,8 +69,9 @@ class EKFAC(torch.optim.Optimizer):
         lr: Learning rate, a number or a one-element tensor.
         anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
             a schedule of your own.
-        pace: The share of lr that the first step takes, under scaling="anchored"; later steps take more while gradients
-            keep agreeing with the last direction, less when they point back, up to lr. None for lr at all times.
+        pace: The share of lr that the first step takes, at most 1, under scaling="anchored"; later steps take more
+            while gradients keep agreeing with the last direction, less when they point back, up to lr. None for lr at
+            all times.
         trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step: each
             layer's update is shortened to trust / L at the most. None for no bound.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
@@ -122,6 +123,8 @@ class EKFAC(torch.optim.Optimizer):
             dict(arguments),
         )
         self._arguments.update(anneal=anneal, trust=trust, pace=pace)
+        if not self.engine.method.has_alignment:
+            self.pace = Pace()
 
     def _build(
         self,
@@ -250,7 +253,7 @@ class EKFAC(torch.optim.Optimizer):
     def compute(self, work: Work, rates: Rates) -> None:
         """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
         directions = self.engine.compute(work, self._update(rates))
-        pace = self.pace.take(self.engine)
+        pace = self.pace.take(self.engine, directions)
         lrs = [lr * pace for lr in rates.lr]
         lr_of = {p: lr for group, lr in zip(self.param_groups, lrs, strict=True) for p in group["params"]}
         steps = self.kl_clip(trusted(directions, lr_of, self.trust), directions, lr_of)

@@ -25,6 +25,7 @@ def number(
     above: float | None = None,
     least: float | None = None,
     below: float | None = None,
+    most: float | None = None,
 ) -> None:
     """A finite number within bounds; a one-element tensor counts as its number where the host can read it freely."""
     allowed = "a finite number"
@@ -34,6 +35,8 @@ def number(
         allowed += f" >= {least:g}"
     if below is not None:
         allowed += f" and < {below:g}"
+    if most is not None:
+        allowed += f" and <= {most:g}"
     given = value
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -43,7 +46,7 @@ def number(
         value = value.item()
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     good = good and (above is None or value > above) and (least is None or value >= least)
-    if not (good and (below is None or value < below)):
+    if not (good and (below is None or value < below) and (most is None or value <= most)):
         raise ValueError(f"{name}={given!r} must be {allowed}")
 
 

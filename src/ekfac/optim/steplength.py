@@ -24,10 +24,10 @@ LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 class Pace:
     """The share of lr that a step takes: more while gradients agree with the last direction, less when they point back.
 
-    pace <- min(1, pace exp(r c)), with r = PACE_RATE / (1 + (t / PACE_STEPS)^2) and c the mean over blocks of the
-    rule's ``alignment``. A step that was too long is followed by a gradient that points back, and c < 0. The pace
-    settles in the first steps and hardly moves later: batches of one epoch have no example in common, so their
-    gradients' noise points back a little at any step length.
+    pace <- min(1, pace exp(r c)), with r = PACE_RATE / (1 + (t / PACE_STEPS)^2) and c the mean of the rule's
+    ``alignment`` over the blocks that the step changes. A step that was too long is followed by a gradient that points
+    back, and c < 0. The pace settles in the first steps and hardly moves later: batches of one epoch have no example in
+    common, so their gradients' noise points back a little at any step length.
 
     Args:
         start: The share of the first step; None for all of lr at all times.
@@ -35,21 +35,21 @@ class Pace:
 
     def __init__(self, start: float | None = None) -> None:
         if start is not None:
-            options.number("pace", start, above=0)
+            options.number("pace", start, above=0, most=1)
         self.start = start
         #: The share of the next step, and t, changed in place: a captured step holds on to their address.
         self._next: Tensor | None = None
 
-    def take(self, engine: Engine) -> float | Tensor:
+    def take(self, engine: Engine, directions: list[Direction]) -> float | Tensor:
         """The share of this step; the alignments that it has found set the share of the next."""
-        if self.start is None or not engine.method.has_alignment:
+        if self.start is None:
             return 1.0
         if self._next is None:
             self.load([self.start, 0.0], engine.parameters[0].device)
         assert self._next is not None
         share, t = self._next
         now = share.clone() if share.is_cuda else float(share)
-        states = [engine.state.get(block.key, {}) for block in engine.blocks]
+        states = [engine.state[direction.block.key] for direction in directions]
         found = [state["alignment"].to(share) for state in states if "alignment" in state]
         if found:
             ok = 1.0 if engine.ok is None else engine.ok
@@ -61,7 +61,7 @@ class Pace:
     @property
     def share(self) -> float:
         """The share of lr that the next step takes."""
-        return 1.0 if self._next is None else float(self._next[0])
+        return float(self.start or 1.0) if self._next is None else float(self._next[0])
 
     def save(self) -> list[float] | None:
         """Share and t as numbers, for a checkpoint; None before the first step."""
@@ -69,14 +69,15 @@ class Pace:
 
     def load(self, saved: list[float] | None, device: torch.device) -> None:
         """Take back what :meth:`save` gave."""
-        self._next = None if saved is None else torch.tensor(saved, dtype=torch.float64, device=device)
+        nothing = saved is None or self.start is None
+        self._next = None if nothing else torch.tensor(saved, dtype=torch.float64, device=device)
 
 
 def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | None) -> Steps:
-    """All directions by parameter, each block's shortened so that lr |p| <= (trust / L) |theta|.
+    """All directions by parameter, each block's shortened so that |lr p| <= (trust / L) |theta|.
 
-    L counts the blocks that hold weights. The root mean square of theta counts as at least ``TRUST_FLOOR``, so that
-    weights can leave zero.
+    lr is each parameter's own. L counts the blocks that hold weights. The root mean square of theta counts as at least
+    ``TRUST_FLOOR``, so that weights can leave zero.
     """
     blocks = [
         [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
@@ -85,15 +86,16 @@ def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | No
     if trust is None or not blocks:
         return {p: step for block in blocks for p, step in block}
     flat = [pair for block in blocks for pair in block]
-    sizes = torch._foreach_norm([p.detach() for p, _ in flat]), torch._foreach_norm([step for _, step in flat])
+    norms = torch._foreach_norm([step for _, step in flat])
+    lengths = [norm * lr_of[p] for norm, (p, _) in zip(norms, flat, strict=True)]
+    sizes = torch._foreach_norm([p.detach() for p, _ in flat]), lengths
     share = trust / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
     steps, at = {}, 0
     for block in blocks:
         here = slice(at, at := at + len(block))
-        theta, size = (torch.stack([n.to(block[0][1]) for n in found[here]]).norm() for found in sizes)
+        theta, length = (torch.stack([n.to(block[0][1]) for n in found[here]]).norm() for found in sizes)
         theta = theta.clamp(min=TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5)
-        longest = (size * lr_of[block[0][0]]).clamp(min=torch.finfo(size.dtype).tiny)
-        factor = (share * theta / longest).clamp(max=1)
+        factor = (share * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1)
         steps.update({p: step * factor.to(step) for p, step in block})
     return steps
 

@@ -1,0 +1,97 @@
+"""How long a step is: pace follows how far gradients agree with the last direction, trust bounds what a layer moves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ekfac
+from ekfac.optim.steplength import PACE_RATE, PACE_STEPS
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(20, 6, generator=generator).double(), torch.randint(3, (20,), generator=generator)
+
+
+def take_step(model: nn.Module, opt: torch.optim.Optimizer, seed: int, sign: float = 1.0) -> None:
+    x, y = batch(seed)
+    opt.zero_grad()
+    (sign * nn.functional.cross_entropy(model(x), y)).backward()
+    opt.step()
+
+
+def test_pace_follows_the_mean_alignment_less_and_less() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model, pace=0.05)
+    expected = 0.05
+    for t in range(60):
+        assert opt.stats()["pace"] == pytest.approx(expected, rel=1e-12)
+        take_step(model, opt, seed=t)
+        if t == 0:  # there is no last direction yet; the count begins with the first alignment
+            continue
+        c = sum(float(opt.state[block.key]["alignment"]) for block in opt.engine.blocks) / 2
+        expected = min(1.0, expected * math.exp(PACE_RATE / (1 + ((t - 1) / PACE_STEPS) ** 2) * c))
+
+
+@pytest.mark.parametrize(("signs", "grows"), [((1.0, 1.0), True), ((1.0, -1.0), False)])
+def test_pace_grows_while_gradients_agree_and_falls_when_they_point_back(
+    signs: tuple[float, float], grows: bool
+) -> None:
+    model = network()
+    opt = ekfac.EKFAC(model, lr=1e-6, pace=0.1)
+    for t in range(6):
+        take_step(model, opt, seed=0, sign=signs[t % 2])
+    assert (opt.stats()["pace"] > 0.1) is grows
+
+
+def test_a_layer_without_a_gradient_has_no_say_in_the_pace() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model, lr=1e-6, pace=0.1)
+    for t in range(3):
+        take_step(model, opt, seed=t)
+    before = opt.stats()["pace"]
+    opt.state[model[0].weight]["alignment"].fill_(-1.0)  # what it said last
+    x, y = batch(3)
+    opt.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    model[0].weight.grad = model[0].bias.grad = None
+    opt.step()
+    c = float(opt.state[model[2].weight]["alignment"])
+    rate = PACE_RATE / (1 + (2 / PACE_STEPS) ** 2)
+    assert opt.stats()["pace"] == pytest.approx(before * math.exp(rate * c), rel=1e-12)
+
+
+def test_a_step_that_is_skipped_leaves_the_pace() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for t in range(3):
+        take_step(model, opt, seed=t)
+    before = opt.pace.save()
+    take_step(model, opt, seed=3, sign=math.nan)
+    assert opt.stats()["skipped_steps"] == 1 and opt.pace.save() == before
+
+
+def test_stats_tell_the_pace_before_the_first_step() -> None:
+    assert ekfac.EKFAC(network(), pace=0.2).stats()["pace"] == 0.2
+    assert ekfac.EKFAC(network(), pace=None).stats()["pace"] == 1.0
+    assert ekfac.EKFAC(network(), scaling="running", pace=0.2).stats()["pace"] == 1.0, "that rule has no alignment"
+
+
+def test_trust_holds_where_the_parameters_of_a_layer_have_learning_rates_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    groups = [{"params": [model.weight], "lr": 1e-9}, {"params": [model.bias], "lr": 10.0}]
+    opt = ekfac.EKFAC(model, params=groups, trust=0.1, pace=None)
+    before = torch.cat([p.detach().clone().reshape(-1) for p in (model.weight, model.bias)])
+    take_step(model, opt, seed=0)
+    after = torch.cat([p.detach().reshape(-1) for p in (model.weight, model.bias)])
+    assert float((after - before).norm()) == pytest.approx(0.1 * float(before.norm()), rel=1e-6)
