@@ -36,14 +36,16 @@ METHODS = {
     "carried": (paper.EKFAC, {"scaling": "running", "on_refresh": "carry", "sharing": "reduce"}),
     "kronecker": (paper.EKFAC, {"scaling": "kronecker", "damping_mode": "factored"}),
     "kfac": (paper.KFAC, {}),
+    "default": (ekfac.EKFAC, {}),
+    "default kfac": (ekfac.KFAC, {}),
 }
 
 
 def build(method):
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 4), nn.PReLU(),
-        nn.Linear(4, 3),
+        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 48), nn.PReLU(),
+        nn.Linear(48, 3),
     )
     kind, own = METHODS[method]
     return model, kind(model, lr=0.02, momentum=0.9, weight_decay=0.01, refresh_every=4, **own)
