@@ -198,6 +198,12 @@ def test_the_command_draws_what_there_is_and_fills_the_pages(record: Record, tmp
     assert main(["other", *words]) == 2
 
 
+def test_a_folder_that_is_not_there_is_no_empty_record(record: Record, tmp_path: Path, capsys: Any) -> None:
+    for words in (["--results", str(tmp_path / "nowhere")], ["--results", str(record.folder), "--docs", "nowhere"]):
+        assert main(["tables", *words]) == 2
+        assert "nowhere" in capsys.readouterr().err
+
+
 def test_pictures_are_drawn_from_runs_that_are_there(record: Record, tmp_path: Path) -> None:
     assert SOURCES["picture-autoencoder-200"](record) == "![Autoencoder](images/autoencoder-200.png)"
     assert SOURCES["picture-autoencoder-500"](record) == MISSING

@@ -68,7 +68,11 @@ def fill(text: str, record: Record) -> str:
 def fill_pages(record: Record, docs: str | Path) -> list[Path]:
     """Fill the pages of a folder, and return those that changed."""
     changed = []
-    for file in (Path(docs) / name for name in PAGES):
+    files = [Path(docs) / name for name in PAGES]
+    for file in files:
+        if not file.is_file():
+            raise LabError(f"{file} is not there: its tables are written into it")
+    for file in files:
         before = file.read_text()
         after = fill(before, record)
         if after != before:

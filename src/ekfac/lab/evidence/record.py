@@ -15,6 +15,7 @@ from ekfac.lab.figures.measures import Measures
 from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import method
 from ekfac.lab.looks import ordered
+from ekfac.lab.registry import LabError
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
 
@@ -35,6 +36,8 @@ class Record:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise LabError(f"{folder} is not a folder: recorded runs are looked for there")
 
     def runs(self, *places: str) -> list[Run]:
         """Return the runs that came to an end in some folders, as many of these as there are."""

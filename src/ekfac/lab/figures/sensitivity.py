@@ -151,7 +151,7 @@ def _heat(axis: Axes, one: Grid, norm: LogNorm) -> None:
             write("✕", color=style.RED, fontsize=10)
         elif math.isfinite(loss):
             write(_brief(loss), color="white" if norm(loss) > 0.45 else style.BLACK)
-        if loss == one.best:
+        if loss == one.best and math.isfinite(loss):
             ring = Ellipse((column, row), 0.94, 0.94, fill=False, edgecolor=style.RED, linewidth=1.6)
             axis.add_patch(ring)
 
@@ -176,7 +176,7 @@ def _strip(axis: Axes, lines: Mapping[str, Grid], norm: LogNorm) -> None:
             else:
                 write(y=row, s=_brief(loss), color=color)
             write(y=row - 0.33, s=_short(lr), color=color, fontsize=5.5)
-            if loss == one.best:
+            if loss == one.best and math.isfinite(loss):
                 axis.add_patch(Ellipse((column, row), 0.94, 0.5, fill=False, edgecolor=style.RED, linewidth=1.6))
     axis.set_xticks([])
     axis.set_yticks(range(len(names)), [f"{name}\n{lines[name].near} of {lines[name].tried}" for name in names])
