@@ -195,8 +195,8 @@ def test_sensitivity_has_a_ring_around_the_best_and_none_where_all_diverged() ->
     base = TrainConfig("autoencoder", "kfac", dataset="mnist", batch_size=500, refresh_every=50)
     runs = [made_up(replace(base, lr=lr, damping=d), 0.5 + lr) for lr in (0.1, 0.2) for d in (0.1, 0.2)]
     assert len(drawn("sensitivity", runs).axes[0].patches) == 2, "one learning rate is best at either damping"
-    for run in runs:
-        run.status, run.history[-1]["diverged"] = "diverged", True
+    for one in runs:
+        one.status, one.history[-1]["diverged"] = "diverged", True
     assert not drawn("sensitivity", runs).axes[0].patches
 
 
