@@ -13,16 +13,20 @@ from torch import Tensor, nn
 
 from ekfac.curvature.summary import Summary, human
 from ekfac.optim import options as checks
+from ekfac.optim.ekfac import DAMPING, LR
+from ekfac.optim.options import PAPER, EngineOptions
 from ekfac.probe import Prices, Probe, Trial, random_numbers_restored
 
 #: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
 LR_FACTOR, DAMPING_FACTOR, FURTHER = 3.0, 10.0, 3
 #: The intervals whose price is shown.
 INTERVALS = (1, 5, 10, 20, 50, 100, 200, 500)
-#: Settings within this share of the best reduction of the loss count as equal; the more careful one is taken.
+#: The given settings are kept if they reach the best reduction of the loss up to this share.
+KEPT = 0.2
+#: Settings within this share of the best reduction count as equal; the more careful one is taken.
 EQUAL = 0.02
-#: Renewals of the basis may add this share to a step.
-AFFORDABLE = 0.1
+#: Renewals of the basis may add this share to a step; the given interval is kept if it adds no more than the second.
+AFFORDABLE, BEARABLE = 0.1, 0.5
 LINES = 12
 
 
@@ -46,6 +50,7 @@ class Diagnosis:
         prices: Seconds of a step: Adam's, EKFAC's, and EKFAC's with a renewal.
         trials: The short runs.
         trial_steps: Steps of each.
+        options: The options of EKFAC that were given.
         settings: lr, damping and refresh_every to use; empty where no short run lowered the loss.
         notes: What stands out, one line each.
     """
@@ -64,6 +69,7 @@ class Diagnosis:
     prices: Prices
     trials: tuple[Trial, ...]
     trial_steps: int
+    options: dict[str, Any]
     settings: dict[str, float | int]
     notes: tuple[str, ...]
 
@@ -127,8 +133,7 @@ class Diagnosis:
             lines.append(f"{f'lr {lr:.2g}':>{len(lines[0]) - 16 * len(dampings)}}")
             lines[-1] += "".join(f"{loss.get((lr, d), ''):>16}" for d in dampings)
         if self.settings:
-            call = ", ".join(f"{name}={value:.2g}" for name, value in self.settings.items() if name != "refresh_every")
-            lines.append(f"to use: EKFAC(model, {call}, refresh_every={self.settings['refresh_every']})")
+            lines.append(f"to use: {_call(self.options, self.settings)}")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -138,7 +143,7 @@ def doctor(
     loss: Callable[..., Tensor],
     *,
     steps: int = 50,
-    trial_steps: int = 15,
+    trial_steps: int = 30,
     **options: Any,
 ) -> Diagnosis:
     """Try EKFAC on copies of a model for some fifty steps, and say what to expect and what to set.
@@ -187,10 +192,11 @@ def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
     trials = tuple(_trials(probe, trial_steps, first))
     prices = probe.prices()
     ratio = course.actual / course.predicted if course.predicted > 0 else math.nan
-    best = _chosen(trials, first)
+    best = _chosen(trials, first, given=probe.middle())
     settings: dict[str, float | int] = {}
     if best.loss < first:
-        settings = {"lr": best.lr, "damping": best.damping, "refresh_every": _interval(prices)}
+        interval = _interval(prices, probe.options.get("refresh_every", EngineOptions.refresh_every))
+        settings = {"lr": best.lr, "damping": best.damping, "refresh_every": interval}
     return Diagnosis(
         summary=course.summary,
         batch_size=probe.batches[0].n,
@@ -206,6 +212,7 @@ def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
         prices=prices,
         trials=trials,
         trial_steps=trial_steps,
+        options=probe.options,
         settings=settings,
         notes=tuple(_notes(trials, best, first, ratio, course.last_loss)),
     )
@@ -225,16 +232,25 @@ def _trials(probe: Probe, steps: int, first: float) -> list[Trial]:
     return list(done.values())
 
 
-def _chosen(trials: Iterable[Trial], first: float) -> Trial:
-    """The trial with the lowest loss; of equals, the one with most damping, then with the smallest lr."""
+def _chosen(trials: Iterable[Trial], first: float, given: tuple[float, float] | None = None) -> Trial:
+    """The given lr and damping if they do well; else the trial with the lowest loss.
+
+    Of equals, the one with most damping is taken, then with the smallest lr.
+    """
     trials = list(trials)
     least = min(trial.loss for trial in trials)
-    bar = least + EQUAL * max(0.0, first - least) if math.isfinite(least) else math.inf
+    fall = max(0.0, first - least)
+    kept = [t for t in trials if (t.lr, t.damping) == given and t.loss <= least + KEPT * fall]
+    if kept:
+        return kept[0]
+    bar = least + EQUAL * fall if math.isfinite(least) else math.inf
     return min((t for t in trials if t.loss <= bar), key=lambda t: (-t.damping, t.lr))
 
 
-def _interval(prices: Prices) -> int:
-    """The shortest interval at which renewals are affordable."""
+def _interval(prices: Prices, given: int | None = None) -> int:
+    """The given interval if renewals cost little enough at it; else the shortest at which they are affordable."""
+    if given is not None and prices.at(given) <= (1 + BEARABLE) * prices.plain:
+        return given
     for interval in INTERVALS:
         if prices.at(interval) <= (1 + AFFORDABLE) * prices.plain:
             return interval
@@ -255,6 +271,26 @@ def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, l
     elif ratio < 0.25:
         notes.append("the loss falls far less than the quadratic model says: more damping, or a smaller lr")
     return notes
+
+
+def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
+    """How EKFAC is made with these options and settings: what is its default anyway is left out."""
+    wanted = {**options, **settings}
+    paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
+    if len(set(PAPER) - paper) <= len(settings):
+        rest = {name: value for name, value in wanted.items() if name not in paper}
+        return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
+    usual = {"lr": LR, "damping": DAMPING, "refresh_every": EngineOptions.refresh_every}
+    rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
+    return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
+
+
+def _written(options: dict[str, Any]) -> str:
+    return "{" + ", ".join(f'"{name}": {_number(value)}' for name, value in options.items()) + "}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else repr(value)
 
 
 def _examples(scale: float | None) -> str:

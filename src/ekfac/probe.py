@@ -239,8 +239,10 @@ class Probe:
         return Trial(lr, damping, loss if math.isfinite(loss) else math.inf)
 
     def prices(self, repeats: int = 5) -> Prices:
-        """Time a step of Adam, of EKFAC without a renewal of the basis, and with one."""
-        plain, renewing = self.optimizer(refresh_every=NEVER), self.optimizer(refresh_every=1)
+        """Time a step of Adam, of EKFAC without a renewal of the bases, and with a renewal of all."""
+        plain = self.optimizer(refresh_every=NEVER, deterministic=True)
+        # Where bases are renewed by iteration, each of the first steps does so with all of them.
+        renewing = self.optimizer(refresh_every=1 if self.options.get("deterministic", False) else NEVER)
         model = copy.deepcopy(self.model)
         adam = self._seconds(torch.optim.Adam(model.parameters(), lr=1e-4), model, repeats)
         found = Prices(

@@ -70,9 +70,9 @@ def _loss(trainer: Trainer) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
 
 def doctor(
     task: str = typer.Argument(help=f"One of: {', '.join(TASKS)}, or a plugin's."),
-    optimizer: str = typer.Option("ekfac-ra", help="ekfac, ekfac-ra or ekfac-default: the settings to start from."),
+    optimizer: str = typer.Option("ekfac-default", help="ekfac-default, ekfac-ra or ekfac: what to start from."),
     steps: int = typer.Option(50, help="Probe steps."),
-    trial_steps: int = typer.Option(15, help="Steps of each of the short runs that settings are chosen from."),
+    trial_steps: int = typer.Option(30, help="Steps of each of the short runs that settings are chosen from."),
     lr: float | None = typer.Option(None, help="Learning rate in the middle of the grid."),
     damping: float | None = typer.Option(None, help="Damping in the middle of the grid."),
     sua: bool | None = typer.Option(None, help="Spatially uncorrelated approximation of convolutions."),
