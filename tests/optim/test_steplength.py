@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
+from ekfac.optim.rules import alignment
 from ekfac.optim.steplength import PACE_RATE, PACE_STEPS
 
 
@@ -95,3 +96,13 @@ def test_trust_holds_where_the_parameters_of_a_layer_have_learning_rates_of_thei
     take_step(model, opt, seed=0)
     after = torch.cat([p.detach().reshape(-1) for p in (model.weight, model.bias)])
     assert float((after - before).norm()) == pytest.approx(0.1 * float(before.norm()), rel=1e-6)
+
+
+def test_alignment_is_the_whitened_cosine_and_more_where_gradients_are_parallel() -> None:
+    g, m = torch.tensor([3.0, 4.0]).double(), torch.tensor([4.0, -3.0]).double()
+    root = torch.tensor([1.0, 10.0]).double()
+    whitened = (12 - 0.12) / math.sqrt((9 + 0.16) * (16 + 0.09))
+    assert float(alignment(g, m, root)) == pytest.approx(whitened)  # cos(g, m) = 0
+    assert float(alignment(g, 2 * g, root)) == pytest.approx(1.5)
+    assert float(alignment(g, -g, root)) == pytest.approx(-1.0)
+    assert float(alignment(g, torch.zeros_like(g), root)) == 0.0

@@ -155,14 +155,20 @@ class Anchored(Running):
 
 
 def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
-    """The cosine between g / sqrt(s) and m / sqrt(s), where every coordinate has the same say.
+    """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)) + max(0, cos(g, m) - 1/2).
 
-    In the gradient's own coordinates the few directions of large curvature decide, and these point back long before the
-    many others have got anywhere.
+    In the whitened cosine every coordinate has the same say; in the plain one the few directions of large curvature
+    decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
+    even there say that steps are far too short.
     """
-    g, m = (g / root).reshape(-1), (m / root).reshape(-1)
-    cosine = torch.dot(g, m) * (torch.dot(g, g) * torch.dot(m, m)).rsqrt()
-    return cosine.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
+    g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
+    return cosine(g / root, m / root) + (cosine(g, m) - 0.5).clamp(min=0)
+
+
+def cosine(x: Tensor, y: Tensor) -> Tensor:
+    """The cosine between two vectors; 0 where one of them is zero or not finite."""
+    found = torch.dot(x, y) * (torch.dot(x, x) * torch.dot(y, y)).rsqrt()
+    return found.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
 
 
 def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:
