@@ -35,6 +35,8 @@ METHODS = {
     "running": (paper.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
     "kronecker": (paper.EKFAC, {"scaling": "kronecker"}),
     "kfac": (paper.KFAC, {}),
+    "default": (ekfac.EKFAC, {}),
+    "default, s* of each batch": (ekfac.EKFAC, {"scaling": "per_example"}),
     "adaptive": (paper.EKFAC, {"damping": ekfac.AdaptiveDamping(start=0.05, every=2), "lr": 0.5}),
 }
 # How gradients are averaged, whether they are accumulated or clipped, and the method.
@@ -51,6 +53,9 @@ CASES = [
     ("ddp", "accumulated", "running"),
     ("ddp", "clipped", "running"),
     ("ddp", "clipped", "kfac"),
+    ("by hand", "once", "default"),
+    ("ddp", "accumulated", "default"),
+    ("ddp", "once", "default, s* of each batch"),
     ("by hand", "once", "adaptive"),
     ("ddp", "accumulated", "adaptive"),
     ("ddp", "clipped", "adaptive"),
