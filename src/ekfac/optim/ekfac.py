@@ -72,8 +72,8 @@ class EKFAC(torch.optim.Optimizer):
         pace: The share of lr that the first step takes, at most 1, under scaling="anchored"; later steps take more
             while gradients keep agreeing with the last direction, less when they point back, up to lr. None for lr at
             all times.
-        trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step: each
-            layer's update is shortened to trust / L at the most. None for no bound.
+        trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step, before
+            momentum: each layer's update is shortened to trust / L at the most. None for no bound.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
             how far the loss falls; then ``step`` needs a closure.
         momentum: mu, as in torch's SGD.
