@@ -128,6 +128,12 @@ def test_verdicts_follow_their_rules(record: Record) -> None:
     assert SOURCES["claim-error"](record).startswith(MISSING)
 
 
+def test_the_median_of_an_even_number_of_settings_lies_between_the_middle_two(tmp_path: Path) -> None:
+    for lr, end in ((0.1, 1.0), (0.2, 2.0), (0.3, 4.0), (0.4, 5.0)):
+        put(tmp_path / "sensitivity", end, optimizer="adam", batch_norm=True, lr=lr, batch_size=500)
+    assert SOURCES["sensitivity"](Record(tmp_path)).endswith("| Adam + BN | 1 of 4 | 0 | 1.00 | 3.00 |")
+
+
 def test_what_was_measured_is_judged(record: Record) -> None:
     series = {"KFAC": [1.0, 2.0] * 2, "EKFAC": [0.9, 1.0] * 2}
     record.measures.put(

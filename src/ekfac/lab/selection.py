@@ -150,6 +150,12 @@ def final_settings(candidates: Sequence[Curve]) -> list[Curve]:
     return [curve for curve in longest if curve.timed is not None] or longest
 
 
+def best_of_each(found: Iterable[Curve]) -> dict[str, Curve]:
+    """Return each method's final setting with the lowest loss at its end; a method without one is left out."""
+    best = {name: best_final(final_settings(group)) for name, group in by_method(found).items()}
+    return {name: curve for name, curve in best.items() if curve is not None}
+
+
 def best_validation(candidates: Sequence[Curve]) -> Curve | None:
     """Return the setting with the best validation error at any epoch: highest accuracy, or lowest loss without one."""
     scored: list[tuple[float, int, Curve]] = []

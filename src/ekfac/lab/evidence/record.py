@@ -17,7 +17,7 @@ from ekfac.lab.labels import method
 from ekfac.lab.looks import ordered
 from ekfac.lab.registry import LabError
 from ekfac.lab.runs import Run
-from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
+from ekfac.lab.selection import Curve, best_final, best_of_each, by_method, curves, final_settings
 
 # Runs below a folder of this name had the machine to themselves: only their seconds count.
 TIMED = "finals"
@@ -82,9 +82,8 @@ class Record:
 
 def chosen(runs: Iterable[Run]) -> dict[str, Curve]:
     """Return each method's setting with the lowest final training loss, of those that were run to the end."""
-    groups = by_method(curves(runs))
-    found = {name: best_final(final_settings(groups[name])) for name in ordered(groups)}
-    return {name: curve for name, curve in found.items() if curve is not None}
+    best = best_of_each(curves(runs))
+    return {name: best[name] for name in ordered(best)}
 
 
 def lost(runs: Iterable[Run]) -> dict[str, str]:

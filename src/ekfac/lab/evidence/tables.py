@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -117,8 +118,7 @@ def sensitivity(record: Record) -> str:
 
 
 def _shares(one: Grid) -> list[str]:
-    known = sorted(float(loss) for loss in one.losses.flat if not math.isnan(loss))
-    median = known[len(known) // 2]
+    median = statistics.median(float(loss) for loss in one.losses.flat if not math.isnan(loss))
     middle = write(median) if math.isfinite(median) else "diverged"
     return [f"{one.near} of {one.tried}", str(one.diverged), write(one.best), middle]
 

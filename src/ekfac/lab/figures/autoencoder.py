@@ -14,7 +14,7 @@ from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, whole
 from ekfac.lab.figures.plane import draw_plane, has_plane, loss_at, scale
 from ekfac.lab.looks import split
 from ekfac.lab.runs import Run
-from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
+from ekfac.lab.selection import Curve, best_of_each, by_method, curves
 
 PANELS = (("train_loss", "epoch"), ("train_loss", "seconds"), ("validation_loss", "epoch"))
 TITLES = ("(a) training loss", "(b) wall-clock time", "(c) validation loss")
@@ -30,8 +30,8 @@ def settings() -> list[TrainConfig]:
 
 def draw(request: Request) -> Figure:
     """Draw (a) to (c) from the best setting of each method, (d) from all settings that share one batch size."""
-    groups = by_method(curves(run for run in request.runs if run.status != "unfinished"))
-    best = {name: found for name, group in groups.items() if (found := best_final(final_settings(group))) is not None}
+    finished = curves(run for run in request.runs if run.status != "unfinished")
+    groups, best = by_method(finished), best_of_each(finished)
     planes = {name: _one_batch_size(group) for name, group in groups.items() if has_plane(_one_batch_size(group))}
     more = len(best) > len(PAPER)
     height = 3.9 if more else 2.8

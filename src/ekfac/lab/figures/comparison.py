@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, whole
-from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
+from ekfac.lab.selection import Curve, best_of_each, by_method, curves
 
 NAMES = {"autoencoder": "Auto-encoder", "classifier": "Classifier", "vgg11": "VGG11", "resnet34": "ResNet34"}
 NAMES |= {"charlm": "Transformer"}
@@ -22,8 +22,7 @@ def chosen(request: Request) -> dict[str, dict[str, Curve]]:
     found: dict[str, dict[str, Curve]] = {}
     finished = curves(run for run in request.runs if run.status != "unfinished")
     for task, group in by_method(finished, lambda curve: str(curve.config.task)).items():
-        best = {name: best_final(final_settings(each)) for name, each in by_method(group).items()}
-        found[task] = {name: curve for name, curve in best.items() if curve is not None}
+        found[task] = best_of_each(group)
     order = [*NAMES, *found]
     return {task: found[task] for task in sorted(found, key=order.index) if found[task]}
 

@@ -14,15 +14,14 @@ from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, plain_log_ticks, whole
 from ekfac.lab.figures.drift import Drift, spectra
 from ekfac.lab.runs import Run
-from ekfac.lab.selection import Curve, best_final, by_method, curves, final_settings
+from ekfac.lab.selection import Curve, best_of_each, curves
 
 OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
 
 
 def draw(request: Request) -> Figure:
     """Draw (a) and (b) from runs at several frequencies; compute (c) on the spot, by itself if there are no runs."""
-    groups = by_method(curves(filter(takes, request.runs)))
-    best = {name: found for name, group in groups.items() if (found := best_final(final_settings(group))) is not None}
+    best = best_of_each(curves(filter(takes, request.runs)))
     figure, axes = style.panels(1, 3, height=3.0) if best else style.panels(1, 1, height=3.0, width=4.5)
     if best:
         _losses(axes[:2], best)
