@@ -163,6 +163,16 @@ def test_the_comparison_counts_tasks(record: Record) -> None:
     assert SOURCES["comparison-vgg11"](record) == MISSING
 
 
+def test_the_defaults_are_those_that_nobody_touched(record: Record) -> None:
+    finals = record.folder / "comparison" / "classifier" / "finals"
+    for better, more in ((0.1, {"options": {"pace": 0.1}}), (0.2, {"lr": 0.02}), (0.3, {"cosine": True})):
+        put(finals, better, task="classifier", optimizer="ekfac-default", **more)
+    table = SOURCES["comparison-classifier"](record)
+    assert "| EKFAC (defaults) | 0.500 ± 0.000 |" in table and "| lr 0.01, batch 200 | 4 | 2 |" in table
+    put(finals, 0.4, epochs=3, task="classifier", optimizer="ekfac-default", lr=0.01, damping=1e-8)
+    assert "| EKFAC (defaults) | 0.400 |" in SOURCES["comparison-classifier"](record), "the same numbers, written out"
+
+
 def test_markers_hold_blocks_or_parts_of_lines_and_filling_twice_changes_nothing(record: Record) -> None:
     page = "a <!-- begin machine -->old<!-- end machine --> b\n<!-- begin spectra -->\nold\n<!-- end spectra -->\n"
     filled = fill(page, record)

@@ -58,12 +58,26 @@ def describe(config: TrainConfig, names: Iterable[str] = ("lr", "damping", "batc
         if value is not None:
             text = f"{value:.3g}" if isinstance(value, float) else str(value)
             found.append(f"{words.get(name, name)} {text}")
-    usual: dict[str, Any] = {}
-    if config.optimizer in OPTIMIZERS and config.task in TASKS:
-        task = TASKS.get(config.task).settings.get(config.optimizer, {})
-        usual = {**OPTIMIZERS.get(config.optimizer).defaults, **task}
+    usual = _usual(config)
     found += [f"{name} {value}" for name, value in config.options.items() if name not in usual or usual[name] != value]
     return ", ".join(found)
+
+
+def _usual(config: TrainConfig) -> dict[str, Any]:
+    """Return the lab's options of a run's optimizer on its task."""
+    if config.optimizer not in OPTIMIZERS or config.task not in TASKS:
+        return {}
+    return {**OPTIMIZERS.get(config.optimizer).defaults, **TASKS.get(config.task).settings.get(config.optimizer, {})}
+
+
+def touched(config: TrainConfig) -> bool:
+    """Tell whether a run is named after the library's defaults and has others: tried, but not to be shown as such."""
+    if config.optimizer != "ekfac-default":
+        return False
+    plain, usual = TrainConfig(config.task, config.optimizer), _usual(config)
+    given = config.optimizer_options().items()
+    changed = any(value != usual.get(name, option(plain, name)) for name, value in given)
+    return bool(changed or config.cosine or config.halve_every)
 
 
 def key(config: TrainConfig) -> str:

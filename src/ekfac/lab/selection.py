@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from ekfac.lab.labels import method, without_seed
+from ekfac.lab.labels import method, touched, without_seed
 from ekfac.lab.runs import Run
 
 Array = NDArray[numpy.float64]
@@ -151,8 +151,12 @@ def final_settings(candidates: Sequence[Curve]) -> list[Curve]:
 
 
 def best_of_each(found: Iterable[Curve]) -> dict[str, Curve]:
-    """Return each method's final setting with the lowest loss at its end; a method without one is left out."""
-    best = {name: best_final(final_settings(group)) for name, group in by_method(found).items()}
+    """Return each method's final setting with the lowest loss at its end; a method without one is left out.
+
+    Of the library's defaults, only those that nobody touched.
+    """
+    candidates = by_method(curve for curve in found if not touched(curve.config))
+    best = {name: best_final(final_settings(group)) for name, group in candidates.items()}
     return {name: curve for name, curve in best.items() if curve is not None}
 
 

@@ -13,7 +13,7 @@ import numpy
 
 from ekfac.lab.figures.measures import Measures
 from ekfac.lab.gather import find_runs
-from ekfac.lab.labels import method
+from ekfac.lab.labels import method, touched
 from ekfac.lab.looks import ordered
 from ekfac.lab.registry import LabError
 from ekfac.lab.runs import Run
@@ -89,7 +89,7 @@ def chosen(runs: Iterable[Run]) -> dict[str, Curve]:
 def lost(runs: Iterable[Run]) -> dict[str, str]:
     """Return the methods without any final setting that all seeds came to the end with, and how many did not."""
     found = {}
-    for name, group in by_method(curves(runs)).items():
+    for name, group in by_method(curve for curve in curves(runs) if not touched(curve.config)).items():
         finals = final_settings(group)
         if best_final(finals) is None:
             diverged, seeds = min((sum(r.status == "diverged" for r in c.runs), len(c.runs)) for c in finals)
