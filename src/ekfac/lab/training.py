@@ -39,6 +39,7 @@ def train(
     data_dir: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    checkpoints: bool = True,
     progress: Progress | None = None,
 ) -> Run:
     """Train a network and return what came of it.
@@ -49,6 +50,7 @@ def train(
         data_dir: Folder of the official data files.
         resume: Go on from the checkpoint in ``out``; from the start if there is none yet.
         overwrite: Remove a run that ``out`` holds.
+        checkpoints: Save one after every epoch; without, a run that is cut short cannot go on.
         progress: Is told how it goes.
 
     Raises:
@@ -74,7 +76,7 @@ def train(
         folder.start(config, run.about, run.history)
     try:
         progress.start(run)
-        _loop(trainer, run, folder, progress)
+        _loop(trainer, run, folder, progress, checkpoints)
     except KeyboardInterrupt:
         run.status = "interrupted"
     finally:
@@ -107,12 +109,12 @@ def launch(
     return train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, progress=progress)
 
 
-def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress) -> None:
+def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, checkpoints: bool) -> None:
     def add(record: dict[str, Any]) -> None:
         run.history.append(record)
         if folder is not None:
             folder.add(record)
-            if trainer.epoch > 0:
+            if checkpoints and trainer.epoch > 0:
                 folder.save({"trainer": trainer.state_dict(), "history": run.history})
         progress.epoch(record)
 
