@@ -26,7 +26,7 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
 from ekfac.lab.plan import share_cores
-from ekfac.lab.runs import load_run
+from ekfac.lab.runs import load_run, source_digest
 from ekfac.lab.training import Progress, train
 
 Job = tuple[str, TrainConfig]
@@ -196,12 +196,21 @@ class Deadline(Progress):
             raise TimeoutError
 
 
-def run(job: Job, results: Path, data_dir: str | None, end: float) -> str:
-    """Run one job in a folder of its own; return a line on how it went."""
+def run(job: Job, results: Path, data_dir: str | None, end: float, again: bool = False) -> str:
+    """Run one job in a folder of its own; return a line on how it went.
+
+    Args:
+        job: The folder and the setting.
+        results: What the folder is in.
+        data_dir: Folder of the data files.
+        end: Nothing goes on later than this.
+        again: Replace a run that other sources of the library made.
+    """
     place, config = job
     folder = results / place / key(config)
     line = f"{place}/{folder.name}"
-    if (folder / "config.json").exists():
+    there = (folder / "config.json").exists()
+    if there and not (again and load_run(folder).about["versions"].get("source") != source_digest()):
         return f"{line}: there already"
     if time.time() > end:
         return f"{line}: no time left"
@@ -228,6 +237,7 @@ def main() -> None:
     parser.add_argument("--data-dir", help="folder of the data files")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time; one where runs are timed")
     parser.add_argument("--minutes", type=float, default=1e6, help="start nothing later, and cut what is not over")
+    parser.add_argument("--again", nargs="*", default=[], metavar="OPTIMIZER", help="replace what older sources made")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="for tries: width=8 epochs=1")
     args = parser.parse_args()
     if args.workers > 1 and any(part.endswith("finals") for part in args.parts):
@@ -243,7 +253,10 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(
         args.workers, multiprocessing.get_context("spawn"), share_cores, (args.workers,)
     ) as pool:
-        tasks = [pool.submit(run, job, args.results, args.data_dir, end) for job in jobs.values()]
+        tasks = [
+            pool.submit(run, job, args.results, args.data_dir, end, job[1].optimizer in args.again)
+            for job in jobs.values()
+        ]
         for done, task in enumerate(concurrent.futures.as_completed(tasks), 1):
             print(f"{done:>4} of {len(tasks)}  {task.result()}", flush=True)
 

@@ -44,13 +44,16 @@ def test_every_setting_is_possible(part, tmp_path):
         config.resolved()
 
 
-def test_runs_are_recorded_once_and_the_best_is_taken_further(tmp_path):
+def test_runs_are_recorded_once_and_the_best_is_taken_further(tmp_path, monkeypatch):
     place = "mnist/search"
     jobs = [job for job in tiny("mnist-search", tmp_path) if job[1].optimizer == "sgd"][:2]
     for job in jobs:
         assert "finished" in evidence.run(job, tmp_path, None, time.time() + 600)
         assert "there already" in evidence.run(job, tmp_path, None, time.time() + 600)
         assert sorted(f.name for f in (tmp_path / place / key(job[1])).iterdir()) == ["config.json", "metrics.jsonl"]
+    assert "there already" in evidence.run(jobs[0], tmp_path, None, time.time() + 600, again=True), "the same sources"
+    monkeypatch.setattr(evidence, "source_digest", lambda: "other")
+    assert "finished" in evidence.run(jobs[0], tmp_path, None, time.time() + 600, again=True)
     losses = {job[1].lr: load_run(tmp_path / place / key(job[1])).history[-1]["train_loss_mean"] for job in jobs}
     (best,) = evidence.best_of(tmp_path / place, epochs=1)
     assert best.lr == min(losses, key=losses.get)
