@@ -140,21 +140,21 @@ def test_verify_and_fetch(official, tmp_path, capsys):
     assert run("data", "verify", "mnist-5k", "--data-dir", tmp_path / "new") == 0
 
 
-def test_demo_trains_all_five_and_says_who_is_ahead(monkeypatch, capsys, tmp_path):
+def test_demo_trains_all_six_and_says_who_is_ahead(monkeypatch, capsys, tmp_path):
     from dataclasses import replace
 
     small = {name: replace(c, width=8, limit=200, batch_size=50) for name, c in demo.ENTRANTS.items()}
     monkeypatch.setattr(demo, "ENTRANTS", small)
     assert run("demo", "--seconds", "0.2", "--out", tmp_path) == 0
     text = capsys.readouterr().out
-    for name in ("SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"):
+    for name in ("SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra", "(defaults)"):
         assert name in text
     assert "steps" in text and "seconds of training" in text and "is ahead" in text
-    names = ["adam+bn", "ekfac", "ekfac-ra", "kfac", "report.html", "sgd+bn"]
+    names = ["adam+bn", "ekfac", "ekfac-defaults", "ekfac-ra", "kfac", "report.html", "sgd+bn"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert run("demo", "--seconds", "0.05", "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert len(data["verdict"]["standings"]) == 5 and set(data["runs"]) == set(small)
+    assert len(data["verdict"]["standings"]) == 6 and set(data["runs"]) == set(small)
 
 
 @pytest.mark.parametrize(

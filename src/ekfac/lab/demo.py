@@ -85,7 +85,7 @@ def race(
         trainers[name] = Trainer(config, data[dataset])
         runs[name] = Run(config, about=about(config, trainers[name]))
         if out is not None:
-            runs[name].path = path = Path(out) / re.sub(r"[^a-z0-9+-]", "", name.lower())
+            runs[name].path = path = Path(out) / re.sub(r"[^a-z0-9+-]", "", name.lower().replace(" (", "-"))
             folders[name] = RunFolder(path)
             folders[name].clear()
             folders[name].start(config, runs[name].about, [])
