@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ekfac import AdaptiveDamping
 from helpers import batches_for, mean_loss, mlp
 from paper import EKFAC, KFAC, Preconditioner
 
@@ -127,6 +128,11 @@ for argument, valid in UNKNOWN_NAMES.items():
     )
 
 CASES |= {
+    "an unknown argument lists the update's too": option(EKFAC, ("learning_rate", "lr,", "trust"), learning_rate=0.1),
+    "an unknown argument of KFAC": option(KFAC, ("scaling", "lr,", "pi_correction"), scaling="running"),
+    "an unknown argument of Preconditioner": option(Preconditioner, ("lr", "damping,"), lr=0.1),
+    "layers that are no names": option(EKFAC, ("include", "5"), include=5),
+    "a damping that is a class": option(EKFAC, ("damping", "AdaptiveDamping()"), damping=AdaptiveDamping),
     "nesterov without momentum": option(EKFAC, ("nesterov", "momentum"), nesterov=True),
     "SUA with reduce": option(EKFAC, ("sua", "reduce"), sua=True, sharing="reduce"),
     "parameters instead of a model": Case(lambda w: EKFAC(w.model.parameters(), lr=0.1), ("model",)),

@@ -160,7 +160,8 @@ class EKFAC(torch.optim.Optimizer):
             raise
 
     def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
-        return build_engine(type(self).__name__, model, self._all_parameters(), self.state, arguments)
+        also = options.keywords(EKFAC.__init__)
+        return build_engine(type(self).__name__, model, self._all_parameters(), self.state, arguments, also)
 
     # --- parameter groups -----------------------------------------------------------------------------------------
 

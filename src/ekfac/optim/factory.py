@@ -42,10 +42,11 @@ def build_engine(
     parameters: Iterable[nn.Parameter],
     state: MutableMapping[Tensor, State],
     arguments: dict[str, Any],
+    also: Iterable[str],
 ) -> Engine:
-    """Check :class:`CurvatureArguments` and build the engine with its rule."""
+    """Check :class:`CurvatureArguments` and build the engine with its rule; ``also`` are other arguments of ``who``."""
     own = ("scaling", "damping_mode", "scaling_decay", "on_refresh", "betas", "alpha", "eps")
-    settings = EngineOptions.from_arguments(who, arguments, also=own)
+    settings = EngineOptions.from_arguments(who, arguments, also=(*own, *also))
     scaling = arguments.get("scaling", "anchored")
     options.one_of("scaling", scaling, RULES)
     mode = arguments.get("damping_mode", "spectral")

@@ -220,7 +220,7 @@ class KFAC(EKFAC):
         self._build(model, params, update, kl_clip, None, {"pi_correction": pi_correction, **arguments})
 
     def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
-        settings = EngineOptions.from_arguments("KFAC", arguments, also=("pi_correction",))
+        settings = EngineOptions.from_arguments("KFAC", arguments, also=options.keywords(KFAC.__init__))
         if settings.basis != "kronecker":
             raise TypeError("KFAC has no argument 'basis': its inverse form has no basis")
         elementwise = EigenMethod(Running(SCALING_DECAY), plain, "carry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -64,6 +65,10 @@ def flag(name: str, value: Any) -> None:
 
 def damping(name: str, value: Any, step: int = 0) -> float:
     """A positive number, or a function of the step that gives one; returns the number for ``step``."""
+    if isinstance(value, type):
+        raise ValueError(
+            f"{name}={value!r} is a class. Allowed: a number > 0, a function of the step, AdaptiveDamping()"
+        )
     if callable(value):
         current = value(step)
         number(f"{name}({step})", current, above=0)
@@ -82,11 +87,17 @@ def decays(name: str, value: Any) -> None:
 
 def patterns(name: str, value: Any) -> list[str]:
     """A name or pattern, or a sequence of them."""
-    items = [value] if isinstance(value, str) else list(value)
+    items = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     for item in items:
         if not isinstance(item, str):
             raise ValueError(f"{name}={value!r} must be a name or pattern of layers, or a list of them")
     return items
+
+
+def keywords(function: Callable[..., Any]) -> set[str]:
+    """The names of a function's keyword arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def gradient(name: str, grad: Tensor) -> None:
@@ -234,7 +245,13 @@ class EngineOptions:
 
     @classmethod
     def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:
-        """Take what belongs here from keyword arguments; unknown names are refused with a list of the known."""
+        """Take what belongs here from keyword arguments; unknown names are refused with a list of the known.
+
+        Args:
+            who: The class that they were given to.
+            arguments: The arguments.
+            also: Names that the class knows besides.
+        """
         own = {f.name for f in fields(cls)}
         unknown = sorted(set(arguments) - own - set(also))
         if unknown:

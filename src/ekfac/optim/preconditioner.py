@@ -53,7 +53,7 @@ class Preconditioner:
         self.damping = damping
         self.state: defaultdict[Tensor, State] = defaultdict(dict)
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.engine = build_engine("Preconditioner", model, trained, self.state, dict(arguments))
+        self.engine = build_engine("Preconditioner", model, trained, self.state, dict(arguments), also=("damping",))
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
