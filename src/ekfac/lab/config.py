@@ -46,7 +46,10 @@ class TrainConfig:
     refresh_every: int | None = _option(int, "steps between renewals of the basis (or inverse)")
     sua: bool | None = _option(bool, "spatially uncorrelated approximation of convolutions")
     halve_every: int | None = _option(int, "halve the learning rate every so many epochs")
-    cosine: bool = _option(bool, "let the learning rate fall to zero along a cosine over all epochs", False)
+    cosine: bool = _option(
+        bool, "let the learning rate fall to zero along a cosine over all epochs; with ekfac-default --set anneal=none",
+        False,
+    )  # fmt: skip
     seed: int = _option(int, "seed of the initial weights and of the order of examples", 0)
     device: str = _option(str, "cpu, cuda, ... or auto", "auto")
     dtype: str = _option(str, "float32, float64, or bfloat16 (autocast; parameters stay float32)", "float32")
