@@ -106,3 +106,9 @@ def test_alignment_is_the_whitened_cosine_and_more_where_gradients_are_parallel(
     assert float(alignment(g, 2 * g, root)) == pytest.approx(1.5)
     assert float(alignment(g, -g, root)) == pytest.approx(-1.0)
     assert float(alignment(g, torch.zeros_like(g), root)) == 0.0
+
+
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
+def test_alignment_does_not_depend_on_the_size_of_gradients(size: float) -> None:
+    g, m = size * torch.tensor([3.0, 4.0]), size * torch.tensor([4.0, 4.0])
+    assert float(alignment(g, m, torch.ones(2))) == pytest.approx(2 * 0.98995 - 0.5, rel=1e-4)

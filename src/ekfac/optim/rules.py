@@ -167,7 +167,8 @@ def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:
     """The cosine between two vectors; 0 where one of them is zero or not finite."""
-    found = torch.dot(x, y) * (torch.dot(x, x) * torch.dot(y, y)).rsqrt()
+    # One root after the other: the product of two squares leaves float32 where gradients are large or small.
+    found = torch.dot(x, y) * torch.dot(x, x).rsqrt() * torch.dot(y, y).rsqrt()
     return found.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
 
 
