@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.summary import Summary, human
 from ekfac.optim import options as checks
-from ekfac.optim.ekfac import DAMPING, LR
+from ekfac.optim.ekfac import LR
 from ekfac.optim.options import PAPER, EngineOptions
 from ekfac.probe import Prices, Probe, Trial, random_numbers_restored
 
@@ -280,7 +280,7 @@ def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
     if len(set(PAPER) - paper) <= len(settings):
         rest = {name: value for name, value in wanted.items() if name not in paper}
         return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
-    usual = {"lr": LR, "damping": DAMPING, "refresh_every": EngineOptions.refresh_every}
+    usual = {"lr": LR, "damping": checks.DAMPING, "refresh_every": EngineOptions.refresh_every}
     rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
     return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
 

@@ -91,6 +91,13 @@ def test_the_learning_rate_falls_along_a_cosine():
     assert curve(run, "lr")[1:] == pytest.approx([0.2 + 0.2 * math.cos(math.pi * t / 4) for t in at])
 
 
+def test_a_cosine_takes_the_place_of_annealing():
+    assert small("ekfac-default", cosine=True).resolved().options["anneal"] is None
+    assert small("ekfac-default", cosine=True, options={"anneal": 50.0}).resolved().options["anneal"] == 50.0
+    assert "anneal" not in small("ekfac-default").resolved().options
+    assert "anneal" not in small("sgd", cosine=True).resolved().options
+
+
 def test_a_run_along_a_cosine_cannot_be_given_more_epochs(tmp_path):
     train(small(cosine=True, epochs=1), tmp_path / "run")
     with pytest.raises(LabError, match="epochs 1, not 2"):

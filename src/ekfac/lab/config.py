@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import math
 import shlex
@@ -46,10 +47,7 @@ class TrainConfig:
     refresh_every: int | None = _option(int, "steps between renewals of the basis (or inverse)")
     sua: bool | None = _option(bool, "spatially uncorrelated approximation of convolutions")
     halve_every: int | None = _option(int, "halve the learning rate every so many epochs")
-    cosine: bool = _option(
-        bool, "let the learning rate fall to zero along a cosine over all epochs; with ekfac-default --set anneal=none",
-        False,
-    )  # fmt: skip
+    cosine: bool = _option(bool, "let the learning rate fall to zero along a cosine over all epochs", False)
     seed: int = _option(int, "seed of the initial weights and of the order of examples", 0)
     device: str = _option(str, "cpu, cuda, ... or auto", "auto")
     dtype: str = _option(str, "float32, float64, or bfloat16 (autocast; parameters stay float32)", "float32")
@@ -106,6 +104,8 @@ class TrainConfig:
         set_fields = {name: value for name, value in self.options.items() if name in OPTIMIZER_FIELDS}
         missing = {name: value for name, value in usual.items() if name in own and getattr(self, name) is None}
         options = {name: value for name, value in {**usual, **self.options}.items() if name not in {*own, *set_fields}}
+        if self.cosine and "anneal" in inspect.signature(entry.build).parameters:
+            options.setdefault("anneal", None)  # one schedule is enough
         config = replace(self, **{**missing, **set_fields}, options=options, device=_device(self.device))
         config._check()
         return config

@@ -29,7 +29,6 @@ Groups = Iterable[dict[str, Any]]
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
 ANNEAL = 300.0
-DAMPING = 1e-8
 TRUST = 1.0
 PACE = 0.03
 
@@ -94,7 +93,7 @@ class EKFAC(torch.optim.Optimizer):
         anneal: float | None = ANNEAL,
         pace: float | None = PACE,
         trust: float | None = TRUST,
-        damping: Damping | AdaptiveDamping = DAMPING,
+        damping: Damping | AdaptiveDamping = options.DAMPING,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,

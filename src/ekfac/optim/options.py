@@ -178,6 +178,9 @@ class CurvatureArguments(CaptureArguments, total=False):
     basis: str
 
 
+#: epsilon of EKFAC and Preconditioner: a share of each factor's largest eigenvalue; docs/tuning.md has the evidence.
+DAMPING = 1e-8
+
 #: What the paper does, where it differs from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
 PAPER: dict[str, Any] = {
     "scaling": "running",

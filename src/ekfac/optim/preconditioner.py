@@ -45,7 +45,9 @@ class Preconditioner:
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
 
-    def __init__(self, model: nn.Module, *, damping: Damping = 1e-3, **arguments: Unpack[CurvatureArguments]) -> None:
+    def __init__(
+        self, model: nn.Module, *, damping: Damping = options.DAMPING, **arguments: Unpack[CurvatureArguments]
+    ) -> None:
         check_model(model)
         options.damping("damping", damping)
         self._arguments: dict[str, Any] = {"damping": damping, **arguments}
