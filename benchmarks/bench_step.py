@@ -5,11 +5,13 @@
     python benchmarks/bench_step.py --out results/bench
 
 All optimizers of a task are measured in one run, in turns, so that a busy machine disturbs them alike. The mean counts
-every step, those that renew a basis too; p50 and p99 are of single steps. Data are random: only time is measured.
+every step, those that renew a basis too; p50 and p99 are of single steps. Networks train on their task's data, as how
+often a basis is renewed depends on these; CIFAR-10 is looked for in EKFAC_DATA, and one batch of random images stands
+in for it where it is not found.
 "State" is what the optimizer keeps between steps; "peak" the most that network, data, gradients and optimizer took at
 one time in the first steps, which are not timed: a solve for the bases and their turning in the first ten steps are
-among them. Until step 300 all bases are turned together now and then; --warm-up 310 leaves that out. With --out,
-Markdown and JSON go to that folder.
+among them. Until step 300 all bases are turned together now and then; --warm-up 310 leaves that out, and so does
+--skip-start, which counts the steps before as taken. With --out, Markdown and JSON go to that folder.
 """
 
 from __future__ import annotations
@@ -125,12 +127,16 @@ def compare(
     refresh_every: int | None,
     device: torch.device,
     warm_up: int = WARM_UP,
+    skip_start: bool = False,
 ) -> tuple[list[dict[str, Any]], str]:
     """Measure every optimizer on every task; return the rows and the page."""
     rows, page = [], []
     for entry in tasks:
         task, _, batch = entry.partition(":")
         contenders = {r: on_task(task, int(batch), ENTRIES[r], device, refresh_every, warm_up) for r in rivals}
+        if skip_start:
+            for contender in contenders.values():
+                contender.skip_start()
         measure(contenders, steps, device)
         found = rows_of(contenders, {"task": task, "batch": int(batch)})
         without = ", no network with batch-norm" if task in WITHOUT_BATCH_NORM else ""
@@ -225,6 +231,7 @@ def main() -> None:
         "--steps", type=int, default=None, help="[default: 100 on a CPU, 500 on a GPU; 50 for --growth]"
     )
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those that are timed")
+    parser.add_argument("--skip-start", action="store_true", help="count the first 300 steps as taken")
     parser.add_argument("--refresh-every", type=int, default=None, help="[default: 50; 500 for convolutions]")
     parser.add_argument("--growth", action="store_true", help="cost against width, depth and batch")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -244,7 +251,7 @@ def main() -> None:
         rows, page = growth(args.steps or every, every, device, args.warm_up)
     else:
         steps = args.steps or (500 if device.type == "cuda" else 100)
-        rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device, args.warm_up)
+        rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device, args.warm_up, args.skip_start)
     if args.out is None:
         return
     where = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", machine_of(device).lower()).strip("-")

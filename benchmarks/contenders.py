@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,39 +14,46 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import ekfac
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data import Split, load_dataset
 from ekfac.lab.optimizers import Trains, build_optimizer
+from ekfac.lab.registry import LabError
 from ekfac.lab.rivals import matrices
 from ekfac.lab.tasks import TASKS, Task
-from ekfac.lab.text import VOCABULARY
+from ekfac.optim.refresh import START
 
 WARM_UP = 40  # by then every kind of step has been captured; the start's turning of all bases goes on until step 300
-LR = 1e-4  # small, so that random data never lead a network astray
+LR = 1e-4  # small: on random data, and for optimizers of other packages
 CONVOLUTIONAL = ("vgg11", "resnet34")
 WITHOUT_BATCH_NORM = ("charlm",)
+
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One optimizer: how it is made from a model and the interval of its basis, and on which network it runs."""
+    """One optimizer: how it is made from a model and options, and on which network it runs."""
 
-    build: Callable[[nn.Module, dict[str, Any]], Trains]
+    build: Callable[[nn.Module, Options], Trains]
     batch_norm: bool = False
-    #: Whether it takes our options: refresh_every, damping, sua.
-    ours: bool = False
+    #: Its name in the lab, if it takes the lab's settings.
+    name: str | None = None
+    #: Whether it takes the benchmark's interval between bases.
+    interval: bool = False
     #: The whole step is captured in a CUDA graph.
     captured: bool = False
     about: str = ""
 
 
-def by_name(name: str, **options: Any) -> Callable[[nn.Module, dict[str, Any]], Trains]:
+def by_name(name: str, **more: Any) -> Entry:
     """An optimizer of the lab."""
-    return lambda model, ours: build_optimizer(name, model, {"lr": LR, **options, **ours})
+    return Entry(lambda model, options: build_optimizer(name, model, options), name=name, **more)
 
 
-def from_package(package: str, name: str, **options: Any) -> Callable[[nn.Module, dict[str, Any]], Trains]:
+def from_package(package: str, name: str, **options: Any) -> Callable[[nn.Module, Options], Trains]:
     """An optimizer of a package that may not be there."""
 
-    def build(model: nn.Module, ours: dict[str, Any]) -> Trains:
+    def build(model: nn.Module, given: Options) -> Trains:
         module = importlib.import_module(package)
         if package == "heavyball":
             importlib.import_module("heavyball.utils").compile_mode = None
@@ -62,19 +71,20 @@ def _groups(model: nn.Module, name: str) -> list[Any]:
     return [{"params": chosen, "use_muon": True}, {"params": rest, "use_muon": False}]
 
 
-def _adam_captured(model: nn.Module, ours: dict[str, Any]) -> Trains:
+def _adam_captured(model: nn.Module, given: Options) -> Trains:
     return torch.optim.Adam(model.parameters(), lr=LR, capturable=True)
 
 
 ENTRIES = {
-    "Adam + BN": Entry(by_name("adam"), batch_norm=True),
+    "Adam + BN": by_name("adam", batch_norm=True),
     "Adam + BN, CUDA graph": Entry(_adam_captured, batch_norm=True, captured=True, about="capturable=True"),
-    "SGD + BN": Entry(by_name("sgd", momentum=0.9), batch_norm=True, about="momentum=0.9"),
-    "KFAC": Entry(by_name("kfac"), ours=True),
-    "EKFAC": Entry(by_name("ekfac", scaling="per_example"), ours=True, about="scaling='per_example'"),
-    "EKFAC-ra": Entry(by_name("ekfac-ra", scaling="running"), ours=True, about="scaling='running'"),
-    "EKFAC (the default)": Entry(by_name("ekfac-default"), ours=True, about="scaling='anchored'"),
-    "Muon of torch": Entry(by_name("muon"), about="all weight matrices"),
+    "SGD + BN": by_name("sgd", batch_norm=True, about="momentum=0.9"),
+    "KFAC": by_name("kfac", interval=True),
+    "EKFAC": by_name("ekfac", interval=True, about="scaling='per_example'"),
+    "EKFAC-ra": by_name("ekfac-ra", interval=True, about="scaling='running'"),
+    "EKFAC (the default)": by_name("ekfac-default", interval=True, about="scaling='anchored'"),
+    "EKFAC(model)": by_name("ekfac-default", about="the same with its own interval"),
+    "Muon of torch": by_name("muon", about="all weight matrices"),
     "Muon of pytorch_optimizer": Entry(from_package("pytorch_optimizer", "Muon"), about="all weight matrices"),
     "SOAP of pytorch_optimizer": Entry(from_package("pytorch_optimizer", "SOAP"), about="basis every 10"),
     "SOAP of heavyball": Entry(
@@ -96,30 +106,47 @@ class Contender:
     """One network and optimizer, and the seconds that its steps took; or why there are none."""
 
     step: Callable[[], None] = lambda: None
+    skip_start: Callable[[], None] = lambda: None
     state_bytes: Callable[[], int] = lambda: 0
     peak_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
     failed: str | None = None
 
 
-def our_options(entry: Entry, task: str, refresh_every: int | None) -> dict[str, Any]:
-    """Return what this library's optimizers get on a task."""
-    if not entry.ours:
+def options_on(task: str, entry: Entry, refresh_every: int | None) -> Options:
+    """Return what an optimizer gets on a task: the lab's settings, and warm refreshes at the benchmark's interval."""
+    if entry.name is None:
         return {}
-    convolutional = task in CONVOLUTIONAL
-    every = refresh_every or (500 if convolutional else 50)
-    options = {"damping": 1e-2, "refresh_every": every, "factor_every": None, "deterministic": False}
-    return {**options, **({"sua": True} if convolutional else {})}
+    config = TrainConfig(task, entry.name)
+    if entry.interval:
+        every = refresh_every or (500 if task in CONVOLUTIONAL else 50)
+        warm = {} if entry.name == "kfac" else {"deterministic": False, "factor_every": None}
+        config = replace(config, refresh_every=every, options=warm)
+    return config.resolved().optimizer_options()
 
 
-def inputs(name: str, task: Task, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random examples of a task."""
-    generator = torch.Generator().manual_seed(0)
-    if name == "charlm":
-        x = torch.randint(len(VOCABULARY), (batch, *task.input_shape), generator=generator)
-        return x.to(device), x.to(device)
-    x = torch.rand(batch, *task.input_shape, generator=generator)
-    return x.to(device), torch.randint(10, (batch,), generator=generator).to(device)
+@cache
+def examples(name: str, device: torch.device) -> Split | None:
+    """Return a task's training data on the device, shuffled; None where its files are not there."""
+    try:
+        found = load_dataset(TASKS.get(name).dataset).train
+    except LabError:
+        return None
+    order = torch.randperm(len(found.x), generator=torch.Generator().manual_seed(0))
+    x = found.x[order].reshape(-1, *TASKS.get(name).input_shape)
+    return Split((x.float() if x.is_floating_point() else x).to(device), found.y[order].to(device))
+
+
+def batches(name: str, task: Task, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches without end: of the task's data, or always the same one of random examples."""
+    found = examples(name, device)
+    if found is None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(batch, *task.input_shape, generator=generator).to(device)
+        y = torch.randint(10, (batch,), generator=generator).to(device)
+        return itertools.repeat((x, y))
+    whole = len(found.x) // batch * batch
+    return itertools.cycle(list(zip(found.x[:whole].split(batch), found.y[:whole].split(batch), strict=True)))
 
 
 def on_task(
@@ -131,9 +158,17 @@ def on_task(
     def make() -> Contender:
         torch.manual_seed(0)
         model = task.build(task.width, entry.batch_norm and name not in WITHOUT_BATCH_NORM).to(device)
-        optimizer = entry.build(model, our_options(entry, name, refresh_every))
-        x, y = inputs(name, task, batch, device)
-        return _contender(optimizer, lambda: task.losses(model(x), x, y).mean(), entry.captured)
+        options = options_on(name, entry, refresh_every)
+        if options and examples(name, device) is None:
+            options["lr"] = LR
+        optimizer = entry.build(model, options)
+        following = batches(name, task, batch, device)
+
+        def loss() -> Tensor:
+            x, y = next(following)
+            return task.losses(model(x), x, y).mean()
+
+        return _contender(optimizer, loss, entry.captured)
 
     return started(make, entry, device, warm_up)
 
@@ -149,7 +184,8 @@ def on_square_layers(
         for _ in range(depth):
             layers += [nn.Linear(width, width), nn.Tanh()]
         model = nn.Sequential(*layers).to(device)
-        optimizer = entry.build(model, our_options(entry, "", refresh_every))
+        options = options_on("autoencoder", entry, refresh_every)
+        optimizer = entry.build(model, {**options, "lr": LR} if options else {})
         x = torch.randn(batch, width, device=device)
         return _contender(optimizer, lambda: (model(x) - x).square().sum(1).mean(), entry.captured)
 
@@ -162,7 +198,11 @@ def _contender(optimizer: Trains, loss: Callable[[], Tensor], captured: bool) ->
         loss().backward()
         optimizer.step()
 
-    return Contender(_captured(step, optimizer) if captured else step, lambda: state_bytes(optimizer))
+    def skip_start() -> None:
+        if isinstance(optimizer, ekfac.EKFAC):
+            optimizer.engine.applied_steps = max(START, optimizer.engine.applied_steps)
+
+    return Contender(_captured(step, optimizer) if captured else step, skip_start, lambda: state_bytes(optimizer))
 
 
 def _captured(step: Callable[[], None], optimizer: Trains) -> Callable[[], None]:

@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs at a time; one where runs are timed")
     parser.add_argument("--minutes", type=float, default=1e6, help="start nothing later, and cut what is not over")
     parser.add_argument("--again", nargs="*", default=[], metavar="OPTIMIZER", help="replace what older sources made")
+    parser.add_argument("--only", nargs="*", metavar="OPTIMIZER", help="leave all others out")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="for tries: width=8 epochs=1")
     args = parser.parse_args()
     if args.workers > 1 and any(part.endswith("finals") for part in args.parts):
@@ -249,7 +250,8 @@ def main() -> None:
     for part in args.parts:
         for place, config in PARTS[part](args.results):
             config = replace(config, **changes).resolved()
-            jobs[f"{place}/{key(config)}"] = (place, config)
+            if args.only is None or config.optimizer in args.only:
+                jobs[f"{place}/{key(config)}"] = (place, config)
     with concurrent.futures.ProcessPoolExecutor(
         args.workers, multiprocessing.get_context("spawn"), share_cores, (args.workers,)
     ) as pool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ekfac
+from ekfac.optim.aside import Aside
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +107,24 @@ def test_a_loaded_checkpoint_is_what_the_next_replay_uses() -> None:
     model.load_state_dict(weights)
     for p, q in zip(first, train(opt, model, 10), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed() -> None:
+    def wide() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 700), nn.Tanh(), nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 5)).cuda()
+
+    def trained(beside: bool) -> list[Tensor]:
+        model = wide()
+        opt = ekfac.EKFAC(model, lr=1e-3, refresh_every=5)
+        opt.engine.aside = Aside(beside)
+        for t in range(60):
+            opt.zero_grad()
+            x, y = (tensor.float() for tensor in batch(t))
+            mse_loss(model(x), y).backward()
+            opt.step()
+        assert opt._graphs.replays >= 10 and opt.stats()["warm_refreshes"] > 30
+        return [p.detach().clone() for p in model.parameters()]
+
+    for p, q in zip(trained(beside=True), trained(beside=False), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim.rules import alignment
+from ekfac.optim.rules import SAY, alignment
 from ekfac.optim.steplength import PACE_RATE, PACE_STEPS
 
 
@@ -100,15 +100,17 @@ def test_trust_holds_where_the_parameters_of_a_layer_have_learning_rates_of_thei
 
 def test_alignment_is_the_whitened_cosine_and_more_where_gradients_are_parallel() -> None:
     g, m = torch.tensor([3.0, 4.0]).double(), torch.tensor([4.0, -3.0]).double()
-    root = torch.tensor([1.0, 10.0]).double()
-    whitened = (12 - 0.12) / math.sqrt((9 + 0.16) * (16 + 0.09))
+    root = torch.tensor([1.0, 1.01]).double()
+    whitened = (12 - 12 / 1.0201) / math.sqrt((9 + 16 / 1.0201) * (16 + 9 / 1.0201))
+    assert 0 < whitened < SAY
     assert float(alignment(g, m, root)) == pytest.approx(whitened)  # cos(g, m) = 0
-    assert float(alignment(g, 2 * g, root)) == pytest.approx(1.5)
-    assert float(alignment(g, -g, root)) == pytest.approx(-1.0)
+    assert float(alignment(g, -m, root)) == pytest.approx(-whitened)
+    assert float(alignment(g, 2 * g, root)) == pytest.approx(SAY + 0.5)
+    assert float(alignment(g, -g, root)) == pytest.approx(-SAY)
     assert float(alignment(g, torch.zeros_like(g), root)) == 0.0
 
 
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
 def test_alignment_does_not_depend_on_the_size_of_gradients(size: float) -> None:
     g, m = size * torch.tensor([3.0, 4.0]), size * torch.tensor([4.0, 4.0])
-    assert float(alignment(g, m, torch.ones(2))) == pytest.approx(2 * 0.98995 - 0.5, rel=1e-4)
+    assert float(alignment(g, m, torch.ones(2))) == pytest.approx(SAY + 0.98995 - 0.5, rel=1e-4)

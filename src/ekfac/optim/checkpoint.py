@@ -79,6 +79,7 @@ def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> N
 
 def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Put the counters back, after a last check that the blocks are laid out as they were."""
+    engine.aside.join()
     before = engine.silent
     engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
     if engine.silent != before:

@@ -64,6 +64,7 @@ class Engine(Intake):
 
     def settle(self, wait: bool = False) -> None:
         """Correct the host's counts if the last step turns out to have been skipped; hear of bases that were turned."""
+        self.aside.join()
         if self.verdicts.settle():
             self.applied_steps -= 1
             self.skipped_steps += 1
@@ -162,8 +163,11 @@ class Engine(Intake):
         turning = [(b, turns) for b in self._index if any(turns := self._turns(b)) and "S_A" in self.state[b.key]]
         self.drop()
         self.applied_steps += 1
-        for block, turns in turning:
-            self._turn_eigenbasis(block, float(update.damping_of(block)), turns)
+        if not turning:
+            return
+        with self.aside.work(self.parameters[0].device):
+            for block, turns in turning:
+                self._turn_eigenbasis(block, float(update.damping_of(block)), turns)
 
     def _delta_square(self, n: float | Tensor) -> float | Tensor:
         """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.

@@ -19,6 +19,7 @@ from ekfac.curvature.capture import Capture
 from ekfac.curvature.layers import Call
 from ekfac.optim import options
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
+from ekfac.optim.aside import Aside
 from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
@@ -68,6 +69,7 @@ class Intake:
         self.stash: dict[Block, list[tuple[list[Call], int]]] = {}
         self._stashed_bytes = 0
         self._aside_used = False
+        self.aside = Aside(settings.cuda_graphs)
         self.capture = Capture(model, self._receive, self._wanted, self._before_forward, settings.batch_dim)
         self.watch = GradientWatch([])
         self.set_parameters(parameters)
@@ -221,6 +223,7 @@ class Intake:
                 sums.held.append((calls, n))
                 self._hold(calls)
             else:
+                self.aside.join()
                 basis = self.method.basis(block, self.state[block.key])
                 assert basis is not None
                 sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))

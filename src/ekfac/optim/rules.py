@@ -17,6 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+#: The most that the whitened cosine says, either way: at PACE_RATE 2 the next step is a tenth longer or shorter.
+#: A batch that is seen again and again agrees with itself even when steps have become too long.
+SAY = 0.05
+
 State = dict[str, Any]
 Damped = Callable[[Tensor], Tensor]
 
@@ -155,14 +159,14 @@ class Anchored(Running):
 
 
 def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
-    """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)) + max(0, cos(g, m) - 1/2).
+    """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)) within SAY, + max(0, cos(g, m) - 1/2).
 
     In the whitened cosine every coordinate has the same say; in the plain one the few directions of large curvature
     decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
     even there say that steps are far too short.
     """
     g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
-    return cosine(g / root, m / root) + (cosine(g, m) - 0.5).clamp(min=0)
+    return cosine(g / root, m / root).clamp(-SAY, SAY) + (cosine(g, m) - 0.5).clamp(min=0)
 
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:
