@@ -77,7 +77,7 @@ def test_replayed_kfac() -> None:
 
 @pytest.mark.parametrize("rule", ["anchored", "running", "per_example"])
 def test_batches_that_the_factors_do_not_see_are_replayed_as_such(rule: str) -> None:
-    assert both_ways(60, "plain", ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, refresh_every=36) >= 10
+    assert both_ways(60, "plain", ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, factor_every=3) >= 10
 
 
 def test_per_example_from_the_start_in_every_basis() -> None:

@@ -117,11 +117,29 @@ def test_a_new_basis_keeps_the_place_of_the_count_that_a_captured_step_holds() -
     assert float(state["count"]) == 0 and state["count"].data_ptr() == place
 
 
+@pytest.mark.parametrize(("every", "given", "later"), [(50, None, 4), (8, None, 1), (50, 3, 3)])
+def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | None, later: int) -> None:
+    opt = ekfac.EKFAC(nn.Linear(3, 2), refresh_every=every, factor_every=given)
+    block = opt.engine.blocks[0]
+
+    def taken(start: int) -> list[bool]:
+        found = []
+        for step in range(start, start + 12):
+            opt.engine.applied_steps = step
+            found.append(opt.engine.wants_factors(block))
+        return found
+
+    opt.engine.state[block.key] = {"S_A": 0, "A": 0}  # its first basis is there
+    assert taken(1200) == [step % later == 0 for step in range(1200, 1212)]
+    if given is None:
+        assert all(taken(100))
+
+
 def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None:
     """Calls are kept for rules that need s*, or for their rows, in steps that leave A and B alone too."""
     torch.manual_seed(0)
     model = nn.Linear(40, 30).double()
-    opt = ekfac.EKFAC(model, scaling="per_example", refresh_every=36)
+    opt = ekfac.EKFAC(model, scaling="per_example", factor_every=3)
     known: dict[bool, set[object]] = {True: set(), False: set()}
     for step in range(20):
         opt.zero_grad()

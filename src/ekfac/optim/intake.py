@@ -24,7 +24,7 @@ from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.refresh import TRIES, Schedule
+from ekfac.optim.refresh import START, TRIES, Schedule
 from ekfac.optim.rows import may_use_rows, rows_are_cheaper
 from ekfac.optim.rules import State
 
@@ -150,9 +150,15 @@ class Intake:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
 
+    @property
+    def _factor_interval(self) -> int:
+        """A and B take in one batch in so many; at first they need every one."""
+        usual = 1 if self.applied_steps < START else max(1, self.settings.refresh_every // 12)
+        return self.settings.factor_every or usual
+
     def wants_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
-        if self.settings.factor_decay > 0 and self.applied_steps % self.settings.factor_interval == 0:
+        if self.settings.factor_decay > 0 and self.applied_steps % self._factor_interval == 0:
             return True
         return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 
@@ -223,7 +229,6 @@ class Intake:
                 sums.held.append((calls, n))
                 self._hold(calls)
             else:
-                self.aside.join()
                 basis = self.method.basis(block, self.state[block.key])
                 assert basis is not None
                 sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))

@@ -113,12 +113,13 @@ class CaptureArguments(TypedDict, total=False):
     """Arguments that EKFAC, KFAC and Preconditioner share: what is captured, and when bases are renewed.
 
     Attributes:
-        refresh_every: Renew the bases (inverses) every so many applied steps. Default 20.
+        refresh_every: Renew the bases (inverses) every so many applied steps. Default 50.
         deterministic: Solve in full for all bases (inverses) within every ``refresh_every``-th step, as Algorithm 1 has
             it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
             basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
-        factor_every: Take A and B from every so many steps' batches. Default ``refresh_every // 12``, at least 1.
+        factor_every: Take A and B from every so many steps' batches. Default 1 until step 300, then
+            ``refresh_every // 12``, at least 1.
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
         sua: Take the taps of a convolution as uncorrelated. Default False.
         loss_reduction: "mean" (default) or "sum", over examples.
@@ -200,7 +201,7 @@ PAPER: dict[str, Any] = {
 class EngineOptions:
     """The checked form of :class:`CaptureArguments`, with its defaults."""
 
-    refresh_every: int = 20
+    refresh_every: int = 50
     deterministic: bool = False
     factor_decay: float = 0.95
     factor_every: int | None = None
@@ -240,11 +241,6 @@ class EngineOptions:
         object.__setattr__(self, "exclude", patterns("exclude", self.exclude))
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
             raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
-
-    @property
-    def factor_interval(self) -> int:
-        """Take A and B from every so many steps' batches."""
-        return self.factor_every or max(1, self.refresh_every // 12)
 
     @classmethod
     def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:

@@ -144,7 +144,8 @@ class Anchored(Running):
     """Adam's step with EKFAC-ra's second moment, anchored at KFAC's eigenvalues at every refresh.
 
     s as in :class:`Running`; m <- beta_1 m + (1 - beta_1) g; the direction is m / sqrt(s / N), which has the size of
-    Adam's, with the bias of m corrected. How far g still agrees with the last direction is kept in ``alignment``.
+    Adam's, with the bias of m corrected. What tells how far g still agrees with the last direction is kept in
+    ``products``.
     """
 
     has_alignment = True
@@ -153,27 +154,33 @@ class Anchored(Running):
     def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
         root = damped(state["s"]).sqrt_()
         if "m" in state:
-            put(state, "alignment", alignment(g, state["m"], root))
+            put(state, "products", products(g, state["m"], root))
         mean = mean_gradient(state, g, self.beta1, counted(state, g, ok), ok)
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
 
 
-def alignment(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
+def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
+    """x.y, x.x and y.y of x = g / sqrt(s) and y = m / sqrt(s), and of x = g and y = m: ``[2, 3]``."""
+    g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
+    pairs = ((g / root, m / root), (g, m))
+    return torch.stack([torch.dot(*p) for x, y in pairs for p in ((x, y), (x, x), (y, y))]).view(2, 3)
+
+
+def alignment(found: Tensor) -> Tensor:
     """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)) within SAY, + max(0, cos(g, m) - 1/2).
 
     In the whitened cosine every coordinate has the same say; in the plain one the few directions of large curvature
     decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
     even there say that steps are far too short.
+
+    Args:
+        found: The :func:`products` of any number of blocks, ``[..., 2, 3]``.
     """
-    g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
-    return cosine(g / root, m / root).clamp(-SAY, SAY) + (cosine(g, m) - 0.5).clamp(min=0)
-
-
-def cosine(x: Tensor, y: Tensor) -> Tensor:
-    """The cosine between two vectors; 0 where one of them is zero or not finite."""
+    xy, xx, yy = found.unbind(-1)
     # One root after the other: the product of two squares leaves float32 where gradients are large or small.
-    found = torch.dot(x, y) * torch.dot(x, x).rsqrt() * torch.dot(y, y).rsqrt()
-    return found.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
+    cosine = (xy * xx.rsqrt() * yy.rsqrt()).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
+    whitened, plain = cosine.unbind(-1)
+    return whitened.clamp(-SAY, SAY) + (plain - 0.5).clamp(min=0)
 
 
 def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ekfac.optim import options
 from ekfac.optim.engine import Engine
+from ekfac.optim.rules import alignment
 from ekfac.optim.work import Direction
 
 #: How fast the pace answers to alignments, and after how many steps it answers half as fast.
@@ -17,6 +18,7 @@ PACE_STEPS = 50.0
 PACE_LEAST = 1e-4
 TRUST_FLOOR = 1e-3
 
+Pair = tuple[nn.Parameter, Tensor]
 Steps = dict[nn.Parameter, Tensor]
 LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 
@@ -24,10 +26,10 @@ LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 class Pace:
     """The share of lr that a step takes: more while gradients agree with the last direction, less when they point back.
 
-    pace <- min(1, pace exp(r c)), with r = PACE_RATE / (1 + (t / PACE_STEPS)^2) and c the mean of the rule's
-    ``alignment`` over the blocks that the step changes. A step that was too long is followed by a gradient that points
-    back, and c < 0. The pace settles in the first steps and hardly moves later: batches of one epoch have no example in
-    common, so their gradients' noise points back a little at any step length.
+    pace <- min(1, pace exp(r c)), with r = PACE_RATE / (1 + (t / PACE_STEPS)^2) and c the mean of the
+    :func:`alignment` of the blocks that the step changes. A step that was too long is followed by a gradient that
+    points back, and c < 0. The pace settles in the first steps and hardly moves later: batches of one epoch have no
+    example in common, so their gradients' noise points back a little at any step length.
 
     Args:
         start: The share of the first step; None for all of lr at all times.
@@ -50,11 +52,12 @@ class Pace:
         share, t = self._next
         now = share.clone() if share.is_cuda else float(share)
         states = [engine.state[direction.block.key] for direction in directions]
-        found = [state["alignment"].to(share) for state in states if "alignment" in state]
+        found = [state["products"] for state in states if "products" in state]
         if found:
             ok = 1.0 if engine.ok is None else engine.ok
             rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
-            share.mul_((rate * torch.stack(found).mean()).exp()).clamp_(PACE_LEAST, 1.0)
+            c = alignment(torch.stack([products.to(found[0]) for products in found])).mean().to(share)
+            share.mul_((rate * c).exp()).clamp_(PACE_LEAST, 1.0)
             t.add_(ok)
         return now
 
@@ -85,19 +88,33 @@ def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | No
     ]
     if trust is None or not blocks:
         return {p: step for block in blocks for p, step in block}
-    flat = [pair for block in blocks for pair in block]
-    norms = torch._foreach_norm([step for _, step in flat])
-    lengths = [norm * lr_of[p] for norm, (p, _) in zip(norms, flat, strict=True)]
-    sizes = torch._foreach_norm([p.detach() for p, _ in flat]), lengths
     share = trust / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
-    steps, at = {}, 0
-    for block in blocks:
-        here = slice(at, at := at + len(block))
-        theta, length = (torch.stack([n.to(block[0][1]) for n in found[here]]).norm() for found in sizes)
-        theta = theta.clamp(min=TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5)
-        factor = (share * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1)
-        steps.update({p: step * factor.to(step) for p, step in block})
+    steps: Steps = {}
+    for alike in _of_one_kind(blocks):
+        flat = [pair for block in alike for pair in block]
+        norms = torch._foreach_norm([step for _, step in flat])
+        length = _by_block([norm * lr_of[p] for norm, (p, _) in zip(norms, flat, strict=True)], len(alike))
+        theta = _by_block(torch._foreach_norm([p.detach() for p, _ in flat]), len(alike))
+        floors = [TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5 for block in alike]
+        theta = torch.stack(torch._foreach_clamp_min(list(theta.unbind()), floors))
+        factors = (share * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1).to(flat[0][1])
+        for block, factor in zip(alike, factors.unbind(), strict=True):
+            steps.update({p: step * factor for p, step in block})
     return steps
+
+
+def _of_one_kind(blocks: list[list[Pair]]) -> list[list[list[Pair]]]:
+    """Blocks with the same number of parameters on the same device in the same dtype, so that one kernel serves all."""
+    kinds: dict[object, list[list[Pair]]] = {}
+    for block in blocks:
+        kinds.setdefault(tuple((step.device, step.dtype) for _, step in block), []).append(block)
+    return [alike for kind, alike in kinds.items() if kind]
+
+
+def _by_block(norms: Sequence[Tensor], blocks: int) -> Tensor:
+    """One norm a block of those of its parameters, which follow each other."""
+    found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)).view(blocks, -1), dim=1)
+    return found
 
 
 class KLClip:
