@@ -34,10 +34,14 @@ class Aside:
         """
         with self._beside(A.device):
             take = turn(A, B)
-        if A.is_cuda:
+        if self._later(A.device):
             self._waiting.append((take, (A, B)))  # the stream reads A and B, so their memory must not be given away
         else:
             take()
+
+    @staticmethod
+    def _later(device: torch.device) -> bool:
+        return device.type == "cuda"
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
