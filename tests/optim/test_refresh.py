@@ -1,6 +1,5 @@
 """When bases are renewed: often at first, then in turns; and again where one iteration was not enough."""
 
-import copy
 import itertools
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.curvature.eigenbasis import off_diagonal_residual
 from ekfac.optim import refresh
-from ekfac.optim.aside import Aside
 from ekfac.optim.refresh import EARLY, START, Schedule, early_steps
 from ekfac.optim.rules import PerExample
 
@@ -154,75 +151,3 @@ def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None
         opt.step()
     assert len(known[True]) == len(known[False]) == 1
     assert known[True] != known[False]
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take turned bases up after the next step, as a GPU does."""
-    monkeypatch.setattr(Aside, "_later", staticmethod(lambda device: True))
-
-
-def turning(kind: type[ekfac.EKFAC], steps: int) -> tuple[nn.Module, ekfac.EKFAC]:
-    """An optimizer that has taken so many steps, the last of which turned its one basis, or inverted its factors."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 4).double()
-    opt = kind(model, lr=1e-3, damping=1e-3, refresh_every=400, factor_every=1)
-    opt.engine.applied_steps = 400 - steps
-    for _ in range(steps):
-        one_more(model, opt)
-    return model, opt
-
-
-def one_more(model: nn.Module, opt: ekfac.EKFAC) -> None:
-    opt.zero_grad()
-    model(torch.randn(16, 6).double()).square().sum(1).mean().backward()
-    opt.step()
-
-
-KINDS = pytest.mark.parametrize(("kind", "name"), [(ekfac.EKFAC, "U_A"), (ekfac.KFAC, "inverse_A")])
-
-
-@KINDS
-def test_a_turned_basis_is_taken_up_after_the_next_step(later: None, kind: type[ekfac.EKFAC], name: str) -> None:
-    model, opt = turning(kind, 3)
-    before = opt.state[model.weight][name].clone()
-    A, _ = opt.engine.factors(opt.engine.blocks[0])
-    assert opt.engine.aside._waiting, "nothing was turned"
-    one_more(model, opt)
-    assert not opt.engine.aside._waiting
-    after = opt.state[model.weight][name]
-    assert not torch.equal(after, before)
-    if kind is ekfac.EKFAC:  # made of the factors of the step that turned it
-        assert float(off_diagonal_residual(A, after)) < float(off_diagonal_residual(A, before))
-
-
-@KINDS
-def test_a_checkpoint_holds_a_basis_that_is_turned(later: None, kind: type[ekfac.EKFAC], name: str) -> None:
-    model, opt = turning(kind, 3)
-    before = opt.state[model.weight][name].clone()
-    saved = opt.state_dict()
-    assert not opt.engine.aside._waiting
-    assert not torch.equal(saved["state"][0][name], before)
-
-
-@KINDS
-def test_what_is_loaded_is_not_overwritten_by_a_basis_under_way(
-    later: None, kind: type[ekfac.EKFAC], name: str
-) -> None:
-    _, other = turning(kind, 2)
-    saved = copy.deepcopy(other.state_dict())
-    model, opt = turning(kind, 3)
-    opt.load_state_dict(saved)
-    opt.engine.aside.take_up()
-    assert torch.equal(opt.state[model.weight][name], saved["state"][0][name])
-
-
-def test_a_step_that_turns_within_itself_takes_up_first_what_waits(later: None) -> None:
-    model, opt = turning(ekfac.EKFAC, 3)
-    opt.engine.applied_steps = 10  # one of the start's
-    assert opt.engine._renews(opt.engine.blocks[0])
-    taken: list[int] = []
-    waiting = opt.engine.aside._waiting[0]
-    opt.engine.aside._waiting = [(lambda: (taken.append(1), waiting[0]())[0], waiting[1])]
-    one_more(model, opt)
-    assert taken == [1] and not opt.engine.aside._waiting

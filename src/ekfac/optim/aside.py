@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 
 class Aside:
-    """Bases that are turned while the next step is under way, and taken up after it.
+    """Runs work between two steps on a stream of its own, beside the next forward and backward pass.
 
-    On a GPU they are turned on a stream of their own, from copies of the factors. On a CPU, where nothing runs beside a
-    step, they are turned and taken up at once.
+    On a CPU, and where it is not enabled, the work is simply done. Whoever reads or writes what it changes calls
+    :meth:`join` first.
 
     Args:
-        stream: Use a stream; otherwise a GPU does all in order, with the same results.
+        enabled: Use a stream.
     """
 
-    def __init__(self, stream: bool) -> None:
-        self._wanted = stream
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
         self._stream: torch.cuda.Stream | None = None
-        self._waiting: list[tuple[Callable[[], None], tuple[Tensor, ...]]] = []
-
-    def turn(self, turn: Callable[[Tensor, Tensor], Callable[[], None]], A: Tensor, B: Tensor) -> None:
-        """Start to turn a basis towards that of the factors A and B, which nobody else may change.
-
-        Args:
-            turn: Computes the new basis and returns what takes it up.
-            A: The factor of the inputs.
-            B: The factor of the outputs' gradients.
-        """
-        with self._beside(A.device):
-            take = turn(A, B)
-        if self._later(A.device):
-            self._waiting.append((take, (A, B)))  # the stream reads A and B, so their memory must not be given away
-        else:
-            take()
-
-    @staticmethod
-    def _later(device: torch.device) -> bool:
-        return device.type == "cuda"
+        self._done: torch.cuda.Event | None = None
 
     @contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
-        if not self._wanted or device.type != "cuda":
+    def work(self, device: torch.device) -> Iterator[None]:
+        """What is launched inside begins when the work before it is done, and nothing later waits for it."""
+        if not self._enabled or device.type != "cuda":
             yield
             return
         if self._stream is None:
@@ -53,19 +34,10 @@ class Aside:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
+        self._done = self._stream.record_event()
 
-    def take_up(self) -> None:
-        """From here on the turned bases are in use."""
-        if not self._waiting:
-            return
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for take, _ in self._waiting:
-            take()
-        self._waiting = []
-
-    def forget(self) -> None:
-        """Drop what was turned: the state that it was for is no longer there."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._waiting = []
+    def join(self) -> None:
+        """What is launched from here on waits for that work."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._stream.device if self._stream else None).wait_event(self._done)
+            self._done = None

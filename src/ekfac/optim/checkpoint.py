@@ -17,7 +17,6 @@ VERSION = 3
 def engine_state(engine: Engine) -> dict[str, Any]:
     """Counters, and names and shapes of the parameters, as plain data."""
     engine.settle(wait=True)
-    engine.aside.take_up()
     refresher = engine.refresher
     return {
         "version": VERSION,
@@ -80,6 +79,7 @@ def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> N
 
 def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Put the counters back, after a last check that the blocks are laid out as they were."""
+    engine.aside.join()
     before = engine.silent
     engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
     if engine.silent != before:
@@ -91,7 +91,6 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
         engine.set_parameters(engine.parameters)
         raise
     engine.drop()
-    engine.aside.forget()
     engine.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
     engine.generation += 1

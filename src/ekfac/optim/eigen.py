@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
@@ -51,11 +48,11 @@ class EigenMethod:
     def turn(
         self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
         turns: tuple[int, int],
-    ) -> Callable[[], None]:  # fmt: skip
-        """Turn the basis towards the factors' own; what is returned takes it up, and the rule's state along."""
+    ) -> None:  # fmt: skip
+        """Turn the basis towards the factors' own and take the rule's state along."""
         old = self.basis(block, state)
         assert old is not None
-        return partial(self._take, state, old, refresher.turn(block, A, B, old, turns))
+        self._take(state, old, refresher.turn(block, A, B, old, turns))
 
     def _take(self, state: State, old: Basis | None, new: Basis) -> None:
         s = None

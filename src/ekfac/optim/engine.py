@@ -8,8 +8,7 @@ The engine owns no hyper-parameter of the update; EKFAC, KFAC and Preconditioner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
-from functools import partial
+from collections.abc import Iterable, MutableMapping
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +64,7 @@ class Engine(Intake):
 
     def settle(self, wait: bool = False) -> None:
         """Correct the host's counts if the last step turns out to have been skipped; hear of bases that were turned."""
+        self.aside.join()
         if self.verdicts.settle():
             self.applied_steps -= 1
             self.skipped_steps += 1
@@ -108,10 +108,7 @@ class Engine(Intake):
     def judge(self, work: Work) -> bool:
         """Whether to go on: all gradients are finite, or a mask on the device will see to it that nothing changes."""
         sizes, left = self.watch.sizes(work.live)
-        renews = any(map(self._renews, self.blocks))
-        if renews:
-            self.aside.take_up()
-        go, self.ok = self.verdicts.judge(sizes, at_once=renews)
+        go, self.ok = self.verdicts.judge(sizes, at_once=any(map(self._renews, self.blocks)))
         work.bad = None if self.ok is None else self.ok == 0
         if not go:
             self.skipped_steps += 1
@@ -143,7 +140,7 @@ class Engine(Intake):
             if self._due(block):
                 self._compute_eigenbasis(block, state, float(damping))
             elif renews:
-                self._turn_eigenbasis(block, float(damping), (1, 1), *self.factors(block))()
+                self._turn_eigenbasis(block, float(damping), (1, 1))
             method = self.method_of(block)
             rows = self._rows(block, work, update)
             s_star = self._compute_scaling(block, state, work, renews, rows)
@@ -166,10 +163,11 @@ class Engine(Intake):
         turning = [(b, turns) for b in self._index if any(turns := self._turns(b)) and "S_A" in self.state[b.key]]
         self.drop()
         self.applied_steps += 1
-        self.aside.take_up()
-        for block, turns in turning:
-            turn = partial(self._turn_eigenbasis, block, float(update.damping_of(block)), turns)
-            self.aside.turn(turn, *self.factors(block))
+        if not turning:
+            return
+        with self.aside.work(self.parameters[0].device):
+            for block, turns in turning:
+                self._turn_eigenbasis(block, float(update.damping_of(block)), turns)
 
     def _delta_square(self, n: float | Tensor) -> float | Tensor:
         """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
@@ -196,14 +194,13 @@ class Engine(Intake):
         self.method.refresh(block, state, A, B, damping, self.refresher)
 
     @torch.no_grad()
-    def _turn_eigenbasis(
-        self, block: Block, damping: float, turns: tuple[int, int], A: Tensor, B: Tensor
-    ) -> Callable[[], None]:
-        """ComputeEigenBasis from the basis in use; returns what takes the new one up."""
-        return self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, turns)
+    def _turn_eigenbasis(self, block: Block, damping: float, turns: tuple[int, int]) -> None:
+        """ComputeEigenBasis off the critical path: from the basis in use, for the steps that follow."""
+        A, B = self.factors(block)
+        self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, turns)
 
     def factors(self, block: Block) -> tuple[Tensor, Tensor]:
-        """Copies of A and B as they stand."""
+        """A and B as they stand."""
         state = self.state[block.key]
         weight = state["factor_weight"].clamp(min=torch.finfo(block.dtype).tiny)
         return state["A"] / weight, state["B"] / weight

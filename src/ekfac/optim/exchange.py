@@ -18,7 +18,6 @@ from ekfac.optim.engine import Engine
 def curvature(engine: Engine) -> Curvature:
     """A snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
     engine.settle()
-    engine.aside.take_up()
     states = {block: engine.state.get(block.key, {}) for block in engine.blocks}
     if not any("s" in state or "A" in state for state in states.values()):
         raise RuntimeError("there is no curvature yet: it is learnt in the first step")
@@ -82,7 +81,6 @@ def seed(engine: Engine, operator: Curvature) -> None:
             f"the operator has blocks that are not trained here: {', '.join(p.name for p in given.values())}"
         )
     engine.drop()
-    engine.aside.forget()
     engine.generation += 1
     for block, part in matched:
         _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))

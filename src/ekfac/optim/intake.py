@@ -229,6 +229,7 @@ class Intake:
                 sums.held.append((calls, n))
                 self._hold(calls)
             else:
+                self.aside.join()
                 basis = self.method.basis(block, self.state[block.key])
                 assert basis is not None
                 sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))

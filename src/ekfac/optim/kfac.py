@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,51 +49,46 @@ class InverseMethod:
 
     def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Keep the factors of this refresh and invert them."""
-        self._keep(state, self._inverted(block, state, A, B, damping, refresher))
+        # S_A stands for "has been refreshed" in the engine; here it is the factor that the inverse was made of.
+        state["S_A"], state["S_B"] = A, B
+        self._invert(block, state, damping, refresher)
 
     def turn(
         self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
         turns: tuple[int, int],
-    ) -> Callable[[], None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Invert without waiting to hear whether it worked: where it did not, the old inverse stays."""
-        if not turns[0]:
-            return lambda: None
-        return partial(self._keep, state, self._inverted(block, state, A, B, damping, refresher, wait=False))
+        if turns[0]:
+            put(state, "S_A", A)
+            put(state, "S_B", B)
+            self._invert(block, state, damping, refresher, wait=False)
 
-    def _inverted(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher | None = None,
-        wait: bool = True,
-    ) -> State:  # fmt: skip
-        """The damped inverses of A and B, and what they were made of."""
+    def _invert(
+        self, block: Block, state: State, damping: float, refresher: Refresher | None = None, wait: bool = True
+    ) -> None:
         started = time.perf_counter()
+        A, B = state["S_A"], state["S_B"]
         pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))
         root = math.sqrt(damping)
-        # S_A stands for "has been refreshed" in the engine; here it is the factor that the inverse was made of.
-        found: State = {"S_A": A, "S_B": B, "inverted_at": damping}
         with factors.full_precision(A.device):
-            found["inverse_A"], good_A = damped_inverse(A, pi * root, state.get("inverse_A"), wait)
-            found["inverse_B"], good_B = damped_inverse(B, root / pi, state.get("inverse_B"), wait)
+            inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"), wait)
+            inverse_B, good_B = damped_inverse(B, root / pi, state.get("inverse_B"), wait)
             if block.shape.extra:
-                found["inverse_extra"] = self._inverse_of_bias(block, state, B, root, wait)
+                put(state, "inverse_extra", self._inverse_of_bias(block, state, B, root, wait))
         failures = 0 if good_A and good_B else state.get("failed_refreshes", 0) + 1
         if failures >= PATIENCE:
             raise RuntimeError(
                 f"layer '{block.name}': no inverse of its factors in {failures} refreshes in a row. "
                 "Its activations or gradients are likely not finite: lower lr, raise damping, or exclude the layer"
             )
+        put(state, "inverse_A", inverse_A)
+        put(state, "inverse_B", inverse_B)
+        state.update(inverted_at=damping, failed_refreshes=failures)
         if refresher is not None:
             refresher.refreshes += 1
             refresher.seconds += time.perf_counter() - started
             if failures:
                 refresher.fallbacks["kept"] += 1
-        return {**found, "failed_refreshes": failures}
-
-    def _keep(self, state: State, found: State) -> None:
-        for name, value in found.items():
-            if isinstance(value, Tensor):
-                put(state, name, value)
-            else:
-                state[name] = value
 
     def _inverse_of_bias(self, block: Block, state: State, B: Tensor, root: float, wait: bool) -> Tensor:
         """SUA's bias is a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
@@ -109,7 +102,7 @@ class InverseMethod:
     def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
         """The two products; a change of damping re-inverts first."""
         if state["inverted_at"] != step.damping:
-            self._keep(state, self._inverted(block, state, state["S_A"], state["S_B"], float(step.damping)))
+            self._invert(block, state, float(step.damping))
         A, B = state["inverse_A"], state["inverse_B"]
         if isinstance(gradient, Rows):
             delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,11 +49,8 @@ class Method(Protocol):
     def turn(
         self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
         turns: tuple[int, int],
-    ) -> Callable[[], None]:  # fmt: skip
-        """Bring what is derived from the factors nearer to them; the host must not wait.
-
-        The state is left as it is: what is returned changes it.
-        """
+    ) -> None:  # fmt: skip
+        """Bring what is derived from the factors nearer to them; the host must not wait."""
 
     def basis(self, block: Block, state: State) -> Basis | None:
         """The basis that s* is to be taken in."""

@@ -81,9 +81,14 @@ def early_steps(every: int) -> frozenset[int]:
 
 
 class IterationGraphs:
-    """Orthogonal iteration as CUDA graphs, one a size: a factorisation is many small kernels, slow to launch."""
+    """Orthogonal iteration as CUDA graphs, one a size: a factorisation is many small kernels, slow to launch.
+
+    They are captured on a stream of their own: all graphs that are captured on one stream share cuBLAS's workspace, and
+    these are replayed beside others.
+    """
 
     def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
         self._seen: Counter[tuple[object, ...]] = Counter()
         self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, WarmBasis]] = {}
         self.enabled = True
@@ -106,9 +111,11 @@ class IterationGraphs:
     def _capture(self, key: tuple[object, ...], matrix: Tensor, U: Tensor, iterations: int) -> bool:
         places = torch.empty_like(matrix), torch.empty_like(U)
         graph = torch.cuda.CUDAGraph()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(matrix.device)
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=self._stream):
                 warm = orthogonal_iteration(*places, iterations)
         except RuntimeError as error:
             self.enabled = False
@@ -176,7 +183,10 @@ class Refresher:
         return solved.U, solved.values, solved.rung == "kept"
 
     def _drifted(self, residual: Tensor) -> None:
-        self.drift = residual if self.drift is None else torch.maximum(self.drift.to(residual), residual)
+        # In place: bases are turned on a stream of their own too, and memory that is freed there is not waited for.
+        if self.drift is None or self.drift.device != residual.device:
+            self.drift = residual.clone() if self.drift is None else self.drift.to(residual)
+        self.drift.copy_(torch.maximum(self.drift.to(residual), residual))
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
