@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac.optim.rules import SAY, alignment, products
-from ekfac.optim.steplength import PACE_RATE, PACE_STEPS
+from ekfac.optim.steplength import LATE_STEPS, PACE_RATE, PACE_STEPS, Pace
 
 
 def network() -> nn.Sequential:
@@ -79,6 +79,49 @@ def test_a_step_that_is_skipped_leaves_the_pace() -> None:
     before = opt.pace.save()
     take_step(model, opt, seed=3, sign=math.nan)
     assert opt.stats()["skipped_steps"] == 1 and opt.pace.save() == before
+
+
+def test_steps_fade_with_gradients_that_have_become_small() -> None:
+    """A loss that is multiplied by 1e-3 has the same directions; only the steps along them become shorter, in time."""
+
+    def lengths(factor: float) -> list[float]:
+        model = network()
+        opt = ekfac.EKFAC(model, lr=1e-5, pace=1.0, anneal=None, trust=None)
+        found, late, long = [], 0.0, 0.0
+        for t in range(160):
+            before = [p.detach().clone() for p in model.parameters()]
+            take_step(model, opt, seed=t, sign=factor if t >= 130 else 1.0)
+            moved = (p.detach() - q for p, q in zip(model.parameters(), before, strict=True))
+            found.append(math.sqrt(sum(float(change.square().sum()) for change in moved)))
+            if t == 0:
+                continue
+            sizes = [math.log(float(opt.state[block.key]["products"][1, 1])) for block in opt.engine.blocks]
+            size = math.exp(sum(sizes) / len(sizes))
+            weight = max(1 / LATE_STEPS, 1 / t)
+            late += weight * (size - late)
+            long += min(weight, 4 / t) * (size - long)
+            assert opt.pace.save()[2:] == pytest.approx([late, long], rel=1e-9)
+        return found
+
+    plain, small = lengths(1.0), lengths(1e-3)
+    assert small[:130] == plain[:130]
+    assert small[159] < 0.7 * plain[159]
+
+
+def test_gradients_that_grow_or_vanish_do_not_lengthen_a_step() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model, lr=1e-5, pace=1.0, anneal=None)
+    for t, factor in enumerate((1.0, 1.0, 1e6, 0.0, 0.0, 1.0)):
+        take_step(model, opt, seed=t, sign=factor)
+        rate = opt.pace.take(opt.engine, [])
+        assert rate == opt.stats()["pace"] <= 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_checkpoint_from_before_steps_could_fade_is_taken() -> None:
+    pace = Pace(0.1)
+    pace.load([0.5, 20.0], torch.device("cpu"))
+    assert pace.save() == [0.5, 20.0, 0.0, 0.0]
 
 
 def test_stats_tell_the_pace_before_the_first_step() -> None:

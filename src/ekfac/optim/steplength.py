@@ -16,6 +16,8 @@ from ekfac.optim.work import Direction
 PACE_RATE = 2.0
 PACE_STEPS = 50.0
 PACE_LEAST = 1e-4
+#: How many steps "of late" are.
+LATE_STEPS = 20
 TRUST_FLOOR = 1e-3
 
 Pair = tuple[nn.Parameter, Tensor]
@@ -31,6 +33,11 @@ class Pace:
     points back, and c < 0. The pace settles in the first steps and hardly moves later: batches of one epoch have no
     example in common, so their gradients' noise points back a little at any step length.
 
+    What it has settled at is multiplied by min(1, sqrt(e / E)), where e is the size of gradients of late, |g|^2 in the
+    geometric mean over blocks, and E that over a quarter of all steps so far. A step of Adam's size does not get
+    shorter when gradients do: a network that fits all its examples would go on about the minimum at the same speed,
+    until an example that it disturbs throws it out again.
+
     Args:
         start: The share of the first step; None for all of lr at all times.
     """
@@ -39,7 +46,7 @@ class Pace:
         if start is not None:
             options.number("pace", start, above=0, most=1)
         self.start = start
-        #: The share of the next step, and t, changed in place: a captured step holds on to their address.
+        #: The share of the next step, t, e and E, changed in place: a captured step holds on to their address.
         self._next: Tensor | None = None
 
     def take(self, engine: Engine, directions: list[Direction]) -> float | Tensor:
@@ -49,31 +56,45 @@ class Pace:
         if self._next is None:
             self.load([self.start, 0.0], engine.parameters[0].device)
         assert self._next is not None
-        share, t = self._next
-        now = share.clone() if share.is_cuda else float(share)
+        share, t, late, long = self._next
+        now = share.clone()
         states = [engine.state[direction.block.key] for direction in directions]
         found = [state["products"] for state in states if "products" in state]
         if found:
+            stacked = torch.stack([products.to(found[0]) for products in found]).to(share)
             ok = 1.0 if engine.ok is None else engine.ok
             rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
-            c = alignment(torch.stack([products.to(found[0]) for products in found])).mean().to(share)
-            share.mul_((rate * c).exp()).clamp_(PACE_LEAST, 1.0)
+            share.mul_((rate * alignment(stacked).mean()).exp()).clamp_(PACE_LEAST, 1.0)
             t.add_(ok)
-        return now
+            size = _geometric_mean(stacked[:, 1, 1])
+            weight = (1 / t.clamp(min=1)).clamp(min=1 / LATE_STEPS)
+            late.lerp_(size, ok * weight)
+            long.lerp_(size, ok * torch.minimum(weight, 4 / t.clamp(min=1)))
+            now *= (late / long).sqrt().nan_to_num(1.0, 1.0, 1.0).clamp(max=1)
+        return now if now.is_cuda else float(now)
 
     @property
     def share(self) -> float:
-        """The share of lr that the next step takes."""
+        """The share of lr that the next step takes, but for what gradients that have become small take from it."""
         return float(self.start or 1.0) if self._next is None else float(self._next[0])
 
     def save(self) -> list[float] | None:
-        """Share and t as numbers, for a checkpoint; None before the first step."""
+        """Share, t, e and E as numbers, for a checkpoint; None before the first step."""
         return None if self._next is None else self._next.tolist()
 
     def load(self, saved: list[float] | None, device: torch.device) -> None:
         """Take back what :meth:`save` gave."""
-        nothing = saved is None or self.start is None
-        self._next = None if nothing else torch.tensor(saved, dtype=torch.float64, device=device)
+        if saved is None or self.start is None:
+            self._next = None
+        else:
+            self._next = torch.tensor([*saved, 0.0, 0.0][:4], dtype=torch.float64, device=device)
+
+
+def _geometric_mean(sizes: Tensor) -> Tensor:
+    """Over those that are positive and finite; 0 if there are none."""
+    counts = torch.isfinite(sizes) & (sizes > 0)
+    logs = torch.where(counts, sizes, 1.0).log().sum() / counts.sum().clamp(min=1)
+    return torch.where(counts.any(), logs.exp(), 0.0)
 
 
 def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | None) -> Steps:
