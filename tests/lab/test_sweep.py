@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,7 +150,7 @@ def test_two_workers_share_one_study(tmp_path: Path) -> None:
     more = ("--lr", lrs, "--workers", "2", "--json")
     process = ekfac(tmp_path, *more, EKFAC_TEST_SLEEP="0.02", EKFAC_TEST_LOG=str(tmp_path / "log"))
     stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
+    assert process.returncode == 0, stdout + stderr
     answer = json.loads(stdout)
     assert answer["trials"] == {"tiny-sgd": 8}
     assert {row["by"] for row in answer["best"]["tiny-sgd: SGD"]} >= {"final training loss", "validation", "epoch 1"}
@@ -156,6 +158,28 @@ def test_two_workers_share_one_study(tmp_path: Path) -> None:
     assert [t.state for t in trials] == [TrialState.COMPLETE] * 8
     assert len({t.user_attrs["worker"]["pid"] for t in trials}) == 2
     assert (tmp_path / "log").read_text().count("built") == 8
+
+
+@pytest.mark.parametrize("kind", ["sqlite:///{}/study.db", "journal:{}/study.log"])
+def test_nobody_takes_a_trial_that_another_has(kind: str, tmp_path: Path) -> None:
+    """Four connections ask for the next trial at the same moment, as long as there are any."""
+    where = kind.format(tmp_path)
+    count, askers = 40, 4
+    Trials(open_storage(where), "tiny-sgd").add(search(tuple(0.1 / (i + 1) for i in range(count))))
+    together = threading.Barrier(askers)
+
+    def ask() -> list[int]:
+        trials, taken = Trials(open_storage(where), "tiny-sgd"), []
+        for _ in range(count // askers):
+            together.wait()
+            trial = trials.take()
+            assert trial is not None
+            taken.append(trial.number)
+        return taken
+
+    with ThreadPoolExecutor(askers) as pool:
+        parts = [pool.submit(ask) for _ in range(askers)]
+    assert sorted(number for part in parts for number in part.result()) == list(range(count))
 
 
 def test_a_setting_that_two_machines_queued_runs_once(tmp_path: Path) -> None:

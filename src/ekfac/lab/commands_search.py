@@ -141,8 +141,8 @@ def _sweep(**values: Any) -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on")
         raise typer.Exit(130) from None
-    _show({name: study.runs() for name, study in studies.items()}, console, quiet)
     failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
+    _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed)
     if not quiet:
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}")
@@ -195,14 +195,17 @@ def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(found: Mapping[str, Sequence[Run]], console: Console, json: bool) -> None:
+def _show(
+    found: Mapping[str, Sequence[Run]], console: Console, json: bool, failed: Mapping[str, str] | None = None
+) -> None:
     best = {
         f"{study}: {name}": best_rows([run for curve in group for run in curve.runs])
         for study, runs in found.items()
         for name, group in by_method(curves(runs), lambda curve: method(curve.config)).items()
     }
     if json:
-        display.show_json({"trials": {name: len(runs) for name, runs in found.items()}, "best": best})
+        counts = {name: len(runs) for name, runs in found.items()}
+        display.show_json({"trials": counts, "best": best, "failed": dict(failed or {})})
         return
     for title, rows in best.items():
         table = Table(title=title, title_justify="left")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -50,12 +51,20 @@ def open_storage(where: str) -> BaseStorage:
         if where.startswith("sqlite:///"):
             Path(where.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
             # Workers write at the same time; SQLite lets one in and the others wait.
-            return RDBStorage(where, engine_kwargs={"connect_args": {"timeout": 60}})
+            storage = RDBStorage(where, engine_kwargs={"connect_args": {"timeout": 60}})
+            sqlalchemy.event.listen(storage.engine, "begin", _lock_at_once)
+            return storage
         return RDBStorage(where.replace("postgresql://", "postgresql+psycopg://", 1))
     except Exception as error:
         # SQLAlchemy, its drivers, Optuna and the file system each raise their own kinds.
         shown = (str(error).splitlines() or [type(error).__name__])[0]
         raise LabError(f"storage {without_password(where)} cannot be opened: {shown}") from error
+
+
+def _lock_at_once(connection: sqlalchemy.Connection) -> None:
+    # Optuna looks at a trial's state and then changes it, under SELECT FOR UPDATE, which SQLite does not have: two
+    # workers could take the same trial. A transaction that starts with the lock has nobody between the two.
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def without_password(where: str) -> str:
