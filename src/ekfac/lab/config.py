@@ -51,6 +51,9 @@ class TrainConfig:
     seed: int = _option(int, "seed of the initial weights and of the order of examples", 0)
     device: str = _option(str, "cpu, cuda, ... or auto", "auto")
     dtype: str = _option(str, "float32, float64, or bfloat16 (autocast; parameters stay float32)", "float32")
+    channels_last: bool = _option(
+        bool, "lay images out with the channels last, which convolutions on a GPU prefer", False
+    )
     compile: bool = _option(bool, "compile the network with torch.compile", False)
     options: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon", "kfac":
 NAMES |= {"soap": "SOAP", "ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
 
 # What does not change the result that a run is after, or only in name.
-_OUTSIDE = ("device", "compile", "plugins")
+_OUTSIDE = ("device", "channels_last", "compile", "plugins")
 
 
 def option(config: TrainConfig, name: str) -> Any:

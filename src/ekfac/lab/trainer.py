@@ -62,6 +62,8 @@ class Trainer:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def _output(self, x: Tensor) -> Tensor:
+        if self.config.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
         if self.config.dtype != "bfloat16":
             return self._forward(x)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -206,6 +208,8 @@ def _check_data(config: TrainConfig, data: Dataset, shape: tuple[int, ...]) -> N
     found = tuple(data.train.x.shape[1:])
     if found != shape:
         raise LabError(f"task {config.task} takes examples of shape {shape}; dataset {data.name} has {found}")
+    if config.channels_last and len(shape) != 3:
+        raise LabError(f"channels_last is for images; task {config.task} takes examples of shape {shape}")
     if len(data.train.x) < given(config.batch_size):
         raise LabError(f"batch_size {config.batch_size} is more than the {len(data.train.x)} training examples")
 
