@@ -404,7 +404,7 @@ def test_the_bend_is_that_of_the_curvature_as_an_operator(kind: Any, options: di
         for b in engine.blocks:
             if b.covered:
                 state, weight = engine.state[b.key], engine.state[b.key]["factor_weight"]
-                state["A"], state["B"] = state["S_A"] * weight, state["S_B"] * weight
+                state["A"], state["B"] = state["inverted_A"] * weight, state["inverted_B"] * weight
     assert found == pytest.approx(float(opt.curvature().quadratic(d)), rel=1e-9)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ekfac
 from helpers import LOSSES, assert_same_weights, backward, bases_of, batches_for, jittered, make_pair, parameters_of
 from paper import EKFAC, KFAC
 
@@ -128,3 +129,34 @@ def test_chunked_statistics_against_the_oracle() -> None:
         backward(model, LOSSES["mean"], micro_batches)
         opt.step()
         assert_same_weights(parameters_of(model), oracle.step(micro_batches, bases=bases_of(opt, model)), 1e-9)
+
+
+KEPT: dict[str, Any] = {
+    "default": (ekfac.EKFAC, {"refresh_every": 2}),
+    **METHODS,
+    "adam": (EKFAC, {"scaling": "adam"}),
+    "KFAC, SUA": (KFAC, {"sua": True}),
+}
+
+
+@pytest.mark.parametrize("method", KEPT)
+def test_state_is_what_the_summary_says_and_within_its_bound(method: str) -> None:
+    """2 (in^2 + out^2) + 2 in out numbers a layer, and counts; a SUA bias has a matrix of its own in KFAC."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 20, 3), nn.Flatten(), nn.Linear(20 * 4, 30), nn.Tanh(), nn.Linear(30, 7)
+    ).double()
+    kind, own = KEPT[method]
+    opt = kind(model, **own)
+    for _ in range(5):
+        opt.zero_grad()
+        model(torch.randn(8, 3, 4, 4, dtype=torch.float64)).square().sum(1).mean().backward()
+        opt.step()
+    said = {row.name: row for row in opt.summary().rows}
+    for block in opt.engine.blocks:
+        tensors = [t for t in opt.state[block.key].values() if isinstance(t, Tensor)]
+        found = sum(t.nbytes for t in tensors)
+        assert 0 <= found - said[block.name].bytes <= 8 * 10, "counts and sums of products alone are not in the table"
+        A, B = block.factor_numbers()
+        spare = block.shape.inputs + block.shape.out + 10
+        assert found / 8 <= 2 * (A + B) + 2 * block.shape.numel + spare

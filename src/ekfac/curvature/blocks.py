@@ -95,13 +95,19 @@ class Block:
             text += f", {' and '.join(kept)} diagonal"
         return f"{text} ({self.note})" if self.note else text
 
-    def state_numbers(self) -> int:
-        """Numbers kept for the block: factors, bases, eigenvalues and scaling (momentum not counted)."""
+    def factor_numbers(self) -> tuple[int, int]:
+        """How many numbers A and B have."""
         s = self.shape
-        if not self.covered:
-            return s.numel
-        sides = [(s.inputs, self.diagonal_A), (s.out, self.diagonal_B)]
-        return s.numel + s.groups * sum(2 * d if diagonal else 2 * d * d + d for d, diagonal in sides)
+        return (
+            s.groups * (s.inputs if self.diagonal_A else s.inputs**2),
+            s.groups * (s.out if self.diagonal_B else s.out**2),
+        )
+
+    def eigen_numbers(self) -> int:
+        """How many numbers A, B, their eigenvectors and their eigenvalues have."""
+        s = self.shape
+        values = (0 if self.diagonal_A else s.inputs) + (0 if self.diagonal_B else s.out)
+        return 2 * sum(self.factor_numbers()) + s.groups * values
 
 
 def layer_class(module: nn.Module) -> type[Layer] | None:

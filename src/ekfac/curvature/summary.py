@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +66,8 @@ def human(size: float) -> str:
     raise AssertionError
 
 
-def summarise(blocks: Iterable[Block]) -> Summary:
-    """The table of given blocks."""
+def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summary:
+    """The table of given blocks; ``numbers`` says how many numbers are kept for one."""
 
     def side(dim: int, diagonal: bool, groups: int) -> str:
         text = f"{dim}" if diagonal else f"{dim} x {dim}"
@@ -84,7 +84,7 @@ def summarise(blocks: Iterable[Block]) -> Summary:
                 b.describe(),
                 side(s.inputs, b.diagonal_A, s.groups) if b.covered else "-",
                 side(s.out, b.diagonal_B, s.groups) if b.covered else "-",
-                b.state_numbers() * torch.finfo(b.dtype).bits // 8,
+                numbers(b) * torch.finfo(b.dtype).bits // 8,
             )
         )
     return Summary(tuple(rows))
@@ -98,7 +98,7 @@ def summary(
     exclude: Sequence[str] = (),
     max_factor_dim: int | None = None,
 ) -> Summary:
-    """Which block would cover each trainable parameter of a model, its factor sizes and its memory.
+    """Which block would cover each trainable parameter of a model, its factor sizes and its memory under the defaults.
 
     Example:
         >>> import torch, ekfac
@@ -112,4 +112,6 @@ def summary(
         exclude: Names or patterns of layers to leave to the diagonal method.
         max_factor_dim: A side wider than this is kept diagonal.
     """
-    return summarise(find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim))
+    blocks = find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim)
+    # s and the mean gradient, beside what spans the basis.
+    return summarise(blocks, lambda b: 2 * b.shape.numel + (b.eigen_numbers() if b.covered else 0))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ekfac.curvature.blocks import Block
 from ekfac.optim.engine import Engine
 
-VERSION = 3
+VERSION = 4
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:

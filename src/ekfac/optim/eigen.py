@@ -33,6 +33,15 @@ class EigenMethod:
         self.squares_penalty = rule.squares_penalty
         self.has_alignment = rule.has_alignment
 
+    def ready(self, state: State) -> bool:
+        """Whether there is a basis."""
+        return "S_A" in state
+
+    def numbers(self, block: Block) -> int:
+        """Numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
+        own = (1 + len(self.rule.moments)) * block.shape.numel
+        return own + block.eigen_numbers() if block.covered else own
+
     def basis(self, block: Block, state: State) -> Basis | None:
         """The basis in a block's state; None for a parameter without a Kronecker block."""
         if not block.covered:
@@ -41,7 +50,7 @@ class EigenMethod:
 
     def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Solve for a new basis and take the rule's state there, or start it there."""
-        old = self.basis(block, state) if "S_A" in state else None
+        old = self.basis(block, state) if self.ready(state) else None
         new, state["failed_refreshes"] = refresher.solve(block, A, B, old, state.get("failed_refreshes", 0))
         self._take(state, old, new)
 

@@ -13,7 +13,7 @@ from typing_extensions import Self, Unpack
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
-from ekfac.curvature.summary import Summary, summarise
+from ekfac.curvature.summary import Summary
 from ekfac.optim import checkpoint, exchange, options
 from ekfac.optim.adaptive import Adaptation, AdaptiveDamping, Comparison
 from ekfac.optim.engine import Engine
@@ -357,7 +357,7 @@ class EKFAC(torch.optim.Optimizer):
 
     def summary(self) -> Summary:
         """Which block covers each parameter, its factor sizes and its memory."""
-        return summarise(self.engine.blocks)
+        return self.engine.summary()
 
     def stats(self) -> dict[str, float]:
         """Scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim.accumulate import BlockSums, average_factors, reduced_zeros, world_size
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.gradients import largest_magnitudes, stacked_gradient
@@ -62,6 +63,10 @@ class Engine(Intake):
         """The method that serves a block."""
         return self.method if block.covered else self.elementwise
 
+    def summary(self) -> Summary:
+        """Which block covers each parameter, its factor sizes and its memory."""
+        return summarise(self.blocks, lambda block: self.method_of(block).numbers(block))
+
     def settle(self, wait: bool = False) -> None:
         """Correct the host's counts if the last step turns out to have been skipped; hear of bases that were turned."""
         self.aside.join()
@@ -70,7 +75,7 @@ class Engine(Intake):
             self.skipped_steps += 1
         for block, near in self.refresher.heard(wait or world_size() > 1):
             state = self.state.get(block.key, {})
-            if "S_A" in state:
+            if self.method.ready(state):
                 state["near"] = near
 
     def _count_strays(self) -> None:
@@ -160,7 +165,8 @@ class Engine(Intake):
     def finish(self, update: Update) -> None:
         """The step is done: count it, turn the bases that are due, and let go of what was captured."""
         self._count_strays()
-        turning = [(b, turns) for b in self._index if any(turns := self._turns(b)) and "S_A" in self.state[b.key]]
+        ready = self.method.ready
+        turning = [(b, turns) for b in self._index if any(turns := self._turns(b)) and ready(self.state[b.key])]
         self.drop()
         self.applied_steps += 1
         if not turning:

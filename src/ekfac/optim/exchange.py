@@ -33,7 +33,7 @@ def _part(engine: Engine, block: Block) -> Part:
         s = plain_basis(block, 0.0).kronecker() if "s" not in state else engine.elementwise.rule.second_moment(state)
         s = s.reshape(-1).clone()
         return DiagonalPart(block.name, names, s)
-    if isinstance(engine.method, EigenMethod) and "S_A" in state:
+    if isinstance(engine.method, EigenMethod) and engine.method.ready(state):
         basis = engine.method.basis(block, state)
         assert basis is not None
         s = engine.method.rule.second_moment(state).clone()

@@ -138,7 +138,9 @@ class Intake:
         if not block.covered:
             return False
         state = self.state.get(block.key, {})
-        return "S_A" not in state or state.get("strayed", 0) >= TRIES or self.schedule.solve(self.applied_steps)
+        return (
+            not self.method.ready(state) or state.get("strayed", 0) >= TRIES or self.schedule.solve(self.applied_steps)
+        )
 
     def _renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""

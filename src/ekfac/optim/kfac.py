@@ -31,6 +31,9 @@ from ekfac.optim.steplength import Pace
 class InverseMethod:
     """(B + sqrt(eps)/pi I)^-1 G (A + pi sqrt(eps) I)^-1: two products a step.
 
+    The factors that were inverted are not kept: where a change of damping needs them again they are the inverses'
+    inverses, less what had been added. Who changes damping once will change it again, so from then on they are kept.
+
     Args:
         pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or take 1.
     """
@@ -42,16 +45,24 @@ class InverseMethod:
 
     def __init__(self, pi_correction: bool) -> None:
         self.pi_correction = pi_correction
+        self.keeps_factors = False
+
+    def ready(self, state: State) -> bool:
+        """Whether the factors have been inverted."""
+        return "inverse_A" in state
+
+    def numbers(self, block: Block) -> int:
+        """Numbers kept for a block: factors and inverses, under SUA one more for the bias."""
+        A, B = block.factor_numbers()
+        return 2 * A + (3 if block.shape.extra else 2) * B
 
     def basis(self, block: Block, state: State) -> Basis | None:
         """There is none."""
         return None
 
     def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
-        """Keep the factors of this refresh and invert them."""
-        # S_A stands for "has been refreshed" in the engine; here it is the factor that the inverse was made of.
-        state["S_A"], state["S_B"] = A, B
-        self._invert(block, state, damping, refresher)
+        """Invert the factors of this refresh."""
+        self._invert(block, state, A, B, damping, refresher)
 
     def turn(
         self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
@@ -59,30 +70,33 @@ class InverseMethod:
     ) -> None:  # fmt: skip
         """Invert without waiting to hear whether it worked: where it did not, the old inverse stays."""
         if turns[0]:
-            put(state, "S_A", A)
-            put(state, "S_B", B)
-            self._invert(block, state, damping, refresher, wait=False)
+            self._invert(block, state, A, B, damping, refresher, wait=False)
 
     def _invert(
-        self, block: Block, state: State, damping: float, refresher: Refresher | None = None, wait: bool = True
-    ) -> None:
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher | None = None,
+        wait: bool = True,
+    ) -> None:  # fmt: skip
         started = time.perf_counter()
-        A, B = state["S_A"], state["S_B"]
         pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))
         root = math.sqrt(damping)
+        good = True
         with factors.full_precision(A.device):
-            inverse_A, good_A = damped_inverse(A, pi * root, state.get("inverse_A"), wait)
-            inverse_B, good_B = damped_inverse(B, root / pi, state.get("inverse_B"), wait)
             if block.shape.extra:
                 put(state, "inverse_extra", self._inverse_of_bias(block, state, B, root, wait))
-        failures = 0 if good_A and good_B else state.get("failed_refreshes", 0) + 1
+            for side, factor, added in (("A", A, pi * root), ("B", B, root / pi)):
+                old = (state[f"inverse_{side}"], state[f"added_{side}"]) if f"inverse_{side}" in state else None
+                inverse, added, worked = damped_inverse(factor, added, old, wait)
+                put(state, f"inverse_{side}", inverse)
+                put(state, f"added_{side}", added)
+                if self.keeps_factors:
+                    put(state, f"inverted_{side}", factor)
+                good = good and worked
+        failures = 0 if good else state.get("failed_refreshes", 0) + 1
         if failures >= PATIENCE:
             raise RuntimeError(
                 f"layer '{block.name}': no inverse of its factors in {failures} refreshes in a row. "
                 "Its activations or gradients are likely not finite: lower lr, raise damping, or exclude the layer"
             )
-        put(state, "inverse_A", inverse_A)
-        put(state, "inverse_B", inverse_B)
         state.update(inverted_at=damping, failed_refreshes=failures)
         if refresher is not None:
             refresher.refreshes += 1
@@ -90,19 +104,30 @@ class InverseMethod:
             if failures:
                 refresher.fallbacks["kept"] += 1
 
+    def _inverted(self, state: State) -> tuple[Tensor, Tensor]:
+        """A and B as they were inverted."""
+        self.keeps_factors = True
+        for side in ("A", "B"):
+            if f"inverted_{side}" not in state:
+                inverse, added = state[f"inverse_{side}"], state[f"added_{side}"]
+                with factors.full_precision(inverse.device):
+                    state[f"inverted_{side}"] = inverse_of_inverse(inverse, added)
+        return state["inverted_A"], state["inverted_B"]
+
     def _inverse_of_bias(self, block: Block, state: State, B: Tensor, root: float, wait: bool) -> Tensor:
         """SUA's bias is a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
         pi = pi_of(B.new_ones(len(B), 1), B) if self.pi_correction else B.new_ones(len(B))
         columns = (slice(None), None) if block.diagonal_B else (slice(None), None, None)
-        previous = state.get("inverse_extra")
+        previous, added = state.get("inverse_extra"), root / pi
         shrink = (1 + pi * root)[columns]
-        inverse, good = damped_inverse(B, root / pi, None if previous is None else previous * shrink, wait)
+        old = None if previous is None else (previous * shrink, added)
+        inverse, _, good = damped_inverse(B, added, old, wait)
         return inverse / shrink if good or previous is None else previous
 
     def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
         """The two products; a change of damping re-inverts first."""
         if state["inverted_at"] != step.damping:
-            self._invert(block, state, float(step.damping))
+            self._invert(block, state, *self._inverted(state), float(step.damping))
         A, B = state["inverse_A"], state["inverse_B"]
         if isinstance(gradient, Rows):
             delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B
@@ -112,7 +137,8 @@ class InverseMethod:
 
     def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
         """d^T C d, with C = A x B of the factors that were inverted."""
-        return (D * kronecker_product(block, D, state["S_A"], state["S_B"], state["S_B"])).sum()
+        A, B = self._inverted(state)
+        return (D * kronecker_product(block, D, A, B, B)).sum()
 
 
 def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tensor | None) -> Tensor:
@@ -142,27 +168,47 @@ def pi_of(A: Tensor, B: Tensor) -> Tensor:
     return torch.where(torch.isfinite(pi) & (pi > 0), pi, 1.0)
 
 
-def damped_inverse(matrix: Tensor, damping: Tensor, previous: Tensor | None, wait: bool = True) -> tuple[Tensor, bool]:
-    """(M + damping I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the previous one.
+def damped_inverse(
+    matrix: Tensor, added: Tensor, old: tuple[Tensor, Tensor] | None, wait: bool = True
+) -> tuple[Tensor, Tensor, bool]:
+    """(M + added I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the old one.
 
     A side that is kept diagonal (``[G, D]``) is inverted entry by entry. With ``wait=False`` there is one attempt, the
-    device alone decides between it and the previous inverse, and the host takes it to be good.
+    device alone decides between it and the old inverse, and the host takes it to be good.
+
+    Args:
+        matrix: M.
+        added: One number a group.
+        old: The inverse in use and what was added to the factor that it is of; None if there is none yet.
+        wait: Whether to wait for the device to hear how it went.
+
+    Returns:
+        The inverse, what was added to the factor that it is of, and whether that is this one.
     """
     if matrix.dim() == 2:
-        return 1 / (matrix + damping[:, None]), True
+        return 1 / (matrix + added[:, None]), added, True
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    damped = (matrix + matrix.mT) / 2 + damping[:, None, None] * eye
-    if not wait and previous is not None:
+    damped = (matrix + matrix.mT) / 2 + added[:, None, None] * eye
+    if not wait and old is not None:
         factor, info = torch.linalg.cholesky_ex(damped)
         inverse = torch.cholesky_inverse(factor)
         good = (info == 0).all() & torch.isfinite(inverse).all()
-        return torch.where(good, inverse, previous), True
+        return torch.where(good, inverse, old[0]), torch.where(good, added, old[1]), True
     for attempt in (damped, damped.double()):
         factor, info = torch.linalg.cholesky_ex(attempt)
         inverse = torch.cholesky_inverse(factor)
         if bool((info == 0).all() & torch.isfinite(inverse).all()):
-            return inverse.to(matrix), True
-    return (eye.expand_as(matrix) / damping[:, None, None] if previous is None else previous), False
+            return inverse.to(matrix), added, True
+    return (*(old or (eye.expand_as(matrix) / added[:, None, None], added)), False)
+
+
+def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor:
+    """M of :func:`damped_inverse`'s (M + added I)^-1, found in float64."""
+    if inverse.dim() == 2:
+        return 1 / inverse - added[:, None]
+    eye = torch.eye(inverse.shape[-1], dtype=torch.float64, device=inverse.device)
+    damped: Tensor = torch.linalg.inv(inverse.double())
+    return (damped - added[:, None, None] * eye).to(inverse)
 
 
 class KFAC(EKFAC):

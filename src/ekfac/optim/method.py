@@ -43,6 +43,12 @@ class Method(Protocol):
     has_alignment: bool
     damping_is_free: bool
 
+    def ready(self, state: State) -> bool:
+        """Whether what is derived from the factors has been computed before."""
+
+    def numbers(self, block: Block) -> int:
+        """How many numbers are kept for a block between steps, momentum and counts left out."""
+
     def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Compute anew what is derived from the factors; the host may wait."""
 

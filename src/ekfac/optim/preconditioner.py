@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from ekfac.curvature.operators import Curvature
-from ekfac.curvature.summary import Summary, summarise
+from ekfac.curvature.summary import Summary
 from ekfac.optim import checkpoint, exchange, options
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.options import CurvatureArguments, Damping
@@ -94,7 +94,7 @@ class Preconditioner:
 
     def summary(self) -> Summary:
         """Which block covers each parameter."""
-        return summarise(self.engine.blocks)
+        return self.engine.summary()
 
     def stats(self) -> dict[str, float]:
         """Scalars for any logger."""
