@@ -101,9 +101,9 @@ def mnist_search(results: Path) -> Iterator[Job]:
             yield "mnist/search", made({**AE, **base}, lr=lr, damping=damping, epochs=SEARCH_EPOCHS)
 
 
-def mnist_best(results: Path) -> list[TrainConfig]:
-    """The defaults, and every other method at its best of the search."""
-    return [made(AE, optimizer="ekfac-default"), *best_of(results / "mnist" / "search", SEARCH_EPOCHS)]
+def mnist_best(results: Path, each_norm: bool = True) -> list[TrainConfig]:
+    """The defaults, and every other method at its best of the search, with and without batch-norm or the better."""
+    return [made(AE, optimizer="ekfac-default"), *best_of(results / "mnist" / "search", SEARCH_EPOCHS, each_norm)]
 
 
 def mnist_seeds(results: Path) -> Iterator[Job]:
@@ -115,8 +115,8 @@ def mnist_seeds(results: Path) -> Iterator[Job]:
 
 
 def mnist_finals(results: Path) -> Iterator[Job]:
-    """The same, one seed, timed."""
-    for config in mnist_best(results):
+    """The same, one seed, timed; rivals with batch-norm or without, whichever was better."""
+    for config in mnist_best(results, each_norm=False):
         for batch in BATCHES:
             yield "mnist/finals", replace(config, epochs=EPOCHS, batch_size=batch)
 
@@ -182,8 +182,14 @@ PARTS: dict[str, Callable[[Path], Iterator[Job]]] = {
 }
 
 
-def best_of(folder: Path, epochs: int) -> list[TrainConfig]:
-    """Return each method's setting with the lowest training loss of a recorded search."""
+def best_of(folder: Path, epochs: int, each_norm: bool = True) -> list[TrainConfig]:
+    """Return each method's setting with the lowest training loss of a recorded search.
+
+    Args:
+        folder: The search.
+        epochs: How long its runs are; others in the folder are left out.
+        each_norm: Whether a method with batch-norm and the same without are two.
+    """
     found: dict[tuple[str, bool], tuple[float, TrainConfig]] = {}
     if not folder.is_dir():
         raise SystemExit(f"{folder} holds no search yet: run it first")
@@ -191,7 +197,8 @@ def best_of(folder: Path, epochs: int) -> list[TrainConfig]:
         config = run.config
         if run.status != "finished" or config.epochs != epochs or config.optimizer == "ekfac-default":
             continue
-        method, loss = (config.optimizer, config.batch_norm), run.history[-1]["train_loss_mean"]
+        method = (config.optimizer, each_norm and config.batch_norm)
+        loss = run.history[-1]["train_loss_mean"]
         if method not in found or loss < found[method][0]:
             found[method] = loss, config
     return [config for _, config in found.values()]
