@@ -41,6 +41,8 @@ def train(opt: torch.optim.Optimizer, model: nn.Module, steps: int, kind: str = 
         if kind == "rates":
             opt.param_groups[0]["lr"] = 1e-3 / (1 + t)
             opt.param_groups[0]["damping"] = 1e-2 / (1 + t)
+        if kind == "damping":
+            opt.param_groups[0]["damping"] = 1e-1 if t // 5 % 2 else 1e-2
         opt.step()
     return [p.detach().clone() for p in model.parameters()]
 
@@ -71,8 +73,9 @@ def test_replayed_updates(options: dict[str, object]) -> None:
     assert both_ways(40, "plain", ekfac.EKFAC, lr=1e-3, **options) >= 10
 
 
-def test_replayed_kfac() -> None:
-    assert both_ways(40, "plain", ekfac.KFAC, lr=1e-3, damping=1e-2, refresh_every=10) >= 10
+@pytest.mark.parametrize("kind", ["plain", "nan", "damping"])
+def test_replayed_kfac(kind: str) -> None:
+    assert both_ways(40, kind, ekfac.KFAC, lr=1e-3, damping=1e-2, refresh_every=10) >= 10
 
 
 @pytest.mark.parametrize("rule", ["anchored", "running", "per_example"])

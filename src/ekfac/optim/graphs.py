@@ -68,7 +68,7 @@ class StepGraphs:
             return False
         engine.settle()
         engine.capture.finish()
-        if not engine.is_plain_step():
+        if not (engine.is_plain_step() and self._fits_damping()):
             return False
         if engine.generation != self._generation:
             self._seen.clear()
@@ -86,6 +86,14 @@ class StepGraphs:
             self._captured[key] = captured
         self._replay(captured)
         return True
+
+    def _fits_damping(self) -> bool:
+        """Whether inverses, where there are any, were made for the damping that stands in the groups now."""
+        engine = self._optimizer.engine
+        if engine.method.damping_is_free:
+            return True
+        damping_of = self._optimizer._update().damping_of
+        return all(engine.state[b.key]["inverted_at"] == damping_of(b) for b in engine.blocks if b.covered)
 
     def _signature(self) -> Hashable:
         """All that a captured step has built into it."""
