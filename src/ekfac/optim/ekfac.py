@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary
 from ekfac.optim import checkpoint, exchange, options
@@ -19,12 +18,11 @@ from ekfac.optim.adaptive import Adaptation, AdaptiveDamping, Comparison
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import build_engine, check_model
 from ekfac.optim.graphs import Rates, StepGraphs
+from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.stats import engine_stats
 from ekfac.optim.steplength import KLClip, Pace, trusted
 from ekfac.optim.work import Update, Work
-
-Groups = Iterable[dict[str, Any]]
 
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
@@ -33,7 +31,7 @@ TRUST = 1.0
 PACE = 0.03
 
 
-class EKFAC(torch.optim.Optimizer):
+class EKFAC(Grouped):
     r"""Natural gradient descent in a Kronecker-factored eigenbasis (George et al., 2018).
 
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
@@ -135,21 +133,12 @@ class EKFAC(torch.optim.Optimizer):
         arguments: dict[str, Any],
     ) -> None:
         self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
-        self._adaptation: Adaptation | None = None
-        defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_model(model)
-        check_update_options(defaults)
         if anneal is not None:
             options.number("anneal", anneal, above=0)
         self.anneal = anneal
-        self._damping_functions: dict[int, Callable[[int], float]] = {}
-        self.model = model
         self.kl_clip = KLClip(kl_clip)
-        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}] if params is None else list(params)
-        named = [self._named_group(dict(group), defaults, index) for index, group in enumerate(groups)]
-        # A number per group, so that checkpoints stay plain data; a function lives in _damping_functions.
-        first = {**defaults, "damping": options.damping("damping", defaults["damping"])}
-        super().__init__(named, first)
+        super().__init__(model, params, defaults)
         self.engine = self._make_engine(model, arguments)
         self._graphs = StepGraphs(self)
         try:
@@ -161,66 +150,6 @@ class EKFAC(torch.optim.Optimizer):
     def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
         also = options.keywords(EKFAC.__init__)
         return build_engine(type(self).__name__, model, self._all_parameters(), self.state, arguments, also)
-
-    # --- parameter groups -----------------------------------------------------------------------------------------
-
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _named_group(self, group: dict[str, Any], defaults: dict[str, Any], index: int) -> dict[str, Any]:
-        """A group with names, checked, its damping function kept apart."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        given = group["params"]
-        items = [given] if isinstance(given, Tensor) else list(given)
-        parameters = [item[1] if isinstance(item, tuple) else item for item in items]
-        for p in parameters:
-            if p not in names:
-                raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
-        damping = self._as_function(group.get("damping", defaults["damping"]))
-        check_update_options({**defaults, **group, "damping": damping})
-        if callable(damping):
-            self._damping_functions[index] = damping
-            group["damping"] = options.damping("damping", damping)
-        group["params"] = [(names[p], p) for p in parameters]
-        return group
-
-    def _as_function(self, damping: Any) -> Any:
-        """A damping that adapts as the function that all groups share; any other as it is."""
-        if not isinstance(damping, AdaptiveDamping):
-            return damping
-        if self._adaptation is None:
-            self._adaptation = Adaptation(damping)
-        if self._adaptation.settings != damping:
-            raise ValueError(f"damping={damping!r} beside {self._adaptation.settings!r}: all groups must share one")
-        return self._adaptation
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the model, with options of their own; see torch's method of that name."""
-        if not hasattr(self, "engine"):
-            super().add_param_group(param_group)
-            return
-        index = len(self.param_groups)
-        try:
-            super().add_param_group(self._named_group(dict(param_group), self._arguments, index))
-            self._check_damping_within_layers(self.engine.blocks_of(self._all_parameters()))
-        except ValueError:
-            del self.param_groups[index:]
-            self._damping_functions.pop(index, None)
-            self._adaptation = self._adapts()
-            raise
-        self.engine.set_parameters(self._all_parameters())
-
-    def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
-        return {p: group for group in self.param_groups for p in group["params"]}
-
-    def _check_damping_within_layers(self, blocks: list[Block]) -> None:
-        group_of = self._group_of()
-        for block in blocks:
-            values = {group_of[p]["damping"] for p in block.parameters.values()}
-            if len(values) > 1:
-                raise ValueError(
-                    f"damping={sorted(values)} within layer '{block.name}': the parameters of a layer must agree"
-                )
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -260,10 +189,6 @@ class EKFAC(torch.optim.Optimizer):
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr)
 
-    def _adapts(self) -> Adaptation | None:
-        """What a group's damping adapts by, if any does."""
-        return self._adaptation if self._adaptation in self._damping_functions.values() else None
-
     def _comparison(self, closure: Callable[[], Any] | None) -> Comparison | None:
         """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
         adaptation = self._adapts()
@@ -300,15 +225,6 @@ class EKFAC(torch.optim.Optimizer):
             l2_of=l2_of,
             maximize_of=lambda p: bool(groups[index_of[p]]["maximize"]),
         )
-
-    def _current_damping(self) -> None:
-        """Write the current number of a damping function into its group, and check what stands in the groups."""
-        self.engine.settle()
-        for index, function in self._damping_functions.items():
-            self.param_groups[index]["damping"] = options.damping("damping", function, self.engine.applied_steps)
-        for group in self.param_groups:  # schedulers and users write into the groups
-            options.number("lr", group["lr"], least=0)
-            options.damping("damping", group["damping"])
 
     def _update_parameters(self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor) -> None:
         """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
@@ -432,15 +348,3 @@ class EKFAC(torch.optim.Optimizer):
         new.load_state_dict(self.state_dict())
         memo[id(self)] = new
         return new
-
-
-def check_update_options(values: dict[str, Any]) -> None:
-    """Check what belongs to the update of the parameters, for the defaults and for every group."""
-    options.number("lr", values["lr"], least=0)
-    options.damping("damping", values["damping"])
-    options.number("momentum", values["momentum"], least=0, below=1)
-    options.number("weight_decay", values["weight_decay"], least=0)
-    for name in ("nesterov", "decoupled_weight_decay", "maximize"):
-        options.flag(name, values[name])
-    if values["nesterov"] and not values["momentum"]:
-        raise ValueError(f"nesterov=True needs momentum > 0, not momentum={values['momentum']!r}")

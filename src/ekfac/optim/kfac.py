@@ -17,9 +17,10 @@ from ekfac.optim import options
 from ekfac.optim.adaptive import AdaptiveDamping
 from ekfac.optim.damping import plain
 from ekfac.optim.eigen import EigenMethod
-from ekfac.optim.ekfac import EKFAC, Groups
+from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import SCALING_DECAY
+from ekfac.optim.groups import Groups
 from ekfac.optim.method import Step
 from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
 from ekfac.optim.refresh import PATIENCE, Refresher
