@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,10 +89,20 @@ class Record:
         self.kept = False
         #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.
         self.recomputed: set[Block] = set()
+        #: Whether the capture looks after it; one that was dropped is, once more, when a backward pass reaches it.
+        self.listed = False
+
+    def forget(self) -> None:
+        """Be as no backward pass had come yet."""
+        self.waiting = {}
+        self.listed = self.reached = self.reached_aside = self.kept = False
 
 
 #: Receives all calls of one block in one record, once: (block, calls, n).
 Receiver = Callable[[Block, list[Call], int], None]
+
+
+_ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 class Capture:
@@ -102,7 +112,9 @@ class Capture:
         model: The model whose forward counts the examples.
         receive: Called with all calls of a block in one record.
         wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
-        before_forward: Called when a forward of the model is about to be captured.
+        before_forward: Called when a forward of the model is about to be captured; says whether to.
+        lands: Called within a backward pass: whether it brings a gradient to a block's parameters (for None: to any),
+            and not only to somebody who asks torch.autograd.grad for that of an input.
         batch_dim: The dimension of the model's input that counts examples.
     """
 
@@ -111,13 +123,15 @@ class Capture:
         model: nn.Module,
         receive: Receiver,
         wanted: Callable[[Block], bool] = lambda block: True,
-        before_forward: Callable[[], None] = lambda: None,
+        before_forward: Callable[[], bool] = lambda: True,
+        lands: Callable[[Block | None], bool] = lambda block: True,
         batch_dim: int = 0,
     ) -> None:
         self.model = model
         self.receive = receive
         self.wanted = wanted
         self.before_forward = before_forward
+        self.lands = lands
         self.batch_dim = batch_dim
         self.enabled = True
         #: Inside ``statistics()``: backward passes that are not the training loss's.
@@ -130,14 +144,17 @@ class Capture:
         self._current: Record | None = None
         self._latest: Record | None = None
         self._depth = 0
+        #: The backward pass that reached a record last.
+        self._task = -1
         self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, remove_hooks, self._handles)
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def attach(self, blocks: Iterable[Block]) -> None:
         """Put the hooks on; a module copied from the model carries them too, and they ignore it."""
-        self._remove_hooks()
+        remove_hooks(self._handles)
         self._uses = {}
         for block in blocks:
             for module, layer in block.uses.items():
@@ -145,20 +162,17 @@ class Capture:
         self.fired &= {block for uses in self._uses.values() for block, _ in uses}
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             _run_hooks_in_compiled_models()
+        _ATTACHED.add(self)
         me = weakref.ref(self)
-        self._handles = [module.register_forward_hook(_ForwardHook(me)) for module in self._uses]
+        self._handles += [module.register_forward_hook(_ForwardHook(me)) for module in self._uses]
         self._handles.append(self.model.register_forward_pre_hook(_BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(_EndHook(me), always_call=True))
 
     def close(self) -> None:
         """Remove the hooks and let go of what was captured."""
-        self._remove_hooks()
+        remove_hooks(self._handles)
+        _ATTACHED.discard(self)
         self.drop()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -170,8 +184,11 @@ class Capture:
             self.enabled = before
 
     def drop(self) -> None:
-        """Forget what was captured and not used."""
+        """Forget what was captured and not used, a forward that somebody interrupted too."""
+        for record in self._records:
+            record.forget()
         self._records = []
+        self._current, self._depth = None, 0
         self.examples = self.examples_aside = 0
         self.held.reset()
 
@@ -179,24 +196,33 @@ class Capture:
         """Hand on everything that waited for the rest of its record."""
         for record in self._records:
             self._hand_on(record)
-        self._records = []
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts: count its examples."""
         self._depth += 1
-        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()):
+        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
-        if inside_backward() or inside_transform():
+        if inside_backward():
+            # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
+            # without gradients before.
+            if self._task == torch._C._current_graph_task_id():
+                return
+        elif not self.before_forward():
             return
-        self.before_forward()
+        self._depth = 1
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
         for record in self._records:
             if record.reached and not record.kept:
                 self._hand_on(record)
         self._current = self._latest = Record(self._count(args, kwargs))
-        self._records.append(self._current)
+        self._list(self._current)
+
+    def _list(self, record: Record) -> None:
+        if not record.listed:
+            record.listed = True
+            self._records.append(record)
 
     def end(self, output: Any) -> None:
         """A forward of the model ended, well or by an exception."""
@@ -205,7 +231,7 @@ class Capture:
             record, self._current = self._current, None
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                    tensor.register_hook(lambda d: self._reach(record))
+                    tensor.register_hook(lambda d: self._reach(record) if self._counts(None) else None)
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         tensor = next(_tensors((args, kwargs)), None)
@@ -225,10 +251,8 @@ class Capture:
         record = self._current or (self._latest if inside_backward() else None)
         for block, layer in self._uses.get(module, ()):
             if record is None:
-                raise RuntimeError(
-                    f"layer '{block.name}' was called outside a forward of the model given to the optimizer, so its "
-                    "examples cannot be counted: call the model itself, or exclude the layer"
-                )
+                output.register_hook(functools.partial(self._refuse, block))
+                continue
             x = inputs[0] if self.wanted(block) else None
             if x is not None:
                 x = self._by_example(x.detach(), record.n, block)
@@ -239,10 +263,20 @@ class Capture:
                 record.recomputed.add(block)
             given = Input(x)
 
-            def hook(d: Tensor, b: Block = block, la: Layer = layer, i: Input = given, c: int = call) -> None:
-                self.arrived(record, b, la, i, d.detach(), c)
+            def hook(
+                d: Tensor, r: Record = record, b: Block = block, la: Layer = layer, i: Input = given, c: int = call
+            ) -> None:
+                self.arrived(r, b, la, i, d.detach(), c)
 
             output.register_hook(hook)
+
+    def _refuse(self, block: Block, d: Tensor) -> None:
+        """A gradient comes to a layer that was called outside a forward of the model."""
+        if self.enabled and self.lands(block):
+            raise RuntimeError(
+                f"layer '{block.name}' was called outside a forward of the model given to the optimizer, so its "
+                "examples cannot be counted: call the model itself, or exclude the layer"
+            )
 
     def _by_example(self, tensor: Tensor, n: int, block: Block) -> Tensor:
         """Bring examples to the front, and check that there are k n of them."""
@@ -263,11 +297,14 @@ class Capture:
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
+    def _counts(self, block: Block | None) -> bool:
+        """Whether the backward pass under way is to be captured."""
+        return self.enabled and (self.aside or self.lands(block))
+
     def _reach(self, record: Record) -> None:
         """A backward pass has come to a record: its examples count, once."""
-        if not self.enabled:
-            return
-        self._latest = record
+        self._latest, self._task = record, torch._C._current_graph_task_id()
+        self._list(record)
         if self.aside:
             if not record.reached_aside:
                 record.reached_aside = True
@@ -278,7 +315,7 @@ class Capture:
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
-        if not self.enabled:
+        if not self._counts(block):
             return
         self._reach(record)
         self.fired.add(block)
@@ -320,6 +357,15 @@ class Capture:
         record.waiting = {}
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Other captures on the same layers see nothing of what happens inside."""
+        others = [c for c in _ATTACHED if c is not self and not c._uses.keys().isdisjoint(self._uses)]
+        with ExitStack() as stack:
+            for capture in others:
+                stack.enter_context(capture.paused())
+            yield
+
+    @contextmanager
     def statistics_aside(self) -> Iterator[None]:
         """Backward passes inside are not the training loss's: they are captured apart from its examples."""
         self.aside = True
@@ -329,6 +375,13 @@ class Capture:
                 self._hand_on(record)
         finally:
             self.aside = False
+
+
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Take hooks off."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def inside_backward() -> bool:

@@ -11,7 +11,7 @@ Here only the sums are taken; what they are divided by is known when all example
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,15 +20,20 @@ from torch import Tensor
 from ekfac.curvature.shapes import BlockShape
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products in the dtypes of what is multiplied."""
+    # Entering autocast costs as much as a small layer's statistics: only where there is something to undo.
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Full float32 products, without autocast, whatever the user's flags say.
 
     In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
     """
-    # Entering autocast costs as much as a small layer's statistics: only where there is something to undo.
-    on = torch.is_autocast_enabled(device.type)
-    with torch.autocast(device.type, enabled=False) if on else nullcontext():
+    with no_autocast(device):
         if device.type != "cuda":
             yield
             return

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.batches import Progress
 from ekfac.curvature.blocks import Block, find_blocks
@@ -90,10 +91,15 @@ def fisher(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
-    for name, value, allowed in (("approximation", approximation, APPROXIMATIONS),
-                                 ("sharing", sharing, ("expand", "reduce"))):  # fmt: skip
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not known. Allowed: {', '.join(map(repr, allowed))}")
+    checks.one_of("approximation", approximation, APPROXIMATIONS)
+    checks.one_of("sharing", sharing, ("expand", "reduce"))
+    checks.flag("sua", sua)
+    if max_factor_dim is not None:
+        checks.integer("max_factor_dim", max_factor_dim, least=1)
+    covered = None if include is None else checks.patterns("include", include)
+    left_out = checks.patterns("exclude", exclude)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("fisher() needs gradients: call it outside torch.inference_mode()")
     if sua and sharing == "reduce":
         raise ValueError("sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'")
     if not any(p.requires_grad for p in model.parameters()):
@@ -111,8 +117,8 @@ def fisher(
         def blocks_of(silent: Collection[nn.Parameter] = ()) -> list[Block]:
             return find_blocks(
                 inner,
-                include=[include] if isinstance(include, str) else include,
-                exclude=[exclude] if isinstance(exclude, str) else exclude,
+                include=covered,
+                exclude=left_out,
                 sua=sua,
                 max_factor_dim=max_factor_dim,
                 silent=silent,

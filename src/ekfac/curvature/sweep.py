@@ -258,7 +258,8 @@ def captured(
     handles = [m.register_forward_hook(remember) for m in dict.fromkeys(m for b in blocks for m in b.uses)]
     try:
         capture.attach(blocks)
-        yield capture, edges
+        with capture.alone():
+            yield capture, edges
     finally:
         for handle in handles:
             handle.remove()

@@ -58,14 +58,13 @@ class Expected:
 
 
 def reduce_over_processes(
-    sums: dict[Block, BlockSums], expected: dict[Block, Expected], counts: list[int]
+    sums: dict[Block, BlockSums], expected: dict[Block, Expected], counts: list[int], device: torch.device
 ) -> list[Tensor]:
     """Sum factors, scalings, probes and counts over all processes: one reduction a dtype, none read by the host.
 
     A process in which a layer saw no example contributes zeros, so that all take part in the same reduction.
     """
     parts: dict[torch.dtype, list[Tensor]] = {}
-    device = next(iter(expected)).key.device
     for block, what in expected.items():
         entry = sums.setdefault(block, BlockSums())
         shape = block.shape
@@ -130,7 +129,9 @@ def average_factors(
             weight, terms = n * (terms > 0), terms.clamp(min=1)
         A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
         W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
-        A, B, W = work.masked(A), work.masked(B), work.masked(W)
+        # An input so large that its square is not finite would stay in the average for ever.
+        finite = torch.isfinite(_trace(A) + _trace(B))
+        A, B, W = (work.masked(torch.where(finite, x, 0.0)) for x in (A, B, W))
         if "A" not in state:
             state.update(A=A, B=B, factor_weight=W.clone())
         else:
@@ -139,6 +140,11 @@ def average_factors(
     if totals:
         torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
         torch._foreach_add_(totals, batch)
+
+
+def _trace(factor: Tensor) -> Tensor:
+    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()
 
 
 def reduced_zeros(block: Block) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ekfac.curvature.blocks import Block
+from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.engine import Engine
 
 VERSION = 4
@@ -26,18 +26,21 @@ def engine_state(engine: Engine) -> dict[str, Any]:
         "warm_refreshes": refresher.warm_refreshes,
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
         "fallbacks": dict(refresher.fallbacks),
-        "parameters": parameter_shapes(engine.blocks),
+        "kind": kind(engine),
+        "parameters": parameter_shapes(engine),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.silent],
     }
 
 
-def parameter_shapes(blocks: Iterable[Block]) -> dict[str, list[int]]:
-    """Names and shapes of all trained parameters."""
-    return {
-        name: list(p.shape)
-        for b in blocks
-        for name, p in zip(b.parameter_names.values(), b.parameters.values(), strict=True)
-    }
+def kind(engine: Engine) -> str:
+    """What the state is of."""
+    return "eigenbasis" if isinstance(engine.method, EigenMethod) else "inverse"
+
+
+def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
+    """Names and shapes of all parameters that the optimizer was given."""
+    offered = set(engine.offered)
+    return {name: list(p.shape) for name, p in engine.model.named_parameters() if p in offered}
 
 
 def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
@@ -47,7 +50,10 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     saved = state_dict.get("ekfac")
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
-    ours, theirs = parameter_shapes(engine.blocks), dict(saved["parameters"])
+    if saved["kind"] != kind(engine):
+        names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
+        raise ValueError(f"state_dict is of {names[saved['kind']]}, this is {names[kind(engine)]}")
+    ours, theirs = parameter_shapes(engine), dict(saved["parameters"])
     if ours != theirs:
         missing = [n for n in theirs if n not in ours]
         extra = [n for n in ours if n not in theirs]
@@ -83,12 +89,12 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     before = engine.silent
     engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
     if engine.silent != before:
-        engine.set_parameters(engine.parameters)
+        engine.set_parameters(engine.offered)
     try:
         check_blocks(engine, state_of)
     except ValueError:
         engine.silent = before
-        engine.set_parameters(engine.parameters)
+        engine.set_parameters(engine.offered)
         raise
     engine.drop()
     engine.applied_steps = saved["applied_steps"]
@@ -102,6 +108,14 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.refresher.fallbacks.update(saved["fallbacks"])
 
 
-def on_device(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A copy of a parameter's state that keeps its dtypes: float32 factors under half-precision parameters."""
-    return {k: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
+def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """A copy of saved state on the parameters' devices, in their blocks' dtypes: float32 under half precision."""
+    dtypes: dict[Tensor, torch.dtype] = {p: block.dtype for block in engine.blocks for p in block.parameters.values()}
+
+    def value(p: Tensor, name: str, given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        counts = name == "count" or not given.is_floating_point()
+        return given.detach().to(p.device, None if counts else dtypes.get(p), copy=True)
+
+    return {p: {name: value(p, name, given) for name, given in state.items()} for p, state in state_of.items()}

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ekfac.curvature.factors import no_autocast
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary
-from ekfac.optim import checkpoint, exchange, options
+from ekfac.optim import amp, checkpoint, exchange, options
 from ekfac.optim.adaptive import Adaptation, AdaptiveDamping, Comparison
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import build_engine, check_model
@@ -62,7 +63,7 @@ class EKFAC(Grouped):
     Args:
         model: The model; its forward counts the examples.
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
-            of their own; all trainable parameters by default.
+            of their own, or some parameters; all by default. Those that are frozen wait until they are not.
         lr: Learning rate, a number or a one-element tensor.
         anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
             a schedule of your own.
@@ -78,9 +79,13 @@ class EKFAC(Grouped):
         weight_decay: Weight decay.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
         maximize: Ascend instead.
-        kl_clip: Bound on lr^2 sum g^2 / damped s, over all parameters; directions are shortened to keep it.
+        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
+            s, as in the paper, that is twice the KL divergence of the step.
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
+
+    #: A GradScaler then says what it has found, see :mod:`ekfac.optim.amp`.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -166,18 +171,25 @@ class EKFAC(Grouped):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not amp.may_step(self, self.engine.settings.grad_scaler):
+            self.engine.drop()
+            return loss
+        with no_autocast(self.engine.parameters[0].device):
+            self._step(loss, comparison)
+        return loss
+
+    def _step(self, loss: Any, comparison: Comparison | None) -> None:
         self._current_damping()
         if comparison is not None:
             comparison.before(loss)
         if not self._graphs.step():
             work = self.engine.prepare()
             if work is None or not self.engine.judge(work):
-                return loss
+                return
             self.compute(work, self._rates())
         if comparison is not None:
             comparison.after()
         self.engine.finish(self._update())
-        return loss
 
     def compute(self, work: Work, rates: Rates) -> None:
         """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
@@ -296,16 +308,19 @@ class EKFAC(Grouped):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict)
-        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+        theirs = [list(group["params"]) for group in state_dict["param_groups"]]
+        mine = [group["params"] for group in self.param_groups]
+        if list(map(len, theirs)) != list(map(len, mine)):
+            sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
+            raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         ours = self._all_parameters()
-        if len(theirs) != len(ours):
-            raise ValueError(f"state_dict trains {len(theirs)} parameters, this optimizer {len(ours)}")
-        # torch casts state to the parameter's dtype; factors under half-precision parameters must stay float32.
-        state: dict[Tensor, dict[str, Any]] = {
-            p: checkpoint.on_device(state_dict["state"][index], p.device)
-            for index, p in zip(theirs, ours, strict=True)
+        saved_state = {
+            p: state_dict["state"][index]
+            for indices, group in zip(theirs, mine, strict=True)
+            for index, p in zip(indices, group, strict=True)
             if index in state_dict["state"]
         }
+        state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
@@ -315,6 +330,12 @@ class EKFAC(Grouped):
         self.pace.load(saved["pace"], ours[0].device)
         if self._adaptation is not None:
             self._adaptation.load(saved.get("adaptive_damping"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has hooks on its model and cannot be pickled: save opt.state_dict() and the "
+            "model's, or copy both with copy.deepcopy(opt), whose .model is the copy"
+        )
 
     def curvature(self) -> Curvature:
         """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""

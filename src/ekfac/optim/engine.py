@@ -8,7 +8,8 @@ The engine owns no hyper-parameter of the update; EKFAC, KFAC and Preconditioner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from ekfac.optim.rows import Rows, rows_of
 from ekfac.optim.rules import State
 from ekfac.optim.skipping import Verdicts
 from ekfac.optim.work import Direction, Update, Work, as_scalar
+
+#: After so many skipped steps without another between them the user hears of it.
+SKIPPED_IN_A_ROW = 20
 
 
 class Engine(Intake):
@@ -56,6 +60,8 @@ class Engine(Intake):
         self.refresher = Refresher(settings.cuda_graphs)
         self.verdicts = Verdicts()
         self.skipped_steps = 0
+        #: After how many applied steps the last one was skipped, and how many were skipped there.
+        self._skipped_at = (0, 0)
         #: The mask of the step under way, see :mod:`ekfac.optim.skipping`.
         self.ok: Tensor | None = None
 
@@ -72,11 +78,24 @@ class Engine(Intake):
         self.aside.join()
         if self.verdicts.settle():
             self.applied_steps -= 1
-            self.skipped_steps += 1
+            self._skipped()
         for block, near in self.refresher.heard(wait or world_size() > 1):
             state = self.state.get(block.key, {})
             if self.method.ready(state):
                 state["near"] = near
+
+    def _skipped(self) -> None:
+        """Count a step that changed nothing; say so if there has been nothing else for a while."""
+        self.skipped_steps += 1
+        at, row = self._skipped_at
+        self._skipped_at = self.applied_steps, row + 1 if at == self.applied_steps else 1
+        if self._skipped_at[1] == SKIPPED_IN_A_ROW:
+            warnings.warn(
+                f"the last {SKIPPED_IN_A_ROW} steps were skipped, as their gradients were not finite: weights or data "
+                "hold NaN or infinity, or the loss overflows. opt.stats()['skipped_steps'] counts them",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _count_strays(self) -> None:
         """Take in what was heard of bases: between two steps, as what a step captures depends on it."""
@@ -116,14 +135,29 @@ class Engine(Intake):
         go, self.ok = self.verdicts.judge(sizes, at_once=any(map(self._renews, self.blocks)))
         work.bad = None if self.ok is None else self.ok == 0
         if not go:
-            self.skipped_steps += 1
+            self._skipped()
             self.drop()
             return False
         self._take_stash()
         work.n, work.n_statistics = self._gather()
+        self._check_statistics(work, dict(zip(work.live, sizes, strict=True)))
         self.fingerprints.check(self._sums, self.watch, self._loss_scale())
         work.rescaled = self.watch.rescaling(work.live, sizes, left, self._loss_scale())
         return True
+
+    def _check_statistics(self, work: Work, sizes: Mapping[nn.Parameter, Tensor]) -> None:
+        """A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused."""
+        for block in self._index:
+            gathered = self._sums.get(block)
+            if "A" in self.state.get(block.key, {}) or (gathered is not None and gathered.factors is not None):
+                continue
+            given = [sizes[p] for p in block.parameters.values() if p in sizes]
+            if any(bool(size > 0) for size in given):
+                raise RuntimeError(
+                    f"layer '{block.name}' has a gradient, but no backward pass that was captured has come to it yet: "
+                    f"let the loss inside opt.statistics() reach it, or exclude=['{block.name}']"
+                )
+            work.unknown.add(block)
 
     def mask_on_device(self, work: Work) -> None:
         """What :meth:`judge` does, where the host must not look at all."""
@@ -138,7 +172,7 @@ class Engine(Intake):
         mean = world_size() / work.n if self.settings.loss_reduction == "sum" else 1.0
         results = []
         for block in self.blocks:
-            if all(p.grad is None for p in block.parameters.values()):
+            if block in work.unknown or all(p.grad is None for p in block.parameters.values()):
                 continue
             state, damping = self.state[block.key], update.damping_of(block)
             renews = self._renews(block)

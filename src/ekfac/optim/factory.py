@@ -6,6 +6,7 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ekfac.optim import options
 from ekfac.optim.damping import DAMPING_MODES
@@ -32,6 +33,10 @@ def check_model(model: Any) -> None:
     if not trainable:
         raise ValueError("model has no trainable parameter: nothing to precondition")
     for name, p in trainable:
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(
+                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
+            )
         if p.is_complex():
             raise ValueError(f"parameter '{name}' is complex ({p.dtype}). Allowed: real parameters")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,9 @@ from ekfac.optim.accumulate import BlockSums, world_size
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.rows import Rows
 
+#: Gradients that are touched before every step, by clipping say, are given up on after so many.
+TRIES = 20
+
 
 class Fingerprints:
     """Compares ``.grad`` with what the layers' calls account for."""
@@ -19,6 +23,8 @@ class Fingerprints:
     def __init__(self) -> None:
         #: Blocks that have not been compared yet.
         self.unprobed: set[Block] = set()
+        #: How often somebody had touched the gradients of a block before they could be compared.
+        self._touched: Counter[Block] = Counter()
         self._vectors: dict[Block, tuple[Tensor, Tensor]] = {}
 
     def vectors(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -52,11 +58,14 @@ class Fingerprints:
             probe = sums[block].probe if block in sums else None
             if probe is None:
                 continue
-            self.unprobed.discard(block)
             if any(p.grad is None or watch.touched(p) for p in block.parameters.values()):
+                self._touched[block] += 1
+                if self._touched[block] == TRIES:
+                    self.unprobed.discard(block)
                 continue
             half = any(p.dtype in (torch.float16, torch.bfloat16) for p in block.parameters.values())
             if half and block.layer.rough_in_half:
+                self.unprobed.discard(block)
                 continue
             u, v = self.vectors(block)
             G = block.stack([p.grad for p in block.parameters.values() if p.grad is not None])
@@ -70,7 +79,9 @@ class Fingerprints:
             if abs(captured - found) > tolerance * max(size, abs(captured), abs(found), float(G.norm())):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
-                    "torch.autograd.grad inside, or the weight is also used elsewhere, so its curvature cannot be "
-                    f"captured: exclude=['{block.name}'], or take statistics in opt.statistics() from another loss. "
+                    "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "
+                    "weight_decay), or a hook on it or a change of .grad.data has altered it. So its curvature cannot "
+                    f"be captured: exclude=['{block.name}'], or take statistics in opt.statistics() from another loss. "
                     "Where a GradScaler is in use, pass it as grad_scaler="
                 )
+            self.unprobed.discard(block)

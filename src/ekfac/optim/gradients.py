@@ -7,6 +7,7 @@ magnitude of each gradient at the end of backward is enough to undo a rescaling,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture import remove_hooks
 from ekfac.optim.accumulate import differ_between_processes, world_size
 from ekfac.optim.work import Update, Work, as_scalar
 
@@ -30,29 +32,33 @@ class GradientWatch:
         self._task = -1
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
+        #: Whether somebody touches gradients between backward and step; then their lengths are noted too.
+        self._lengths_wanted = False
+        self._lengths: dict[nn.Parameter, Tensor] = {}
+        weakref.finalize(self, remove_hooks, self._handles)
         self.attach(parameters)
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch these parameters."""
-        self._remove_hooks()
+        remove_hooks(self._handles)
         self._parameters = list(parameters)
-        for p in self._parameters:
-            if p.requires_grad:
-                self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated))
+        me = weakref.ref(self)
+
+        def accumulated(parameter: Tensor) -> None:
+            if (watch := me()) is not None:
+                watch._accumulated()
+
+        self._handles += [p.register_post_accumulate_grad_hook(accumulated) for p in self._parameters]
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._remove_hooks()
+        remove_hooks(self._handles)
         self.forget()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def forget(self) -> None:
         """Drop what was noted."""
         self._left = {}
+        self._lengths = {}
         self._task = -1
         self.single_pass = False
 
@@ -60,7 +66,7 @@ class GradientWatch:
         """A forward pass begins: note whether its backward pass will find gradients already there."""
         self.nothing_there = all(p.grad is None for p in self._parameters)
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _accumulated(self) -> None:
         task = torch._C._current_graph_task_id()
         if not self.enabled or task == self._task:
             return
@@ -77,6 +83,8 @@ class GradientWatch:
         grads = [p.grad for p in live if p.grad is not None]
         sizes = largest_magnitudes(grads)
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
+        if self._lengths_wanted and grads:
+            self._lengths = dict(zip(live, torch._foreach_norm(grads), strict=True))
 
     def touched(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has been changed in place or replaced since backward left it."""
@@ -94,12 +102,22 @@ class GradientWatch:
     def rescaling(
         self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor], loss_scale: float | Tensor
     ) -> dict[nn.Parameter, Tensor]:
-        """For gradients that were touched since backward: how much larger they were when it left them."""
+        """For gradients that were touched since backward: how much larger they were when it left them.
+
+        Where that is not the same for the largest entry and for the length, the gradient was not rescaled but clipped
+        entry by entry, masked or replaced, and stands for itself.
+        """
         ratios = {
-            p: torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
+            p: _ratio(before, now, loss_scale)
             for p, now, before in zip(live, sizes, left, strict=True)
             if self.touched(p)
         }
+        self._lengths_wanted = bool(ratios)
+        known = [p for p in ratios if p in self._lengths]
+        lengths = torch._foreach_norm([p.grad for p in known if p.grad is not None]) if known else ()
+        for p, length in zip(known, lengths, strict=True):
+            apart = (_ratio(self._lengths[p], length, loss_scale) / ratios[p] - 1).abs()
+            ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
         if world_size() > 1:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
@@ -109,6 +127,10 @@ class GradientWatch:
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
         return ratios
+
+
+def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
+    return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
 def stacked_gradient(

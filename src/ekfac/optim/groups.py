@@ -12,8 +12,9 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim import options
 from ekfac.optim.adaptive import Adaptation, AdaptiveDamping
 from ekfac.optim.engine import Engine
+from ekfac.optim.options import CurvatureArguments
 
-Groups = Iterable[dict[str, Any]]
+Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class Grouped(torch.optim.Optimizer):
@@ -23,7 +24,7 @@ class Grouped(torch.optim.Optimizer):
 
     Args:
         model: The model.
-        params: Groups over its parameters; all that are trainable by default.
+        params: Groups over its parameters, or parameters that make one; all by default, also those that are frozen now.
         defaults: What a group has unless it says otherwise.
     """
 
@@ -36,8 +37,8 @@ class Grouped(torch.optim.Optimizer):
         self._group_defaults = defaults
         defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_update_options(defaults)
-        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}] if params is None else list(params)
-        named = [self._named_group(dict(group), defaults, index) for index, group in enumerate(groups)]
+        groups = as_groups(model.parameters() if params is None else params)
+        named = [self._named_group(group, defaults, index) for index, group in enumerate(groups)]
         super().__init__(named, {**defaults, "damping": options.damping("damping", defaults["damping"])})
 
     def _all_parameters(self) -> list[nn.Parameter]:
@@ -77,7 +78,8 @@ class Grouped(torch.optim.Optimizer):
             return
         index = len(self.param_groups)
         try:
-            super().add_param_group(self._named_group(dict(param_group), self._group_defaults, index))
+            (group,) = as_groups([param_group])
+            super().add_param_group(self._named_group(group, self._group_defaults, index))
             self._check_damping_within_layers(self.engine.blocks_of(self._all_parameters()))
         except ValueError:
             del self.param_groups[index:]
@@ -107,6 +109,25 @@ class Grouped(torch.optim.Optimizer):
         for group in self.param_groups:  # schedulers and users write into the groups
             options.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """torch's groups: dicts with "params"; or parameters, with names or without, which make one group."""
+    allowed = "Allowed: a list of dicts, each with 'params', or of parameters of the model"
+    if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
+        raise TypeError(f"params is of type {type(params).__name__}. {allowed}")
+    items = list(params)
+    if items and not any(isinstance(item, dict) for item in items):
+        items = [{"params": items}]
+    for item in items:
+        if not isinstance(item, dict) or "params" not in item:
+            shown = f"keys {list(item)}" if isinstance(item, dict) else f"type {type(item).__name__}"
+            raise ValueError(f"params holds a group of {shown}. {allowed}")
+        if fixed := sorted(set(item) & CurvatureArguments.__annotations__.keys()):
+            raise ValueError(
+                f"params: a group cannot have a {fixed[0]} of its own, which is the same for the whole model"
+            )
+    return [dict(item) for item in items]
 
 
 def check_update_options(values: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block, find_blocks
@@ -56,7 +57,13 @@ class Intake:
         self.applied_steps = 0
         #: Grows whenever tensors that a captured step may hold on to were replaced.
         self.generation = 0
+        #: What the optimizer was given, and those of them that are trained now: the others are frozen.
+        self.offered: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
+        #: The state of blocks that are frozen, as they were then.
+        self._put_away: dict[tuple[bool, tuple[nn.Parameter, ...]], tuple[Block, State]] = {}
+        #: What adds to each parameter's ``.grad`` in a backward pass.
+        self._accumulators: dict[nn.Parameter, Node] = {}
         self.blocks: list[Block] = []
         #: The covered blocks, numbered.
         self._index: dict[Block, int] = {}
@@ -70,7 +77,9 @@ class Intake:
         self._stashed_bytes = 0
         self._aside_used = False
         self.aside = Aside(settings.cuda_graphs)
-        self.capture = Capture(model, self._receive, self._wanted, self._before_forward, settings.batch_dim)
+        self.capture = Capture(
+            model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
+        )
         self.watch = GradientWatch([])
         self.set_parameters(parameters)
 
@@ -92,44 +101,78 @@ class Intake:
         )
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Assign the trained parameters to blocks. Blocks that stay as they were keep their state."""
-        chosen = list(parameters)
-        blocks = self.blocks_of(chosen)
-        before = {tuple(b.parameters.values()): b for b in self.blocks}
-        for i, block in enumerate(blocks):
-            known = before.get(tuple(block.parameters.values()))
-            if known is not None and known.covered == block.covered:
-                blocks[i] = known
-            else:
-                for parameter in block.parameters.values():
-                    self._forget(parameter)
-        self.parameters = chosen
+        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
+        offered = list(parameters)
+        blocks = self.blocks_of(offered)
+        before = {_members(b): b for b in self.blocks}
+        blocks = [before.get(_members(b), b) for b in blocks]
+        new = [b for b in blocks if b not in before.values()]
+        for block in before.values():
+            if block not in blocks:
+                self._put_away[_members(block)] = block, self._pop_state(block)
+        for block in new:
+            self._pop_state(block)
+        blocks = [self._bring_back(b) for b in blocks]
+        self.offered = offered
+        self.parameters = [p for p in offered if p.requires_grad]
         self.blocks = blocks
         self.generation += 1
         self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
-        self.fingerprints.unprobed |= {b for b in blocks if b.covered and b not in before.values()}
-        self._layout = tuple(p.requires_grad for p in chosen)
+        self.fingerprints.unprobed |= {b for b in new if b in blocks and b.covered}
+        self._layout = tuple(p.requires_grad for p in offered)
         self.capture.attach(blocks)
-        self.watch.attach(chosen)
+        self.watch.attach(self.parameters)
         self._sums = {b: s for b, s in self._sums.items() if b in set(blocks)}
 
-    def _forget(self, parameter: nn.Parameter) -> None:
-        momentum = self.state.get(parameter, {}).get("momentum_buffer")
-        self.state.pop(parameter, None)
-        if momentum is not None:
-            self.state[parameter]["momentum_buffer"] = momentum
+    def _pop_state(self, block: Block) -> State:
+        """Take a block's state away; momentum, which belongs to the parameter, stays."""
+        state = dict(self.state.pop(block.key, {}))
+        if "momentum_buffer" in state:
+            self.state[block.key]["momentum_buffer"] = state.pop("momentum_buffer")
+        return state
+
+    def _bring_back(self, block: Block) -> Block:
+        if _members(block) not in self._put_away:
+            return block
+        known, state = self._put_away.pop(_members(block))
+        if state:
+            self.state[known.key].update(state)
+        return known
 
     def check_layout(self) -> None:
-        """Follow parameters that were frozen or unfrozen; such a layer starts anew."""
-        if tuple(p.requires_grad for p in self.parameters) != self._layout:
-            self.set_parameters(self.parameters)
+        """Follow parameters that were frozen or unfrozen."""
+        layout = tuple(p.requires_grad for p in self.offered)
+        if layout != self._layout and any(layout):
+            self.set_parameters(self.offered)
 
-    def _before_forward(self) -> None:
-        """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say."""
+    def _before_forward(self) -> bool:
+        """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
+
+        Returns:
+            Whether to capture: not where the whole model is frozen, as another's adversary.
+        """
+        if not any(p.requires_grad for p in self.offered):
+            return False
         self.check_layout()
         self.watch.before_forward()
         if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
             self.drop()
+        return True
+
+    def _lands(self, block: Block | None) -> bool:
+        """Whether the backward pass under way brings a gradient to a block's parameters, or to any."""
+        return any(map(self._reached, self.parameters if block is None else block.parameters.values()))
+
+    def _reached(self, parameter: nn.Parameter) -> bool:
+        known = self._accumulators.get(parameter)
+        try:
+            if known is not None and torch._C._will_engine_execute_node(known):
+                return True
+            # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
+            found = self._accumulators[parameter] = get_gradient_edge(parameter).node
+            return bool(torch._C._will_engine_execute_node(found))
+        except RuntimeError:
+            return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad
 
     # --- what this step will need ---------------------------------------------------------------------------------
 
@@ -182,8 +225,14 @@ class Intake:
         if self._keeps_for_step(block, calls, n):
             self.stash.setdefault(block, []).append((calls, n))
             self._hold(calls)
-        else:
-            self._take(block, calls, n, hold=self._renews(block))
+            return
+        if self._may_use_rows(block):  # rows of several batches are of no use to the step
+            for earlier, count in self.stash.pop(block, []):
+                self._take(block, earlier, count, hold=self._renews(block))
+                for call in earlier:
+                    self.capture.held.remove(call.x)
+                    self.capture.held.remove(call.d)
+        self._take(block, calls, n, hold=self._renews(block))
 
     def _hold(self, calls: list[Call]) -> None:
         for call in calls:
@@ -198,6 +247,8 @@ class Intake:
         if self.capture.aside or len(calls) > 1:
             return False
         if self._may_use_rows(block):
+            if block in self.stash or block in self._sums:
+                return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self.method.needs_examples and count == n)
         if not self.graphs_possible or block in self.fingerprints.unprobed:
@@ -299,7 +350,7 @@ class Intake:
             stacklevel=2,
         )
         self.silent.update(p for b in missing for p in b.parameters.values())
-        self.set_parameters(self.parameters)
+        self.set_parameters(self.offered)
 
     def is_plain_step(self) -> bool:
         """Whether the step has nothing that only the eager way can do, so that a graph may hold it.
@@ -341,7 +392,7 @@ class Intake:
         if world_size() == 1:
             return float(counts[0]), float(counts[1])
         expected = {b: self._expected(b) for b in self.blocks if b.covered}
-        n, n_statistics = reduce_over_processes(self._sums, expected, counts)
+        n, n_statistics = reduce_over_processes(self._sums, expected, counts, self.parameters[0].device)
         return n, n_statistics
 
     def _loss_scale(self) -> float | Tensor:
@@ -349,3 +400,8 @@ class Intake:
         if scaler is None or not scaler.is_enabled():
             return 1.0
         return scaler.scale(torch.ones((), device=self.parameters[0].device))
+
+
+def _members(block: Block) -> tuple[bool, tuple[nn.Parameter, ...]]:
+    """What makes a block the same as one before."""
+    return block.covered, tuple(block.parameters.values())

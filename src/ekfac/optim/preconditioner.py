@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ekfac.curvature.factors import no_autocast
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary
 from ekfac.optim import checkpoint, exchange, options
@@ -54,8 +55,8 @@ class Preconditioner:
         self.model = model
         self.damping = damping
         self.state: defaultdict[Tensor, State] = defaultdict(dict)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.engine = build_engine("Preconditioner", model, trained, self.state, dict(arguments), also=("damping",))
+        parameters = list(model.parameters())
+        self.engine = build_engine("Preconditioner", model, parameters, self.state, dict(arguments), also=("damping",))
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
@@ -66,7 +67,8 @@ class Preconditioner:
         """
         epsilon = options.damping("damping", self.damping, self.engine.applied_steps)
         update = Update(lambda block: epsilon)
-        directions = self.engine.directions(update)
+        with no_autocast(self.engine.parameters[0].device):
+            directions = self.engine.directions(update)
         if directions is None:
             for p in self.engine.parameters:
                 p.grad = None
@@ -76,7 +78,8 @@ class Preconditioner:
                 if p.grad is not None:
                     p.grad.copy_(step)
         if directions:
-            self.engine.finish(update)
+            with no_autocast(self.engine.parameters[0].device):
+                self.engine.finish(update)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -112,9 +115,7 @@ class Preconditioner:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict)
         parameters = dict(self.model.named_parameters())
-        state: dict[Tensor, State] = {
-            parameters[n]: checkpoint.on_device(s, parameters[n].device) for n, s in state_dict["state"].items()
-        }
+        state = checkpoint.converted(self.engine, {parameters[n]: s for n, s in state_dict["state"].items()})
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)

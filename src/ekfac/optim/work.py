@@ -28,6 +28,7 @@ class Work:
         n: The number of examples behind the gradient.
         n_statistics: The number of examples behind the statistics.
         rescaled: What each gradient that was touched since backward must be multiplied by to be as it was left.
+        unknown: Layers of which nothing is known yet, and whose gradient is zero.
         bad: True on the device in a step that must change nothing; None where that is known not to be so.
     """
 
@@ -35,6 +36,7 @@ class Work:
     n: float | Tensor = 0.0
     n_statistics: float | Tensor = 0.0
     rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    unknown: set[Block] = field(default_factory=set)
     bad: Tensor | None = None
 
     def masked(self, tensor: Tensor) -> Tensor:
