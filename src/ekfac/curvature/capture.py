@@ -357,15 +357,6 @@ class Capture:
         record.waiting = {}
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Other captures on the same layers see nothing of what happens inside."""
-        others = [c for c in _ATTACHED if c is not self and not c._uses.keys().isdisjoint(self._uses)]
-        with ExitStack() as stack:
-            for capture in others:
-                stack.enter_context(capture.paused())
-            yield
-
-    @contextmanager
     def statistics_aside(self) -> Iterator[None]:
         """Backward passes inside are not the training loss's: they are captured apart from its examples."""
         self.aside = True
@@ -375,6 +366,17 @@ class Capture:
                 self._hand_on(record)
         finally:
             self.aside = False
+
+
+@contextmanager
+def unseen(model: nn.Module) -> Iterator[None]:
+    """No capture that is on the model now sees what happens inside."""
+    modules = set(model.modules())
+    with ExitStack() as stack:
+        for capture in list(_ATTACHED):
+            if not modules.isdisjoint(capture._uses):
+                stack.enter_context(capture.paused())
+        yield
 
 
 def remove_hooks(handles: list[RemovableHandle]) -> None:

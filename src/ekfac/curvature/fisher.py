@@ -14,6 +14,7 @@ from ekfac import checks
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.batches import Progress
 from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.capture import unseen
 from ekfac.curvature.eigenbasis import Basis, eigh_with_fallback
 from ekfac.curvature.estimates import Estimate
 from ekfac.curvature.layers import Call
@@ -111,7 +112,7 @@ def fisher(
             "batches is an iterator, which can be read only once, and EKFAC reads the data twice: pass a DataLoader or "
             "a list of batches"
         )
-    with evaluation_copy(model, dtype, device) as (inner, cast):
+    with unseen(model), evaluation_copy(model, dtype, device) as (inner, cast):
         data = Data(inner, batches, how, cast, bar)
 
         def blocks_of(silent: Collection[nn.Parameter] = ()) -> list[Block]:

@@ -258,8 +258,7 @@ def captured(
     handles = [m.register_forward_hook(remember) for m in dict.fromkeys(m for b in blocks for m in b.uses)]
     try:
         capture.attach(blocks)
-        with capture.alone():
-            yield capture, edges
+        yield capture, edges
     finally:
         for handle in handles:
             handle.remove()

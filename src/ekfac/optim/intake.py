@@ -164,6 +164,8 @@ class Intake:
         return any(map(self._reached, self.parameters if block is None else block.parameters.values()))
 
     def _reached(self, parameter: nn.Parameter) -> bool:
+        if not parameter.requires_grad:
+            return False
         known = self._accumulators.get(parameter)
         try:
             if known is not None and torch._C._will_engine_execute_node(known):
