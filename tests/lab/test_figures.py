@@ -108,21 +108,55 @@ def test_scheduled_runs_go_to_their_own_figure_and_nowhere_else() -> None:
     assert titles(figure) == [
         "(a) VGG11, training loss",
         "(b) VGG11, wall-clock time",
-        "(a) ResNet34, training loss",
-        "(b) ResNet34, wall-clock time",
+        "(c) ResNet34, training loss",
+        "(d) ResNet34, wall-clock time",
     ]
     assert "halved every 20 epochs" in figure.get_suptitle()
 
 
-def test_batch_sizes_have_panels_by_epoch_and_one_by_iteration() -> None:
+def test_batch_sizes_have_panels_by_epoch_and_methods_panels_by_iteration_and_time() -> None:
     figure = drawn("batch-size", cifar_runs())
-    assert titles(figure) == [
-        f"{net}, {what}"
-        for net in ("VGG11", "ResNet34")
-        for what in ("batch 200", "batch 500", "by iteration", "by wall-clock time")
-    ]
-    x, _ = curve(figure, "VGG11, by iteration", "KFAC freq=500, batch 200")
+    methods = ("KFAC freq=500", "EKFAC-ra freq=500")
+    whats = ["batch 200", "batch 500"]
+    whats += [f"{name},\n{how}" for how in ("by iteration", "by wall-clock time") for name in methods]
+    assert titles(figure) == [f"{net}, {what}" for net in ("VGG11", "ResNet34") for what in whats]
+    x, _ = curve(figure, "VGG11, KFAC freq=500,\nby iteration", "KFAC freq=500, batch 200")
     assert x == [0, 10, 20, 30, 40]
+    limits = {axis.get_ylim() for axis in figure.axes[:2]}
+    assert len(limits) == 1, "what stands side by side has one scale"
+
+
+@pytest.mark.parametrize("name", ["vgg11", "schedule", "batch-size", "autoencoder", "frequency", "comparison"])
+def test_where_nothing_was_timed_there_is_no_panel_over_time(name: str) -> None:
+    if name in ("vgg11", "schedule", "batch-size"):
+        runs = cifar_runs(halve_every=20 if name == "schedule" else None)
+    else:
+        base = TrainConfig("autoencoder", "kfac", dataset="mnist-5k", refresh_every=50)
+        runs = [made_up(replace(base, optimizer=one), 0.5, floor=45.76) for one in ("kfac", "ekfac-ra")]
+    measures = Measures()
+    distances = {each: [1.0, 2.0] for each in ("KFAC", "EKFAC", "EKFAC-ra")}
+    values = {"steps": [0, 50], "distances": distances, "norms": [1.0, 1.0]}
+    measures.put("frequency", values, "mnist-5k")
+    for timed in (True, False):
+        for one in runs:
+            one.timed = timed
+        with style.styled():
+            figure = FIGURES.get(name).draw(Request(runs, measures=measures))
+        assert any("time" in title for title in titles(figure)) is timed
+        letters = [title[1] for title in titles(figure) if title.startswith("(")]
+        assert letters == sorted(letters) and letters == list("abcd"[: len(letters)]), "no letter is left out"
+
+
+def test_a_comparison_needs_two_methods() -> None:
+    one = made_up(TrainConfig("vgg11", "sgd", dataset="cifar10", lr=0.1, batch_size=200), 0.5)
+    with pytest.raises(LabError, match="at least two methods on one task"):
+        drawn("comparison", [one])
+
+
+def test_a_curve_that_rises_at_first_stays_in_its_panel() -> None:
+    run = made_up(TrainConfig("autoencoder", "kfac", dataset="mnist", refresh_every=50), 0.5)
+    run.history[1]["train_loss"] = 5 * run.history[0]["train_loss"]
+    assert drawn("autoencoder", [run]).axes[0].get_ylim()[1] > run.history[1]["train_loss"]
 
 
 def test_autoencoder_takes_the_best_setting_and_shows_the_plane() -> None:
@@ -167,9 +201,6 @@ def test_only_timed_runs_count_in_seconds_and_additions_have_a_dagger() -> None:
     assert x == [0, 2, 4, 6, 8] and numpy.allclose(y, [2 * 0.5**e for e in range(5)])
     assert numpy.allclose(curve(figure, "(a)", "Muon")[1], [0.5**e + 0.6**e for e in range(5)])
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["Muon †"]
-    alone.timed = False
-    with pytest.raises(StopIteration):
-        curve(drawn("autoencoder", [alone, beside]), "(b)", "Muon")
 
 
 def test_sensitivity_counts_what_ends_near_each_methods_own_best() -> None:
@@ -310,7 +341,7 @@ def test_quick_makes_the_runs_it_needs_once(tmp_path: Path, monkeypatch: pytest.
     said: list[str] = []
     made = make(["autoencoder"], tmp_path, quick=True, say=said.append)
     assert all(file.stat().st_size > 10_000 for file in made[0].files)
-    assert len(list((tmp_path / "quick-runs").iterdir())) == 5
+    assert len(list((tmp_path / "quick-runs").iterdir())) == 6
     stamps = [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("metrics.jsonl"))]
     make(["autoencoder"], tmp_path, quick=True)
     assert [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("metrics.jsonl"))] == stamps

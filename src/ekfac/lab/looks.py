@@ -12,7 +12,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#7F7F7F"
 # Apart from those in lightness too.
-OLIVE, BROWN, PURPLE = "#999933", "#8C510A", "#AA3377"
+INDIGO, BROWN, PURPLE = "#332288", "#8C510A", "#AA3377"
 
 FAMILIES = {
     "SGD": (GREY, "v"),
@@ -22,16 +22,16 @@ FAMILIES = {
     "KFAC": (RED, "s"),
     "EKFAC": (BLUE, "o"),
     "EKFAC-ra": (GREEN, "P"),
-    "AdamW": (OLIVE, ">"),
-    "AdamW + BN": (OLIVE, "H"),
+    "AdamW": (INDIGO, ">"),
+    "AdamW + BN": (INDIGO, "H"),
     "Muon": (SKY, "*"),
     "Muon + BN": (SKY, "p"),
     "SOAP": (BROWN, "h"),
     "SOAP + BN": (BROWN, "d"),
     "EKFAC (defaults)": (PURPLE, "X"),
 }
-# With batch-norm they have the same colour and a whole line.
-_DASHED = {"Adam", "AdamW", "Muon", "SOAP"}
+# With batch-norm they have the same colour and a whole line. AdamW often lies on Adam: its gaps let that be seen.
+_STYLES = {"Adam": 1, "Muon": 1, "SOAP": 1, "AdamW": 2, "AdamW + BN": 3}
 _SPARE = [(PINK, "X"), (SKY, "*"), (GREY, "h"), (ORANGE, "p"), (BLUE, "d"), (RED, ">"), (PINK, "8"), (SKY, "x")]
 
 
@@ -66,7 +66,7 @@ def lines(labels: Iterable[str]) -> dict[str, Line]:
         family, variant = split(label)
         if family not in known:
             known[family] = next(spare)
-        number = variants.index(variant) if variant else int(family in _DASHED)
+        number = variants.index(variant) if variant else _STYLES.get(family, 0)
         found[label] = Line(*known[family], number)
     return found
 

@@ -10,14 +10,17 @@ from matplotlib.gridspec import SubplotSpec
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, whole
+from ekfac.lab.figures.curves import ABOVE, draw_curves, has_times, loss_axis, whole
 from ekfac.lab.figures.plane import draw_plane, has_plane, loss_at, scale
 from ekfac.lab.looks import split
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, best_of_each, by_method, curves
 
-PANELS = (("train_loss", "epoch"), ("train_loss", "seconds"), ("validation_loss", "epoch"))
-TITLES = ("(a) training loss", "(b) wall-clock time", "(c) validation loss")
+PANELS = {
+    "training loss": ("train_loss", "epoch"),
+    "wall-clock time": ("train_loss", "seconds"),
+    "validation loss": ("validation_loss", "epoch"),
+}
 PLANE_EPOCH = 20
 # What the paper compares; all else is an addition to it.
 PAPER = {"SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"}
@@ -29,7 +32,10 @@ def settings() -> list[TrainConfig]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw (a) to (c) from the best setting of each method, (d) from all settings that share one batch size."""
+    """Draw curves of the best setting of each method, and below them all settings that share one batch size.
+
+    Where no run was timed, there is no panel over time.
+    """
     finished = curves(run for run in request.runs if run.status != "unfinished")
     groups, best = by_method(finished), best_of_each(finished)
     planes = {name: _one_batch_size(group) for name, group in groups.items() if has_plane(_one_batch_size(group))}
@@ -37,23 +43,24 @@ def draw(request: Request) -> Figure:
     height = 3.9 if more else 2.8
     figure = Figure(figsize=(9.0 if more else 7.5, height + 2.8 if planes else height))
     rows = figure.add_gridspec(2 if planes else 1, 1, height_ratios=(height, 2.5) if planes else (1,))
-    top = rows[0].subgridspec(1, 3)
-    axes = [figure.add_subplot(top[0, column]) for column in range(3)]
+    panels = {heading: panel for heading, panel in PANELS.items() if panel[1] != "seconds" or has_times(best.values())}
+    top = rows[0].subgridspec(1, len(panels))
+    axes = [figure.add_subplot(top[0, column]) for column in range(len(panels))]
     looks = style.lines(style.ordered(best))
-    for axis, (name, x), heading in zip(axes, PANELS, TITLES, strict=True):
+    for number, (axis, (heading, (name, x))) in enumerate(zip(axes, panels.items(), strict=True)):
         entries = {label: whole(curve, name, x, above_floor=True) for label, curve in best.items()}
         draw_curves(axis, entries, looks)
         loss_axis(axis, list(entries.values()), name, x, ABOVE)
-        axis.set_title(heading)
+        axis.set_title(f"{style.letter(number)} {heading}")
     if planes:
-        _planes(figure, rows[1], planes)
+        _planes(figure, rows[1], planes, style.letter(len(panels)))
     added = {name for name in best if split(name)[0] not in PAPER}
     figure.suptitle(title(request) + ("\n† not in the paper" if added else ""))
     style.share_legend(figure, axes, marked=added)
     return figure
 
 
-def _planes(figure: Figure, place: SubplotSpec, planes: Mapping[str, Sequence[Curve]]) -> None:
+def _planes(figure: Figure, place: SubplotSpec, planes: Mapping[str, Sequence[Curve]], letter: str) -> None:
     names = style.ordered(planes)
     cells = place.subgridspec(1, len(names))
     below = [figure.add_subplot(cells[0, column]) for column in range(len(names))]
@@ -63,7 +70,7 @@ def _planes(figure: Figure, place: SubplotSpec, planes: Mapping[str, Sequence[Cu
     norm = scale([loss_at(curve, epoch) for curve in everything], start)
     for number, (axis, name) in enumerate(zip(below, names, strict=True)):
         drawn = draw_plane(axis, planes[name], epoch, norm)
-        axis.set_title(f"{'(d) ' if number == 0 else ''}{name}")
+        axis.set_title(f"{letter + ' ' if number == 0 else ''}{name}")
         if number:
             axis.set_ylabel("")
     bar = figure.colorbar(drawn, ax=below, pad=0.02, aspect=18)

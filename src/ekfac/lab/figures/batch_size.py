@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.figures.cifar import NAMES, of_task, title
-from ekfac.lab.figures.curves import budgets, draw_curves, loss_axis
+from ekfac.lab.figures.curves import budgets, draw_curves, has_times, loss_axis, plain_log_ticks
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, Envelope, by_method, curves, per_epoch
 
@@ -29,36 +29,55 @@ def settings() -> list[TrainConfig]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw two rows a network: by epoch, one panel a batch size; then by iteration and by wall-clock, all sizes."""
+    """Draw three rows a network: by epoch, one panel a batch size; by iteration and by time, one panel a method."""
     found = {task: curves(filter(_of(task), request.runs)) for task in NAMES}
     found = {task: group for task, group in found.items() if group}
-    plain = style.lines(style.ordered({curve.label for group in found.values() for curve in group}))
-    figure, axes = style.panels(2 * len(found), 3, height=1.95)
-    for row, (task, group) in enumerate(found.items()):
-        top, bottom = axes[6 * row : 6 * row + 3], axes[6 * row + 3 : 6 * row + 6]
-        sized = style.lines({_with_size(curve) for curve in group})
-        sizes = sorted({curve.config.batch_size for curve in group})
-        for axis, size in zip(top, sizes, strict=False):
-            rivals = by_method([curve for curve in group if curve.config.batch_size == size])
-            _panel(axis, {name: per_epoch(g) for name, g in rivals.items()}, plain, "epoch", label=False)
-            axis.set_title(f"{NAMES[task]}, batch {size}")
-        for axis in top[len(sizes) :]:
+    rows = [row for task, group in found.items() for row in _rows(task, group)]
+    figure, axes = style.panels(len(rows), max(map(len, rows)), height=1.95)
+    columns = len(axes) // len(rows)
+    for number, row in enumerate(rows):
+        for axis in axes[columns * number + len(row) : columns * (number + 1)]:
             axis.set_axis_off()
-        everything = by_method(group, _with_size)
-        _panel(bottom[0], {n: per_epoch(g, x="step") for n, g in everything.items()}, sized, "step", label=True)
-        bottom[0].set_title(f"{NAMES[task]}, by iteration")
-        _panel(bottom[1], {n: budgets(g) for n, g in everything.items()}, sized, "seconds", label=False)
-        bottom[1].set_title(f"{NAMES[task]}, by wall-clock time")
-        bottom[2].set_axis_off()
-        handles, labels = bottom[0].get_legend_handles_labels()
-        bottom[2].legend(handles, labels, loc="center left", **style.HANDLES)
+        for axis, panel in zip(axes[columns * number :], row, strict=False):
+            draw_curves(axis, panel.entries, style.lines(panel.entries))
+            loss_axis(axis, list(panel.entries.values()), "train_loss", panel.x)
+            axis.set_title(panel.title)
+            axis.legend(fontsize=6, **style.HANDLES)
+        # What stands side by side is read on one scale.
+        beside = axes[columns * number : columns * number + len(row)]
+        low, high = (bound([axis.get_ylim()[end] for axis in beside]) for end, bound in enumerate((min, max)))
+        for axis in beside:
+            axis.set_ylim(low, high)
+            plain_log_ticks(axis)
     figure.suptitle(title(request, list(found), ": impact of batch size"))
     return figure
 
 
-def _panel(axis: Axes, entries: dict[str, Envelope], looks: dict[str, style.Line], x: str, label: bool) -> None:
-    draw_curves(axis, entries, looks, label=label)
-    loss_axis(axis, list(entries.values()), "train_loss", x)
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    x: str
+    entries: dict[str, Envelope]
+
+
+def _rows(task: str, group: Sequence[Curve]) -> list[list[_Panel]]:
+    """Return a network's rows of panels; without the one over time where no run was timed."""
+    methods = by_method(group)
+    top = []
+    for size in sorted({curve.config.batch_size for curve in group}):
+        rivals = by_method([curve for curve in group if curve.config.batch_size == size])
+        entries = {name: per_epoch(found) for name, found in rivals.items()}
+        top.append(_Panel(f"{NAMES[task]}, batch {size}", "epoch", entries))
+    rows = [top]
+    for x, words in (("step", "by iteration"), ("seconds", "by wall-clock time")):
+        row = []
+        for name in style.ordered(methods):
+            sizes = by_method(methods[name], _with_size)
+            entries = {n: per_epoch(g, x=x) if x == "step" else budgets(g) for n, g in sizes.items()}
+            row.append(_Panel(f"{NAMES[task]}, {name},\n{words}", x, entries))
+        if x == "step" or has_times(group):
+            rows.append(row)
+    return rows
 
 
 def _of(task: str) -> Callable[[Run], bool]:

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.figures.curves import budgets, draw_curves, loss_axis, whole
+from ekfac.lab.figures.curves import budgets, draw_curves, has_times, loss_axis, whole
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, best_validation, by_method, curves, per_epoch
 from ekfac.lab.tasks import TASKS
@@ -44,27 +44,29 @@ def title(request: Request, tasks: Sequence[str], what: str = "") -> str:
 
 
 def draw(task: str) -> Callable[[Request], Figure]:
-    """Return what draws a network's three panels."""
+    """Return what draws a network's three panels, two where no run was timed."""
 
     def figure_of(request: Request) -> Figure:
         groups = by_method(usual_batch_size(curves(filter(of_task(task), request.runs))))
         looks = style.lines(style.ordered(groups))
-        figure, axes = style.panels(1, 3, height=2.9)
-        for axis, x in zip(axes, ("epoch", "seconds"), strict=False):
+        timed = has_times(curve for group in groups.values() for curve in group)
+        panels = {"epoch": "training loss", "seconds": "wall-clock time"} if timed else {"epoch": "training loss"}
+        figure, axes = style.panels(1, len(panels) + 1, height=2.9)
+        for number, (axis, (x, heading)) in enumerate(zip(axes, panels.items(), strict=False)):
             select = per_epoch if x == "epoch" else budgets
             entries = {name: select(group) for name, group in groups.items()}
             draw_curves(axis, entries, looks)
             loss_axis(axis, list(entries.values()), "train_loss", x)
-        axes[0].set_title("(a) training loss")
-        axes[1].set_title("(b) wall-clock time")
+            axis.set_title(f"{style.letter(number)} {heading}")
+        last = axes[-1]
         best = {name: best_validation(group) for name, group in groups.items()}
         for name, line in (("train_accuracy", "-"), ("validation_accuracy", (0, (4, 2)))):
             entries = {label: whole(curve, name, "epoch") for label, curve in best.items() if curve is not None}
-            draw_curves(axes[2], entries, looks, linestyle=line, label=False)
-        axes[2].set_title("(c) accuracy\n(solid is train, dash is validation)")
-        axes[2].set_xlabel("epoch")
-        axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        axes[2].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            draw_curves(last, entries, looks, linestyle=line, label=False)
+        last.set_title(f"{style.letter(len(panels))} accuracy\n(solid is train, dash is validation)")
+        last.set_xlabel("epoch")
+        last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        last.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         figure.suptitle(title(request, [task]))
         style.share_legend(figure, axes)
         return figure

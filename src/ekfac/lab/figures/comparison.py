@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,41 +10,50 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, whole
+from ekfac.lab.figures.curves import ABOVE, draw_curves, has_times, loss_axis, whole
+from ekfac.lab.registry import LabError
+from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, best_of_each, by_method, curves
 
 NAMES = {"autoencoder": "Auto-encoder", "classifier": "Classifier", "vgg11": "VGG11", "resnet34": "ResNet34"}
 NAMES |= {"charlm": "Transformer"}
 
 
-def chosen(request: Request) -> dict[str, dict[str, Curve]]:
-    """Return each task's methods, each at the setting with the lowest final training loss."""
+def chosen(runs: Iterable[Run]) -> dict[str, dict[str, Curve]]:
+    """Return each task's methods, each at the setting with the lowest final training loss; two at least."""
     found: dict[str, dict[str, Curve]] = {}
-    finished = curves(run for run in request.runs if run.status != "unfinished")
+    finished = curves(run for run in runs if run.status != "unfinished")
     for task, group in by_method(finished, lambda curve: str(curve.config.task)).items():
         found[task] = best_of_each(group)
     order = [*NAMES, *found]
-    return {task: found[task] for task in sorted(found, key=order.index) if found[task]}
+    return {task: found[task] for task in sorted(found, key=order.index) if len(found[task]) > 1}
 
 
 def draw(request: Request) -> Figure:
-    """Draw three panels a task; bands are the standard error of the mean over seeds."""
-    tasks = chosen(request)
-    figure, axes = style.panels(max(1, len(tasks)), 3, height=2.15, width=9.0)
+    """Draw three panels a task, two where no run was timed; bands are the standard error of the mean over seeds."""
+    tasks = chosen(request.runs)
+    if not tasks:
+        raise LabError("figure comparison needs runs of at least two methods on one task")
+    timed = has_times(curve for best in tasks.values() for curve in best.values())
+    columns = 3 if timed else 2
+    figure, axes = style.panels(len(tasks), columns, height=2.15, width=3.0 * columns)
     looks = style.lines({name for best in tasks.values() for name in best})
     for row, (task, best) in enumerate(tasks.items()):
-        left, middle, right = axes[3 * row : 3 * row + 3]
+        left, *middle, right = axes[columns * row : columns * (row + 1)]
         dataset = next(iter(best.values())).config.dataset
         floor = any(curve.floor > 0 for curve in best.values())
-        for axis, x in ((left, "epoch"), (middle, "seconds")):
+        for axis, x in zip((left, *middle), ("epoch", "seconds"), strict=False):
+            if x == "seconds" and not has_times(best.values()):
+                axis.set_axis_off()
+                continue
             entries = {
                 name: whole(curve, "train_loss", x, above_floor=True, standard_error=True)
                 for name, curve in best.items()
             }
             draw_curves(axis, entries, looks)
             loss_axis(axis, list(entries.values()), "train_loss", x, ABOVE if floor else "")
-        left.set_title(f"{NAMES.get(task, task)} on {dataset}, by epoch")
-        middle.set_title("by training time")
+            how = "by training time" if x == "seconds" else f"{NAMES.get(task, task)} on {dataset}, by epoch"
+            axis.set_title(how)
         _validation(right, best, looks)
     note = f"\n{quick.NOTE_COMPARISON}" if request.quick else ""
     figure.suptitle(f"EKFAC with the library's defaults beside rivals at the best of their settings{note}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -17,6 +17,8 @@ NAMES = {"train_loss": "training loss", "validation_loss": "validation loss"}
 ABOVE = " above floor"
 # Times as different as this call for a logarithmic axis.
 LONG = 6.0
+# A curve that rises to this many times its start stays in the panel; what a diverging setting reached does not.
+ROOM = 10.0
 
 
 def whole(curve: Curve, name: str, x: str, *, above_floor: bool = False, standard_error: bool = False) -> Envelope:
@@ -32,8 +34,7 @@ def whole(curve: Curve, name: str, x: str, *, above_floor: bool = False, standar
     if x == "seconds":
         timed = curve.timed
         if timed is None:
-            nothing = numpy.empty(0)
-            return Envelope(nothing, nothing, nothing, nothing, [])
+            return _nothing()
         curve = timed
     floor = curve.floor_of(name) if above_floor else 0.0
     value = curve.mean(name) - floor
@@ -43,12 +44,28 @@ def whole(curve: Curve, name: str, x: str, *, above_floor: bool = False, standar
     return Envelope(curve.mean(x)[keep], value[keep], low[keep], high[keep], [curve] * int(keep.sum()))
 
 
+def has_times(found: Iterable[Curve]) -> bool:
+    """Tell whether any of some settings was timed; else a panel over time has nothing to show and is left out."""
+    return any(curve.timed is not None for curve in found)
+
+
 def budgets(candidates: Sequence[Curve], name: str = "train_loss") -> Envelope:
-    """Return the best at each time budget, with points only where it changes: between them nothing new is known."""
-    found = per_time(candidates, name)
+    """Return the best at each time budget of those that were timed.
+
+    There are points only where it changes: between them nothing new is known.
+    """
+    timed = [curve.timed for curve in candidates if curve.timed is not None]
+    if not timed:
+        return _nothing()
+    found = per_time(timed, name)
     keep = numpy.concatenate([[True], found.value[1:] != found.value[:-1]])[: len(found.x)]
     chosen = [curve for curve, kept in zip(found.chosen, keep, strict=True) if kept]
     return Envelope(found.x[keep], found.value[keep], found.low[keep], found.high[keep], chosen)
+
+
+def _nothing() -> Envelope:
+    empty = numpy.empty(0)
+    return Envelope(empty, empty, empty, empty, [])
 
 
 def draw_curves(
@@ -60,17 +77,19 @@ def draw_curves(
     label: bool = True,
 ) -> None:
     """Draw curves, each with a band from the lowest to the highest seed where there are several."""
-    for name in style.ordered(found):
+    for number, name in enumerate(style.ordered(found)):
         curve, look = found[name], looks[name]
         if not len(curve.x):
             continue
+        # Markers of curves that lie on each other stand side by side.
+        every = max(1, len(curve.x) // 8)
         axis.plot(
             curve.x,
             curve.value,
             color=look.color,
             marker=look.marker,
             linestyle=style.linestyle(look) if linestyle is None else linestyle,
-            markevery=max(1, len(curve.x) // 8),
+            markevery=(number % every, every),
             markerfacecolor="white",
             label=name if label else None,
         )
@@ -86,14 +105,12 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, above: s
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.1, 1.0)
     # What a diverging setting reached would squeeze all that is of interest into a corner.
     start = max((float(c.value[0]) for c in found if len(c.value)), default=high)
-    high = min(high, 2 * start)
+    high = min(high, ROOM * start)
     axis.set_ylim(low / 1.15, high * 1.15)
     plain_log_ticks(axis)
     axis.set_xlabel(AXES[x])
     axis.set_ylabel(NAMES.get(name, name) + above)
     ends = [float(c.x[-1]) for c in found if len(c.x)]
-    if not ends:
-        axis.text(0.5, 0.5, "not timed" if x == "seconds" else "no runs", ha="center", transform=axis.transAxes)
     if x == "seconds" and len(ends) > 1 and max(ends) > LONG * min(ends):
         # One slow method would squeeze all the others into a corner. Time zero is not on such an axis.
         axis.set_xscale("log", nonpositive="mask")

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.figures.curves import ABOVE, draw_curves, loss_axis, plain_log_ticks, whole
+from ekfac.lab.figures.curves import ABOVE, draw_curves, has_times, loss_axis, plain_log_ticks, whole
 from ekfac.lab.figures.drift import Drift, spectra
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, best_of_each, curves
@@ -20,29 +20,30 @@ OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
 
 
 def draw(request: Request) -> Figure:
-    """Draw (a) and (b) from runs at several frequencies; compute (c) on the spot, by itself if there are no runs."""
+    """Draw losses from runs at several frequencies; compute the spectra on the spot, by themselves without runs."""
     best = best_of_each(curves(filter(takes, request.runs)))
-    figure, axes = style.panels(1, 3, height=3.0) if best else style.panels(1, 1, height=3.0, width=4.5)
-    if best:
-        _losses(axes[:2], best)
-    _spectra(axes[-1], request)
+    panels = {"epoch": "training loss", "seconds": "wall-clock time"} if best else {}
+    if not has_times(best.values()):
+        panels.pop("seconds", None)
+    figure, axes = style.panels(1, len(panels) + 1, height=3.0, width=(4.5, 6.5, 7.5)[len(panels)])
+    _losses(axes[:-1], best, panels)
+    _spectra(axes[-1], request, style.letter(len(panels)))
     datasets = ", ".join(sorted({str(run.config.dataset) for run in request.runs})) or request.dataset
     note = f" on {datasets}"
     if request.quick:
-        note = f"\n{quick.NOTE_DIGITS} in (a) and (b); full size in (c)"
+        note = f"\n{quick.NOTE_DIGITS}; the spectra at full size"
     figure.suptitle(f"Frequency of renewal, deep auto-encoder{note}")
     style.share_legend(figure, axes[:-1], columns=3)
     return figure
 
 
-def _losses(axes: Sequence[Axes], best: Mapping[str, Curve]) -> None:
+def _losses(axes: Sequence[Axes], best: Mapping[str, Curve], panels: Mapping[str, str]) -> None:
     looks = style.lines(best)
-    for axis, x in zip(axes, ("epoch", "seconds"), strict=True):
+    for number, (axis, (x, heading)) in enumerate(zip(axes, panels.items(), strict=True)):
         entries = {name: whole(curve, "train_loss", x, above_floor=True) for name, curve in best.items()}
         draw_curves(axis, entries, looks)
         loss_axis(axis, list(entries.values()), "train_loss", x, ABOVE)
-    axes[0].set_title("(a) training loss")
-    axes[1].set_title("(b) wall-clock time")
+        axis.set_title(f"{style.letter(number)} {heading}")
 
 
 def measured(request: Request) -> Drift:
@@ -59,7 +60,7 @@ def measured(request: Request) -> Drift:
     return Drift(found["steps"], found["distances"])
 
 
-def _spectra(axis: Axes, request: Request) -> None:
+def _spectra(axis: Axes, request: Request, letter: str) -> None:
     drift = measured(request)
     for name, values in drift.distances.items():
         color, marker = style.FAMILIES[name]
@@ -69,7 +70,7 @@ def _spectra(axis: Axes, request: Request) -> None:
     plain_log_ticks(axis)
     axis.set_xlabel("iteration")
     axis.set_ylabel(r"$l_2$ distance to the spectrum of $G$")
-    axis.set_title("(c) spectra of the 4th layer,\nbasis of the start")
+    axis.set_title(f"{letter} spectra of the 4th layer,\nbasis of the start")
     axis.legend(loc="best", frameon=True)
 
 

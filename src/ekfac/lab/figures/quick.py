@@ -31,6 +31,7 @@ AUTOENCODER: dict[str, dict[str, Any]] = {
     "KFAC": {"optimizer": "kfac", "lr": 0.3, "damping": 0.1, "refresh_every": 10, "options": _CLIPPED},
     "EKFAC": {"optimizer": "ekfac", "lr": 0.03, "damping": 1e-3, "refresh_every": 10},
     "EKFAC-ra": {**_RA, "lr": 0.03, "damping": 1e-3, "refresh_every": 10},
+    "EKFAC (defaults)": {"optimizer": "ekfac-default"},
 }
 FACTORED = ("KFAC", "EKFAC", "EKFAC-ra")
 

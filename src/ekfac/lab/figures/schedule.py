@@ -8,7 +8,7 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.figures import quick, style
 from ekfac.lab.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.figures.cifar import NAMES, of_task, title, usual_batch_size
-from ekfac.lab.figures.curves import budgets, draw_curves, loss_axis
+from ekfac.lab.figures.curves import budgets, draw_curves, has_times, loss_axis
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import by_method, curves, per_epoch
 
@@ -23,21 +23,24 @@ def settings() -> list[TrainConfig]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw a row of two panels a network: by epoch and by wall-clock, selected for each."""
+    """Draw a row of two panels a network: by epoch and, where runs were timed, by wall-clock, selected for each."""
     tasks = [task for task in NAMES if any(map(of_task(task, scheduled=True), request.runs))] or list(NAMES)
-    figure, axes = style.panels(len(tasks), 2, height=2.3, width=6.5)
     groups = {
         task: by_method(usual_batch_size(curves(filter(of_task(task, scheduled=True), request.runs)))) for task in tasks
     }
+    timed = has_times(curve for group in groups.values() for found in group.values() for curve in found)
+    axes_of = ("epoch", "seconds") if timed else ("epoch",)
+    figure, axes = style.panels(len(tasks), len(axes_of), height=2.3, width=6.5 if timed else 4.0)
     looks = style.lines(style.ordered({name for group in groups.values() for name in group}))
     for row, task in enumerate(tasks):
-        for column, x in enumerate(("epoch", "seconds")):
-            axis = axes[2 * row + column]
+        for column, x in enumerate(axes_of):
+            place = len(axes_of) * row + column
+            axis = axes[place]
             entries = {n: (per_epoch if x == "epoch" else budgets)(group) for n, group in groups[task].items()}
             draw_curves(axis, entries, looks)
             loss_axis(axis, list(entries.values()), "train_loss", x)
             what = "training loss" if x == "epoch" else "wall-clock time"
-            axis.set_title(f"{style.letter(column)} {NAMES[task]}, {what}")
+            axis.set_title(f"{style.letter(place)} {NAMES[task]}, {what}")
     every = sorted({run.config.halve_every for run in request.runs if run.config.halve_every is not None})
     note = f", learning rate halved every {', '.join(map(str, every))} epochs" if every else ""
     figure.suptitle(title(request, tasks, note))
