@@ -612,6 +612,7 @@ class OracleEKFAC:
         self.layers: list[Layer] = []
         self.blocks: dict[str, BlockState] = {}
         self.diagonals: dict[str, BlockState] = {}
+        self.put_away: dict[tuple[str, Any], BlockState] = {}
         self.velocity: dict[str, Tensor] = {}
         if self.scaling_decay is None:
             self.scaling_decay = 0.0 if self.scaling == "per_example" else 0.95
@@ -642,13 +643,16 @@ class OracleEKFAC:
         """One step on the micro-batches; ``transform`` is what the user does to ``.grad`` (clipping, say).
 
         ``statistics`` is another loss and its batches, which factors and s* are taken from. A layer whose
-        trained parameters have changed since the last step starts anew.
+        trained parameters have changed since the last step starts anew, or where it was when they were the same.
         """
-        before = {layer.key: layer.names for layer in self.layers}
+        before = {layer.key: tuple(layer.names) for layer in self.layers}
         self.layers = find_layers(self.model, sua=self.sua, exclude=self.exclude, trained=self.trained)
-        now = {layer.key: layer.names for layer in self.layers}
+        now = {layer.key: tuple(layer.names) for layer in self.layers}
         for key in [key for key in self.blocks if now.get(key) != before.get(key)]:
-            del self.blocks[key]
+            self.put_away[key, before.get(key)] = self.blocks.pop(key)
+        for key, names in now.items():
+            if key not in self.blocks and (key, names) in self.put_away:
+                self.blocks[key] = self.put_away.pop((key, names))
         seen = observe(
             self.model, self.loss, batches, self.layers, loss_reduction=self.loss_reduction, count=self.count
         )
@@ -669,7 +673,9 @@ class OracleEKFAC:
         }
         seen.gradients = {name: g for name, g in seen.gradients.items() if name in parameters}
         for name in [name for name in self.diagonals if name not in parameters]:
-            del self.diagonals[name]
+            self.put_away[name, None] = self.diagonals.pop(name)
+        for name in [name for name in parameters if (name, None) in self.put_away]:
+            self.diagonals[name] = self.put_away.pop((name, None))
         wanted = dict(seen.gradients) if transform is None else transform(dict(seen.gradients))
         for name in wanted:
             if self.maximize:

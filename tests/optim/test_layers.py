@@ -483,7 +483,7 @@ def test_excluded_layers_are_diagonal(rule: str, chosen: dict[str, Any]) -> None
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("what", ["0", "2", "0.bias"])
 def test_freezing_and_unfreezing_in_mid_training(what: str, rule: str) -> None:
-    """A frozen parameter stands still; the rest trains as without it; unfrozen, its layer starts anew."""
+    """A frozen parameter stands still; the rest trains as without it; unfrozen, its layer is where it was."""
 
     model = mlp(3, 4, 3, 2)
     opt, oracle = make_pair(model, LOSSES["mean"], **COMMON, **RULES[rule])
