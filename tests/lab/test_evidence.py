@@ -12,7 +12,7 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.evidence import Record, fill, fill_pages
 from ekfac.lab.evidence.__main__ import main
 from ekfac.lab.evidence.pages import PAGES, SOURCES
-from ekfac.lab.evidence.pictures import draw
+from ekfac.lab.evidence.pictures import draw, pictures
 from ekfac.lab.evidence.record import MISSING, tried, write
 from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
@@ -98,6 +98,23 @@ def test_the_table_has_means_and_errors_of_the_longest_runs(record: Record) -> N
     assert SOURCES["epochs-500"](record) == MISSING
 
 
+def test_what_only_the_grid_has_is_shown_as_such_and_is_no_part_of_a_claim(record: Record) -> None:
+    put(record.folder / "mnist" / "seeds", 7, optimizer="ekfac-default", batch_size=500)
+    put(record.folder / "sensitivity", 1, optimizer="ekfac-default", batch_size=500, lr=0.01, damping=1e-8)
+    lines = SOURCES["epochs-500"](record).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| KFAC freq=50 ‡", "| EKFAC (defaults) †"]
+    assert lines[2].endswith("| lr 0.1, damping 0.1 | 6 | 1 |") or lines[2].endswith("| lr 0.1, damping 0.2 | 6 | 1 |")
+    assert "| 7.00 |" in lines[3] and lines[3].endswith("| no search | 1 |")
+    assert "batch 500" not in SOURCES["claim-epoch"](record)
+    picture = next(one for one in pictures(record) if one.suffix == "-500")
+    assert len(picture.runs) == 2, "one setting a method, the same as in the table"
+
+
+def test_a_comparison_of_one_method_is_no_picture(tmp_path: Path) -> None:
+    put(tmp_path / "comparison" / "vgg11" / "seeds", 1.0, task="vgg11", optimizer="ekfac-default", dataset="cifar10")
+    assert not pictures(Record(tmp_path)) and SOURCES["picture-comparison"](Record(tmp_path)) == MISSING
+
+
 def test_a_method_that_diverged_is_listed_and_does_not_count_as_a_claim_that_held(tmp_path: Path) -> None:
     put(tmp_path / "mnist" / "finals", 2, optimizer="ekfac", batch_size=200, refresh_every=50)
     put(tmp_path / "mnist" / "seeds", 2, optimizer="ekfac", batch_size=200, refresh_every=50, seed=1, diverged=True)
@@ -168,7 +185,7 @@ def test_the_defaults_are_those_that_nobody_touched(record: Record) -> None:
     for better, more in ((0.1, {"options": {"pace": 0.1}}), (0.2, {"lr": 0.02}), (0.3, {"cosine": True})):
         put(finals, better, task="classifier", optimizer="ekfac-default", **more)
     table = SOURCES["comparison-classifier"](record)
-    assert "| EKFAC (defaults) | 0.500 ± 0.000 |" in table and "| lr 0.01, batch 200 | 4 | 2 |" in table
+    assert "| EKFAC (defaults) | 0.500 ± 0.000 |" in table and "| lr 0.01, batch 200 | no search | 2 |" in table
     put(finals, 0.4, epochs=3, task="classifier", optimizer="ekfac-default", lr=0.01, damping=1e-8)
     assert "| EKFAC (defaults) | 0.400 |" in SOURCES["comparison-classifier"](record), "the same numbers, written out"
 

@@ -1,6 +1,6 @@
 """From recorded runs to the pages: tables and claims between markers, and pictures.
 
-``python -m ekfac.lab.evidence`` reads ``results/`` and writes into ``docs/``. No number on those pages is typed.
+``python -m ekfac.lab.evidence`` reads ``results/`` and writes into ``docs/``. None of its tables is typed.
 """
 
 from ekfac.lab.evidence.pages import fill, fill_pages

@@ -11,14 +11,13 @@ from typing import Any
 import numpy
 
 from ekfac.lab.evidence.record import LOSS, MISSING, Record, at_end, chosen, lost, write
-from ekfac.lab.evidence.tables import adamw, ratio, relative
+from ekfac.lab.evidence.tables import DEFAULTS, adamw, ratio, relative
 from ekfac.lab.figures.sensitivity import grids
 from ekfac.lab.selection import Curve
 
 # Amortised, as the paper has them, and its baselines.
 OURS = ("EKFAC freq=50", "EKFAC-ra freq=50")
 RIVALS = ("KFAC freq=50", "Adam + BN", "SGD + BN")
-DEFAULTS = "EKFAC (defaults)"
 UNKNOWN = f"{MISSING} | "
 
 
@@ -136,7 +135,7 @@ def frequency(record: Record) -> str:
 
 def sensitivity(record: Record) -> str:
     """The paper shows the plane and claims nothing; here: the share of settings near each method's best."""
-    planes, lines = grids(record.runs("sensitivity"))
+    planes, lines = grids(record.grid)
     if not planes:
         return UNKNOWN
     return "no claim | " + ", ".join(f"{name} {one.near} of {one.tried}" for name, one in {**planes, **lines}.items())

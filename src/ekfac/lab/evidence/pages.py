@@ -18,7 +18,8 @@ TASKS = ("classifier", "vgg11", "resnet34", "charlm")
 
 Source = Callable[[Record], str]
 SOURCES: dict[str, Source] = {
-    "machine": tables.machine,
+    "machine": partial(tables.machine, places=("mnist", "sensitivity")),
+    "machine-comparison": partial(tables.machine, places=("comparison",)),
     "frequency": tables.frequency,
     "sensitivity": tables.sensitivity,
     "measured": tables.measured,

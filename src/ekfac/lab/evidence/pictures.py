@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ekfac.lab.evidence.record import MISSING, Record
-from ekfac.lab.figures import make
+from ekfac.lab.figures import comparison, make
 from ekfac.lab.runs import Run
 
 
@@ -23,13 +23,13 @@ class Picture:
 def pictures(record: Record) -> list[Picture]:
     """Return what can be drawn."""
     found = []
-    grid = record.runs("sensitivity")
     for size in record.batch_sizes:
-        runs = [run for run in [*record.mnist, *grid] if run.config.batch_size == size]
+        runs = [run for curve in record.shown(size).values() for run in curve.runs]
         found.append(Picture("autoencoder", runs, f"-{size}"))
     found.append(Picture("frequency", record.runs("mnist/frequency")))
-    found.append(Picture("sensitivity", grid))
-    found.append(Picture("comparison", record.runs("comparison")))
+    found.append(Picture("sensitivity", record.grid))
+    compared = record.runs("comparison")
+    found.append(Picture("comparison", compared if comparison.chosen(compared) else ()))
     return [picture for picture in found if picture.runs]
 
 

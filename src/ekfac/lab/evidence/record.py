@@ -79,6 +79,22 @@ class Record:
         """Return the auto-encoder's runs that count at a batch size."""
         return [run for run in self.mnist if run.config.batch_size == batch_size]
 
+    @cached_property
+    def grid(self) -> list[Run]:
+        """Settings around each method's best."""
+        return self.runs("sensitivity")
+
+    def from_grid(self, batch_size: int) -> dict[str, Curve]:
+        """Return the best of the grid for each method that was not run otherwise at a batch size."""
+        known = {method(run.config) for run in self.mnist_at(batch_size)}
+        best = chosen(run for run in self.grid if run.config.batch_size == batch_size)
+        return {name: curve for name, curve in best.items() if name not in known}
+
+    def shown(self, batch_size: int) -> dict[str, Curve]:
+        """Return what table and picture show at a batch size: the final settings, and what only the grid has."""
+        found = self.autoencoder(batch_size) | self.from_grid(batch_size)
+        return {name: found[name] for name in ordered(found)}
+
 
 def chosen(runs: Iterable[Run]) -> dict[str, Curve]:
     """Return each method's setting with the lowest final training loss, of those that were run to the end."""

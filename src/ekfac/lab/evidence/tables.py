@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ekfac.lab.evidence.record import (
@@ -30,24 +30,34 @@ from ekfac.lab.selection import Curve, time_to_reach
 
 EPOCHS = (1, 2, 3, 5, 10, 20)
 BASELINE = "Adam + BN"
+DEFAULTS = "EKFAC (defaults)"
+# From the grid around each method's best, with one seed.
+DOUBLE_DAGGER = " ‡"
 
 
 def epochs(record: Record, batch_size: int) -> str:
     """Training loss above its floor by epoch, then the full pass and the validation loss at the end."""
-    best = record.autoencoder(batch_size)
-    if not best:
+    best = record.shown(batch_size)
+    if not record.autoencoder(batch_size):
         return MISSING
+    grid = record.from_grid(batch_size)
     counts = tried([*record.runs("mnist/search"), *record.mnist])
+    counts |= {name: count for name, count in tried(record.grid).items() if name in grid}
     shown = [epoch for epoch in EPOCHS if any(not math.isnan(at_epoch(curve, epoch)[0]) for curve in best.values())]
     rows = []
     for name, curve in best.items():
         losses = [write(*at_epoch(curve, epoch)) for epoch in shown]
         ends = [write(*at_end(curve, quantity)) for quantity in ("train_loss", "validation_loss")]
-        about = [_setting(curve, "lr", "damping"), str(counts[name]), str(len(curve.runs))]
-        rows.append([_marked(name), *losses, *ends, *about])
+        about = [_setting(curve, "lr", "damping"), _tries(name, counts), str(len(curve.runs))]
+        rows.append([_marked(name) + (DOUBLE_DAGGER if name in grid else ""), *losses, *ends, *about])
     head = ["", *map(str, shown), "full pass", "validation", "setting", "tried", "seeds"]
     gone = {_marked(name): reason for name, reason in lost(record.mnist_at(batch_size)).items()}
     return table(head, rows + _gone(gone, len(head)))
+
+
+def _tries(name: str, counts: Mapping[str, int]) -> str:
+    """Return how many settings were tried; the defaults, whatever else was tried, are not the best of a search."""
+    return "no search" if name == DEFAULTS else str(counts[name])
 
 
 def _setting(curve: Curve, *names: str) -> str:
@@ -110,7 +120,7 @@ def frequency(record: Record) -> str:
 
 def sensitivity(record: Record) -> str:
     """How many settings around the best end near it."""
-    planes, lines = grids(record.runs("sensitivity"))
+    planes, lines = grids(record.grid)
     if not planes and not lines:
         return MISSING
     rows = [[_marked(name), *_shares(one)] for name, one in {**planes, **lines}.items()]
@@ -137,7 +147,7 @@ def comparison(record: Record, task: str) -> str:
         if accurate:
             cells.append(percent(*at_end(curve, "validation_accuracy")))
         settings = _setting(curve, "lr", "batch_size")
-        about = [str(int(curve.mean("epoch")[-1])), settings, str(counts[name]), str(len(curve.runs))]
+        about = [str(int(curve.mean("epoch")[-1])), settings, _tries(name, counts), str(len(curve.runs))]
         rows.append([name, *cells, *about])
     head = ["", "training loss", "full pass", "validation loss", *(["accuracy"] if accurate else [])]
     head += ["epochs", "setting", "tried", "seeds"]
@@ -156,9 +166,9 @@ def adamw(best: dict[str, Curve]) -> Curve | None:
     return min(found, key=lambda curve: float(curve.mean("train_loss")[-1]), default=None)
 
 
-def machine(record: Record) -> str:
-    """The machines and versions of torch that the runs were made on."""
-    return _machines(record.runs("mnist", "sensitivity", "comparison"))
+def machine(record: Record, places: Sequence[str]) -> str:
+    """The machines and versions of torch that the runs of some folders were made on."""
+    return _machines(record.runs(*places))
 
 
 def _machines(runs: Iterable[Run]) -> str:

@@ -82,7 +82,7 @@ def draw_curves(
         if not len(curve.x):
             continue
         # Markers of curves that lie on each other stand side by side.
-        every = max(1, len(curve.x) // 8)
+        every = max(1, len(curve.x) // 6)
         axis.plot(
             curve.x,
             curve.value,
