@@ -36,6 +36,7 @@ METHODS = {
     "kronecker": (paper.EKFAC, {"scaling": "kronecker"}),
     "kfac": (paper.KFAC, {}),
     "default": (ekfac.EKFAC, {}),
+    "diagonal": (ekfac.EKFAC, {"exclude": "*"}),
     "default, s* of each batch": (ekfac.EKFAC, {"scaling": "per_example"}),
     "adaptive": (paper.EKFAC, {"damping": ekfac.AdaptiveDamping(start=0.05, every=2), "lr": 0.5}),
 }
@@ -54,6 +55,7 @@ CASES = [
     ("ddp", "clipped", "running"),
     ("ddp", "clipped", "kfac"),
     ("by hand", "once", "default"),
+    ("ddp", "once", "diagonal"),
     ("ddp", "accumulated", "default"),
     ("ddp", "once", "default, s* of each batch"),
     ("by hand", "once", "adaptive"),

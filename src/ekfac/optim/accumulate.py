@@ -130,8 +130,10 @@ def average_factors(
         A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
         W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
         # An input so large that its square is not finite would stay in the average for ever.
-        finite = torch.isfinite(_trace(A) + _trace(B))
-        A, B, W = (work.masked(torch.where(finite, x, 0.0)) for x in (A, B, W))
+        bad = ~torch.isfinite(_trace(A) + _trace(B))
+        bad = bad if work.bad is None else bad | work.bad
+        if bad.device.type != "cpu" or bad:
+            A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
         if "A" not in state:
             state.update(A=A, B=B, factor_weight=W.clone())
         else:

@@ -18,7 +18,6 @@ from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.capture import Capture
 from ekfac.curvature.layers import Call
-from ekfac.optim import options
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
 from ekfac.optim.aside import Aside
 from ekfac.optim.fingerprints import Fingerprints
@@ -329,7 +328,7 @@ class Intake:
         for p in live:
             if p.grad is not None and p.grad.layout != torch.strided:
                 name = next((name for name, q in self.model.named_parameters() if q is p), "?")
-                options.gradient(name, p.grad)
+                raise ValueError(f"parameter '{name}': its gradient is {p.grad.layout}. Allowed: dense gradients")
 
     def _check_captured(self) -> None:
         """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
 from ekfac.checks import flag as flag
 from ekfac.checks import integer as integer
@@ -43,12 +42,6 @@ def keywords(function: Callable[..., Any]) -> set[str]:
     """The names of a function's keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-def gradient(name: str, grad: Tensor) -> None:
-    """A dense real gradient."""
-    if grad.is_sparse or grad.layout != torch.strided:
-        raise ValueError(f"parameter '{name}': its gradient is sparse ({grad.layout}). Allowed: dense gradients")
 
 
 Damping = float | Callable[[int], float]

@@ -28,17 +28,21 @@ class Preconditioner:
 
     .. math::
         A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
-        G \leftarrow U_B \, \frac{U_B^T G U_A}{s + \epsilon} \, U_A^T
+        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T
+
+    with m the running mean of g, as in :class:`EKFAC`'s default: a gradient of the size of Adam's steps, which has its
+    momentum already. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
 
     Example:
         >>> import torch, ekfac
         >>> model = torch.nn.Linear(3, 2)
         >>> pre = ekfac.Preconditioner(model)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> model(torch.randn(8, 3)).square().mean().backward()
         >>> pre.step()
         True
         >>> sgd.step()
+        >>> sgd.zero_grad()
 
     Args:
         model: The model; its forward counts the examples.
