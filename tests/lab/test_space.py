@@ -45,9 +45,15 @@ def test_an_optimizer_without_damping_is_searched_over_its_learning_rate_alone()
     assert len(found) == 2 * (4 + 4) and {c.damping for c in found} == {None} and {c.seed for c in found} == {0, 1}
 
 
+def test_damping_that_is_asked_for_is_not_left_out() -> None:
+    found = settings(TrainConfig("classifier", "adam"), Space(lrs=(0.1,), dampings=(0.5,), random_points=0))
+    assert [config.damping for config in found] == [0.5]
+
+
 @pytest.mark.parametrize(
     ("space", "message"),
     [
+        (Space(dampings=()), "damping needs at least one value"),
         (Space(lrs=()), "lr needs at least one value"),
         (Space(random_points=-1), "random must be 0 or more"),
         (Space(reach=1.0), "reach must be more than 1"),

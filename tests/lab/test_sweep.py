@@ -281,6 +281,10 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], 
         ["sweep"],
         ["sweep", "nothing"],
         ["sweep", "classifier", "--lr", "fast"],
+        ["sweep", "classifier", "--lr", ",", "--write-plan", str(tmp_path / "plan.json")],
+        ["sweep", "classifier", "--seed", "", "--write-plan", str(tmp_path / "plan.json")],
+        ["sweep", "classifier", "--optimizer", "sgd", "--damping", "0.1", "--write-plan", str(tmp_path / "plan.json")],
+        ["sweep", "classifier", "--optimizer", "sgd", "--sua", "--write-plan", str(tmp_path / "plan.json")],
         ["sweep", "classifier", "--workers", "0", "--random", "0", "--out", str(tmp_path)],
         ["sweep", "classifier", "--plan", "plan.json"],
         ["sweep", "--take-in", str(tmp_path / "none")],
@@ -288,6 +292,20 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], 
         assert run(words) == 2
         captured = capsys.readouterr()
         assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+        assert captured.out == "" and not (tmp_path / "plan.json").exists()
+
+
+def test_where_every_setting_diverges_no_best_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ekfac.cli import run
+
+    words = command(tmp_path, "--lr", "1e30")[3:]
+    assert run([*words, "--json"]) == 0
+    (rows,) = json.loads(capsys.readouterr().out)["best"].values()
+    assert [row["loss"] for row in rows if row["by"] == "validation"] == [None]
+    assert "final training loss" not in {row["by"] for row in rows}
+    assert run(words) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("tiny-sgd: SGD: no setting converged\n") and "best" not in text and "inf" not in text
 
 
 @pytest.fixture

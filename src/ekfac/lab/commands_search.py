@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ekfac.lab import display, space
+from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.labels import describe, method
+from ekfac.lab.labels import counted, describe, method
+from ekfac.lab.optimizers import check_options
 from ekfac.lab.plan import read_plan, write_plan
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.runs import Run
@@ -31,12 +33,18 @@ def parse_values(name: str, text: str | None, kind: type) -> list[Any]:
     """Turn ``"0.1,1e-2"`` into numbers.
 
     Raises:
-        LabError: If one is not a number of that kind.
+        LabError: If one is not a number of that kind, or there is none.
     """
+    if text is None:
+        return []
     try:
-        return [kind(word) for word in (text or "").split(",") if word.strip()]
+        found = [kind(word) for word in text.split(",") if word.strip()]
     except ValueError:
-        raise LabError(f"--{name.replace('_', '-')} takes numbers separated by commas, not {text!r}") from None
+        found = []
+    if not found:
+        what = "whole numbers" if kind is int else "numbers"
+        raise LabError(f"--{name.replace('_', '-')} takes {what} separated by commas, not {text!r}")
+    return found
 
 
 def _signature() -> inspect.Signature:
@@ -89,9 +97,10 @@ def _settings(values: Mapping[str, Any]) -> list[TrainConfig]:
     settings = {name: value for name, value in gather(dict(values)).items() if name not in LISTS}
     base = TrainConfig.from_dict({name: value for name, value in settings.items() if value is not None})
     TASKS.get(base.task)
+    check_options(base.optimizer, [*base.optimizer_options(), *(["damping"] if lists["damping"] else [])])
     wanted = space.Space(
         lrs=lists["lr"] or space.DECADES,
-        dampings=lists["damping"] or space.DECADES,
+        dampings=lists["damping"] or None,
         batch_sizes=lists["batch_size"],
         seeds=lists["seed"] or (0,),
         random_points=values["random"],
@@ -117,18 +126,20 @@ def _sweep(**values: Any) -> None:
     if values["write_plan"] is not None:
         write_plan(configs, values["write_plan"])
         if not quiet:
-            print(f"{len(configs)} settings written to {values['write_plan']}")
+            print(f"{counted(len(configs), 'setting')} written to {values['write_plan']}")
         return
     where = search.Where.of(_out(values), values["storage"], values["data_dir"])
-    if not quiet:
-        print(f"{len(configs)} settings, {values['workers']} at a time; runs in {where.out}/runs", flush=True)
+
+    def on_start() -> None:
+        what = f"{counted(len(configs), 'setting')}, {values['workers']} at a time"
+        print(f"{what}; runs in {where.out}/runs", flush=True)
 
     def on_state(found: Any) -> None:
         counts = ", ".join(f"{number} {name}" for name, number in sorted(found.counts.items()))
         best = "" if found.best is None or math.isinf(found.best) else f"; best training loss {found.best:.4g}"
         print(f"{counts} ({found.diverged} diverged){best}", flush=True)
 
-    try:
+    with interruptible("the same command goes on"):
         studies = search.sweep(
             configs,
             where,
@@ -136,11 +147,9 @@ def _sweep(**values: Any) -> None:
             workers=values["workers"],
             devices=[name for name in (values["devices"] or "").split(",") if name],
             prune=values["prune"],
+            on_start=(lambda: None) if quiet else on_start,
             on_state=(lambda found: None) if quiet else on_state,
         )
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on")
-        raise typer.Exit(130) from None
     failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
     _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed)
     if not quiet:
@@ -161,23 +170,33 @@ def _take_in(search: Any, values: Mapping[str, Any], console: Console) -> None:
         load_plugin(plugin)
     runs = [run for run in find_runs([values["take_in"]]) if run.status in ("finished", "diverged")]
     where = search.Where.of(_out(values), values["storage"])
+    if values["storage"] is None:
+        Path(where.out).mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(values["study"] or study_name(run.config), []).append(run)
     studies = search.open_studies(where, list(groups))
     count = sum(study.take_in(groups[name]) for name, study in studies.items())
     if not values["json"]:
-        print(f"{count} of {len(runs)} runs taken in; the others were there already")
+        print(f"{count} of {counted(len(runs), 'run')} taken in{_others(len(runs) - count)}")
     _show({name: study.runs() for name, study in studies.items()}, console, values["json"])
 
 
+def _others(number: int) -> str:
+    return "" if number == 0 else f"; {number} {'was' if number == 1 else 'were'} there already"
+
+
 def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the best settings of one method by each rule: at the end, by validation, at epochs, at time budgets."""
+    """Return the best settings of one method by each rule: at the end, by validation, at epochs, at time budgets.
+
+    The loss of one that diverged is ``None``.
+    """
     rows: list[dict[str, Any]] = []
     candidates = curves(runs)
 
     def add(rule: str, curve: Any, value: float) -> None:
-        rows.append({"by": rule, "setting": describe(curve.config), "loss": value, "command": curve.config.command()})
+        loss = value if math.isfinite(value) else None
+        rows.append({"by": rule, "setting": describe(curve.config), "loss": loss, "command": curve.config.command()})
 
     final, validation = best_final(candidates), best_validation(candidates)
     if final is not None:
@@ -208,14 +227,16 @@ def _show(
         display.show_json({"trials": counts, "best": best, "failed": dict(failed or {})})
         return
     for title, rows in best.items():
+        if not rows or rows[0]["by"] != "final training loss":
+            print(f"{title}: no setting converged")
+            continue
         table = Table(title=title, title_justify="left")
         for name in ("best by", "setting", "training loss"):
             table.add_column(name, justify="right" if name == "training loss" else "left")
         for row in rows:
-            table.add_row(row["by"], row["setting"], f"{row['loss']:.5g}")
+            table.add_row(row["by"], row["setting"], "diverged" if row["loss"] is None else f"{row['loss']:.5g}")
         console.print(table)
-        if rows and rows[0]["by"] == "final training loss":
-            console.print(f"best: {rows[0]['command']}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"best: {rows[0]['command']}", markup=False, highlight=False, soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

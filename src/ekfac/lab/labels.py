@@ -20,6 +20,11 @@ NAMES |= {"soap": "SOAP", "ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defau
 _OUTSIDE = ("device", "channels_last", "compile", "plugins")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 run``, ``2 runs``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def option(config: TrainConfig, name: str) -> Any:
     """Return an option of a run's optimizer: as set, else as its signature has it, else ``None``."""
     given = config.optimizer_options()

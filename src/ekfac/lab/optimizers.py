@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,15 +67,23 @@ def build_optimizer(name: str, model: nn.Module, options: Mapping[str, Any]) -> 
     Raises:
         LabError: If the name or an option is unknown, or the optimizer refuses a value.
     """
-    build = OPTIMIZERS.get(name).build
-    known = _options(build)
+    check_options(name, options)
+    try:
+        return OPTIMIZERS.get(name).build(model, **options)
+    except (TypeError, ValueError) as error:
+        raise LabError(f"optimizer {name}: {error}") from error
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Refuse options that an optimizer does not have.
+
+    Raises:
+        LabError: If the name of the optimizer or of an option is unknown.
+    """
+    known = _options(OPTIMIZERS.get(name).build)
     for option in options:
         if known is not None and option not in known:
             raise LabError(f"optimizer {name} has no option {option!r}; it has: {', '.join(sorted(known))}")
-    try:
-        return build(model, **options)
-    except (TypeError, ValueError) as error:
-        raise LabError(f"optimizer {name}: {error}") from error
 
 
 def _options(build: Callable[..., Trains]) -> set[str] | None:

@@ -27,7 +27,7 @@ class Space:
 
     Attributes:
         lrs: Learning rates of the grid.
-        dampings: Damping values of the grid; left out for an optimizer that has none.
+        dampings: Damping values of the grid; ``None`` stands for the decades, or for none where an optimizer has none.
         batch_sizes: Batch sizes; none stands for the task's.
         seeds: Each point is run with each of these.
         random_points: How many random points to try around each point of the grid.
@@ -37,7 +37,7 @@ class Space:
     """
 
     lrs: Sequence[float] = DECADES
-    dampings: Sequence[float] = DECADES
+    dampings: Sequence[float] | None = None
     batch_sizes: Sequence[int] = ()
     seeds: Sequence[int] = (0,)
     random_points: int = RANDOM_POINTS
@@ -60,7 +60,8 @@ def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
         LabError: If a value is impossible.
     """
     _check(space)
-    dampings: Sequence[float | None] = space.dampings if has_option(base.optimizer, "damping") else (None,)
+    usual: Sequence[float | None] = DECADES if has_option(base.optimizer, "damping") else (None,)
+    dampings = usual if space.dampings is None else space.dampings
     sizes: Sequence[int | None] = space.batch_sizes or BATCH_SIZES.get(base.task, (base.batch_size,))
     grid: list[Point] = list(itertools.product(sizes, space.lrs, dampings))
     draw = random.Random(space.draw)
@@ -88,7 +89,7 @@ def unique(configs: Sequence[TrainConfig]) -> list[TrainConfig]:
 
 def _check(space: Space) -> None:
     for name, values in (("lr", space.lrs), ("damping", space.dampings), ("seed", space.seeds)):
-        if not values:
+        if values is not None and not values:
             raise LabError(f"{name} needs at least one value")
     if space.random_points < 0:
         raise LabError(f"random must be 0 or more, not {space.random_points}")

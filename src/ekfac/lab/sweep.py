@@ -67,6 +67,7 @@ def sweep(
     workers: int = 1,
     devices: Sequence[str] = (),
     prune: bool = False,
+    on_start: Callable[[], None] = lambda: None,
     on_state: Callable[[State], None] = lambda found: None,
 ) -> dict[str, Trials]:
     """Run every setting that the studies have no result for yet.
@@ -78,17 +79,25 @@ def sweep(
         workers: How many processes run trials at the same time.
         devices: Devices that the workers take in turn; none: a GPU if there is one.
         prune: End trials early that are behind the median of the others.
+        on_start: Called when nothing is left that could be refused.
         on_state: Is told now and then how far it has come.
 
     Returns:
         The studies by name.
+
+    Raises:
+        LabError: If an argument is wrong or the storage cannot be opened.
+        OSError: If the folder cannot be made.
     """
     if workers < 1:
         raise LabError(f"workers must be at least 1, not {workers}")
+    # First, so that a folder that cannot be is not blamed on the storage in it.
+    Path(where.out).mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[TrainConfig]] = {}
     for config in configs:
         groups.setdefault(name or study_name(config), []).append(config)
     studies = open_studies(where, list(groups))
+    on_start()
     for label, study in studies.items():
         study.release()
         study.add(groups[label])
