@@ -12,6 +12,7 @@ from typing import Any
 try:
     import typer
     from rich.console import Console
+    from typer.core import TyperCommand
 except ImportError as error:
     raise SystemExit(
         f"error: the command ekfac needs {error.name}: pip install 'ekfac[lab]'; python -m ekfac.lab.train does without"
@@ -20,6 +21,7 @@ except ImportError as error:
 import ekfac
 from ekfac.lab import commands_doctor, commands_search, commands_show, display, files
 from ekfac.lab import demo as lab_demo
+from ekfac.lab.boundary import interrupted, interruptible, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS
@@ -35,6 +37,21 @@ app = typer.Typer(
     help="Train networks by natural gradient in a Kronecker-factored eigenbasis, and compare.",
     epilog="Start with `ekfac demo`; then `ekfac train autoencoder --optimizer ekfac-ra --out runs/first`.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"ekfac {ekfac.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _ekfac(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
 data_app = typer.Typer(no_args_is_help=True, help="Fetch and verify the datasets' official files.")
 app.add_typer(data_app, name="data")
 commands_search.register(app)
@@ -64,10 +81,8 @@ def _train_signature() -> inspect.Signature:
     found: list[tuple[str, Any, Any]] = [("task", str | None, task)]
     for item in fields(TrainConfig):
         if "kind" in item.metadata:
-            help = item.metadata["help"]
-            if item.name == "optimizer":
-                help = f"one of: {', '.join(OPTIMIZERS)}, or a plugin's [default: {item.default}]"
-            option = typer.Option(None, help=help, autocompletion=_COMPLETE.get(item.name), show_default=False)
+            complete = _COMPLETE.get(item.name)
+            option = typer.Option(None, help=item.metadata["help"], autocompletion=complete, show_default=False)
             found.append((item.name, item.metadata["kind"] | None, option))
     found += [
         (
@@ -137,16 +152,16 @@ def demo(
     def race(on_epoch: Callable[[str, Any], None] = lambda name, run: None) -> dict[str, Any]:
         return lab_demo.race(lab_demo.ENTRANTS, seconds, out=out, data_dir=data_dir, seed=seed, on_epoch=on_epoch)
 
+    console = Console()
+    with interruptible("nothing was written" if out is None else f"what each had done by then is recorded in {out}"):
+        runs = race() if json else display.run_demo(console, race)
     if json:
-        runs = race()
         result = {
             "verdict": asdict(lab_demo.verdict(runs)),
             "runs": {n: r.to_dict() for n, r in runs.items()},
         }
         display.show_json(result)
         return
-    console = Console()
-    runs = display.run_demo(console, race)
     display.show_verdict(console, runs)
     if out is not None:
         console.print(f"recorded in {out}", soft_wrap=True)
@@ -206,6 +221,29 @@ def verify(
     raise typer.Exit(any(answer != "ok" for found in answers.values() for _, answer in found))
 
 
+class _Command(TyperCommand):
+    """Every command's outer edge: what cannot be written is bad usage, and Ctrl-C is answered in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with writing(ctx.params):
+                return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            print(interrupted(stop), file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+for _one in (*app.registered_commands, *data_app.registered_commands):
+    _one.cls = _Command
+
+
+def _complaint(error: Any) -> str:
+    """Return what the parser complains about; some versions of typer leave the value out, which their cause knows."""
+    message = str(error.format_message())
+    causes: list[Any] = getattr(error.__cause__, "errors", list)()
+    return f"{message.split(', unable to parse')[0]}, not {causes[0]['input']!r}" if causes else message
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status; bad usage gives one clear line and 2."""
     try:
@@ -216,7 +254,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The parser's own complaints, by what they can do: typer has moved their class between versions.
         if not hasattr(error, "format_message"):
             raise
-        message = error.format_message()
+        message = _complaint(error)
     if message:  # empty where the help was shown instead
         print(f"error: {message}", file=sys.stderr)
     return 2

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import ekfac
 from ekfac import cli
 from ekfac.lab import demo, train
+from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.training import load_run
 from lab.conftest import mnist_bytes
 
@@ -50,7 +54,8 @@ BAD = [
     (["train", "gan"], "unknown task 'gan'; known: autoencoder"),
     (["train", "classifier", "--optimizer", "newton"], "unknown optimizer 'newton'; known: sgd"),
     (["train", "classifier", "--dataset", "svhn"], "unknown dataset 'svhn'; known: mnist-5k"),
-    (["train", "classifier", "--epochs", "two"], "--epochs"),
+    (["train", "classifier", "--epochs", "two"], "'two'"),
+    (["train", "classifier", "--lr", "fast"], "'fast'"),
     (["train", "classifier", "--epochs", "0"], "epochs must be at least 1, not 0"),
     (["train", "classifier", "--batch-size", "-5"], "batch_size must be at least 1, not -5"),
     (["train", "classifier", "--batch-size", "5000"], "batch_size 5000 is more than the 4000 training examples"),
@@ -76,7 +81,8 @@ BAD = [
 ]
 ONLY_EKFAC = [
     (["demo", "--seconds", "0"], "seconds must be positive"),
-    (["demo", "--seconds", "soon"], "--seconds"),
+    (["demo", "--seconds", "soon"], "'soon'"),
+    (["sweep", "classifier", "--random", "some"], "'some'"),
     (["summary"], "task"),
     (["summary", "gan"], "unknown task 'gan'"),
     (["summary", "vgg11", "--width", "-1"], "width must be at least 1"),
@@ -109,6 +115,123 @@ def test_a_taken_folder_is_bad_usage(tiny, tmp_path, capsys):
     assert "already holds a run" in capsys.readouterr().err
     assert run("train", *tiny, "--out", tmp_path, "--overwrite", "--resume") == 2
     assert run("train", *tiny, "--out", tmp_path, "--overwrite") == 0
+
+
+TINY = ["classifier", "--width", "8", "--limit", "200", "--batch-size", "50", "--epochs", "1"]
+UNWRITABLE = [
+    (["train", *TINY], "--out", "afile/x"),
+    (["train", *TINY], "--out", "/proc/foo"),
+    (["figure", "rescaling"], "--out", "afile"),
+    (["figure", "rescaling"], "--out", "afile/x"),
+    (["figure", "rescaling"], "--measures", "afile/m.json"),
+    (["report", "run"], "--out", "afile/x.html"),
+    (["sweep", "classifier", "--random", "0"], "--write-plan", "afile/p.json"),
+    (["sweep", "classifier", "--random", "0"], "--out", "afile"),
+    (["sweep", "--take-in", "run"], "--out", "afile/x"),
+    (["demo", "--seconds", "0.01"], "--out", "afile/x"),
+    (["data", "fetch", "mnist-5k"], "--data-dir", "afile"),
+    (["data", "fetch", "mnist-5k"], "--data-dir", "afile/x"),
+]
+
+
+@pytest.fixture
+def a_file_and_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("mine")
+    assert train.main([*TINY, "--optimizer", "sgd", "--out", "run"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("words", "option", "value"), UNWRITABLE, ids=lambda value: " ".join(value))
+@pytest.mark.usefixtures("a_file_and_a_run")
+def test_what_cannot_be_written_is_bad_usage(words, option, value, capsys):
+    assert run(*words, option, value) == 2
+    answer = capsys.readouterr()
+    assert answer.err.startswith(f"error: {option} '{value}' cannot be written: ") and answer.err.count("\n") == 1
+    assert answer.out == "" and Path("afile").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("a_file_and_a_run")
+def test_what_cannot_be_written_without_typer_is_the_same(capsys):
+    assert train.main([*TINY, "--out", "afile/x"]) == 2
+    assert capsys.readouterr().err == "error: --out 'afile/x' cannot be written: Not a directory\n"
+
+
+@pytest.mark.usefixtures("a_file_and_a_run")
+def test_a_file_that_no_option_names_is_still_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("EKFAC_DATA", "afile")
+    assert run("data", "fetch", "mnist-5k") == 2
+    assert capsys.readouterr().err == "error: 'afile' cannot be used: Not a directory\n"
+
+
+def test_an_error_of_the_system_that_is_not_about_a_file_is_no_bad_usage(tiny, monkeypatch):
+    def broken(*words, **more):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(cli, "launch", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        run("train", *tiny)
+
+
+def _stop(*words, **more):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "message"),
+    [
+        (["doctor", "classifier"], "ekfac.lab.commands_doctor.examine", "nothing was written"),
+        (["demo"], "ekfac.lab.demo.race", "nothing was written"),
+        (["demo", "--out", "d"], "ekfac.lab.demo.race", "what each had done by then is recorded in d"),
+        (["figure", "all", "--out", "f"], "ekfac.lab.figures.make", "figures that were drawn by then are in f"),
+        (
+            ["figure", "all", "--quick", "--out", "f"],
+            "ekfac.lab.figures.make",
+            "figures that were drawn by then are in f; the small runs in f/quick-runs are kept, and the same command "
+            "goes on",
+        ),
+        (["sweep", "classifier", "--out", "s"], "ekfac.lab.sweep.sweep", "the same command goes on"),
+        (["data", "fetch", "mnist-5k"], "ekfac.lab.files.fetch", None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_ctrl_c_says_what_is_left(words, where, message, monkeypatch, capsys):
+    monkeypatch.setattr(where, _stop)
+    assert run(*words) == 130
+    answer = capsys.readouterr()
+    assert answer.err == ("interrupted\n" if message is None else f"interrupted; {message}\n") and answer.out == ""
+
+
+def test_the_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"ekfac {ekfac.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_help_lists_the_optimizers_and_the_default(command, capsys):
+    assert run(command, "--help") == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"one of: {', '.join(OPTIMIZERS)}, or a plugin's [default: ekfac-ra]" in text
+
+
+def test_the_example_of_a_figure_uses_runs_that_are_there(capsys):
+    assert run("figure", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    folder = re.search(r"--runs (results/\S+)", text).group(1)
+    assert list((Path(__file__).parents[2] / folder).rglob("config.json"))
+
+
+def test_one_is_singular(tiny, tmp_path, capsys):
+    assert run("train", *tiny, "--optimizer", "sgd", "--epochs", "1", "--out", tmp_path / "run") == 0
+    assert "batch 50, 1 epoch on " in capsys.readouterr().out
+    assert run("report", tmp_path / "run", "--out", tmp_path / "report.html") == 0
+    assert capsys.readouterr().out.startswith("1 run reported in")
+    for answer in ("1 of 1 run taken in\n", "0 of 1 run taken in; 1 was there already\n"):
+        assert run("sweep", "--take-in", tmp_path / "run", "--out", tmp_path / "study") == 0
+        assert capsys.readouterr().out.startswith(answer)
+    plan = ["--lr", "0.1", "--optimizer", "sgd", "--random", "0", "--write-plan", tmp_path / "plan.json"]
+    assert run("sweep", "classifier", *plan) == 0
+    assert capsys.readouterr().out.startswith("1 setting written")
 
 
 @pytest.mark.parametrize("task", ["autoencoder", "vgg11"])

@@ -12,6 +12,7 @@ from torch import Tensor
 import ekfac
 from ekfac.diagnosis import Diagnosis
 from ekfac.lab import display
+from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.data import load_dataset
 from ekfac.lab.optimizers import OPTIMIZERS
@@ -105,7 +106,8 @@ def doctor(
         options=parse_options(set),
         plugins=tuple(plugin),
     )
-    found = examine(config, steps, trial_steps, data_dir)
+    with interruptible("nothing was written"):
+        found = examine(config, steps, trial_steps, data_dir)
     if json:
         display.show_json({"task": task, "optimizer": optimizer, **found.to_dict()})
         return

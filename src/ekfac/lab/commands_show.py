@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 
 from ekfac.lab import display
+from ekfac.lab.boundary import interruptible
 from ekfac.lab.gather import find_runs
+from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.runs import Run
 
@@ -57,18 +59,20 @@ def figure(
     if workers < 1:
         raise LabError(f"workers must be at least 1, not {workers}")
     found = find_runs(runs, timed=timed or None) if runs else []
-    made = figures.make(
-        names,
-        out,
-        runs=[run for run in found if batch_size in (None, run.config.batch_size)],
-        suffix="" if batch_size is None else f"-{batch_size}",
-        quick=quick,
-        dataset=dataset,
-        data_dir=data_dir,
-        measures=measures,
-        workers=workers,
-        say=(lambda line: None) if json else (lambda line: print(line, flush=True)),
-    )
+    goes_on = f"; the small runs in {out}/quick-runs are kept, and the same command goes on" if quick else ""
+    with interruptible(f"figures that were drawn by then are in {out}{goes_on}"):
+        made = figures.make(
+            names,
+            out,
+            runs=[run for run in found if batch_size in (None, run.config.batch_size)],
+            suffix="" if batch_size is None else f"-{batch_size}",
+            quick=quick,
+            dataset=dataset,
+            data_dir=data_dir,
+            measures=measures,
+            workers=workers,
+            say=(lambda line: None) if json else (lambda line: print(line, flush=True)),
+        )
     if json:
         display.show_json({one.name: [str(file) for file in one.files] or one.reason for one in made})
         return
@@ -103,7 +107,7 @@ def report(
     for where in plugin:
         load_plugin(where)
     runs = find_runs(places)
-    print(f"{len(runs)} runs reported in {write_report(runs, out, title)}")
+    print(f"{counted(len(runs), 'run')} reported in {write_report(runs, out, title)}")
 
 
 def watch(
@@ -142,7 +146,7 @@ def register(app: typer.Typer) -> None:
         epilog="Examples:\n\n"
         "`ekfac figure all --quick`\n\n"
         "`ekfac figure correlation error --dataset mnist --data-dir data`\n\n"
-        "`ekfac figure autoencoder --runs results/autoencoder --out figures`",
+        "`ekfac figure autoencoder --runs results/mnist --out figures`",
     )(figure)
     app.command(
         epilog="Examples:\n\n`ekfac report runs/search`\n\n`ekfac report runs/a runs/b --out comparison.html`",

@@ -34,7 +34,7 @@ class TrainConfig:
     """One run. ``None`` means: as the task or the optimizer has it; :meth:`resolved` fills that in."""
 
     task: str
-    optimizer: str = _option(str, "optimizer, by name", "ekfac-ra")
+    optimizer: str = _option(str, f"one of: {', '.join(OPTIMIZERS)}, or a plugin's [default: ekfac-ra]", "ekfac-ra")
     batch_norm: bool = _option(bool, "put batch-norm into the network", False)
     dataset: str | None = _option(str, "dataset, by name [default: the task's]")
     width: int | None = _option(int, "width of the first layer; the others shrink with it [default: the paper's]")

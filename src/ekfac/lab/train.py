@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TextIO
 
+from ekfac.lab.boundary import writing
 from ekfac.lab.config import TrainConfig, parse_options
-from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
 from ekfac.lab.runs import Run
 from ekfac.lab.tasks import TASKS
@@ -77,8 +78,8 @@ def headline(run: Run) -> str:
     config, examples = run.config, run.about["examples"]["train"]
     return (
         f"{config.task}{' with batch-norm' if config.batch_norm else ''} by {config.optimizer}: "
-        f"{run.about['parameters']:,} parameters, {examples:,} examples of {config.dataset}, "
-        f"batch {config.batch_size}, {config.epochs} epochs on {config.device}"
+        f"{run.about['parameters']:,} parameters, {counted(examples, 'example')} of {config.dataset}, "
+        f"batch {config.batch_size}, {counted(config.epochs or 0, 'epoch')} on {config.device}"
     )
 
 
@@ -104,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     parse = _Parser(
         prog="python -m ekfac.lab.train",
         description="Train one of the lab's networks, with torch and numpy alone.",
-        epilog=f"tasks: {', '.join(TASKS)}; optimizers: {', '.join(OPTIMIZERS)}",
+        epilog=f"tasks: {', '.join(TASKS)}",
         allow_abbrev=False,
     )
     parse.add_argument("task", nargs="?", help="what to train (not needed with --resume)")
@@ -142,14 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = [what for name, what in OPTIONAL.items() if importlib.util.find_spec(name) is None]
         if missing and not values["json"]:
             print(f"left out, since their packages are not installed: {', '.join(missing)}", flush=True)
-        run = launch(
-            gather(values),
-            values["out"],
-            data_dir=values["data_dir"],
-            resume=values["resume"],
-            overwrite=values["overwrite"],
-            progress=Progress() if values["json"] else PlainProgress(),
-        )
+        with writing(values):
+            run = launch(
+                gather(values),
+                values["out"],
+                data_dir=values["data_dir"],
+                resume=values["resume"],
+                overwrite=values["overwrite"],
+                progress=Progress() if values["json"] else PlainProgress(),
+            )
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ekfac.lab.chart import MARKS, chart
 from ekfac.lab.gather import find_runs
-from ekfac.lab.labels import describe
+from ekfac.lab.labels import counted, describe
 from ekfac.lab.looks import ordered
 from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, by_method, curves
@@ -67,7 +67,9 @@ def view(runs: Sequence[Run], width: int = 100, height: int = 50) -> RenderableT
 
 def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
     counts = {status: sum(run.status == status for run in runs) for status in ("unfinished", "finished", "diverged")}
-    title = f"{len(runs)} runs: " + ", ".join(f"{number} {status}" for status, number in counts.items() if number)
+    title = f"{counted(len(runs), 'run')}: " + ", ".join(
+        f"{number} {status}" for status, number in counts.items() if number
+    )
     table = Table(title=title, title_justify="left")
     widths = {"method": 16, "setting": 10, "epoch": 7, "training": 8, "validation": 10, "seconds": 7, "status": 10}
     if width < 100:

@@ -74,6 +74,9 @@ def make(
     kept = Measures(measures)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    if measures is not None:
+        # Before anything is measured that then could not be kept.
+        Path(measures).parent.mkdir(parents=True, exist_ok=True)
     if quick:
         found = _quick_runs({name: specs[name] for name in needing}, folder / "quick-runs", data_dir, workers, say)
     made = []

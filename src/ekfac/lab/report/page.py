@@ -11,6 +11,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
 from ekfac.lab.report import content
 from ekfac.lab.runs import Run
@@ -118,7 +119,7 @@ def _footer(runs: Sequence[Run]) -> str:
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in content.machines(runs))
     made = content.commands(runs)
     listing = "".join(f"<li>{html.escape(status)} <code>{html.escape(words)}</code></li>" for status, words in made)
-    count = f"{len(made)} run{'s' if len(made) != 1 else ''}"
+    count = counted(len(made), "run")
     return (
         f"<h2>Machine and versions</h2><ul>{lines}</ul>"
         f"<h2>Commands</h2><details{' open' if len(made) <= 12 else ''}><summary>{count}, each with the command that "
