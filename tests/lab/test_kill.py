@@ -27,6 +27,11 @@ def start(folder, optimizer, *more):
     )
 
 
+def go_on(folder, optimizer):
+    """Start a run, or go on with it; one that was killed before its first checkpoint is started afresh."""
+    return start(folder, optimizer, "--resume" if (folder / "checkpoint.pt").exists() else "--overwrite")
+
+
 def lines(folder) -> int:
     file = folder / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
@@ -41,7 +46,7 @@ def kill_and_resume(tmp_path, optimizer: str, kills: int, seed: int) -> None:
     targets = sorted(chance.sample(range(EPOCHS), kills))
     done = 0
     for target in targets:
-        process = start(cut, optimizer, "--resume")
+        process = go_on(cut, optimizer)
         while lines(cut) < target and process.poll() is None:
             time.sleep(0.001)
         time.sleep(chance.random() * 0.05)
@@ -50,7 +55,7 @@ def kill_and_resume(tmp_path, optimizer: str, kills: int, seed: int) -> None:
     assert done == kills
     before = load_run(cut)
     assert before.status == "unfinished" and len(before.history) <= EPOCHS + 1
-    assert start(cut, optimizer, "--resume").wait() == 0
+    assert go_on(cut, optimizer).wait() == 0
     assert timeless(load_run(cut).history) == timeless(load_run(whole).history)
     assert same(weights(cut), weights(whole))
     states = [torch.load(folder / "checkpoint.pt", weights_only=True)["trainer"]["rng"] for folder in (cut, whole)]

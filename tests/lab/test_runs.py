@@ -1,5 +1,6 @@
 """Run folders: complete, refused when taken, read back, resumed bit for bit."""
 
+import io
 import json
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from ekfac.lab import training
 from ekfac.lab.registry import LabError
-from ekfac.lab.runs import RunFolder
+from ekfac.lab.runs import Run, RunFolder
+from ekfac.lab.train import closing
 from ekfac.lab.training import Progress, TrainConfig, launch, load_run, train
 
 SMALL = {"width": 8, "limit": 200, "batch_size": 50, "device": "cpu"}
@@ -29,6 +31,12 @@ def timeless(history):
 
 def weights(path):
     return torch.load(path / "checkpoint.pt", weights_only=True)["trainer"]["model"]
+
+
+def _saved(content) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
 
 
 def same(a, b) -> bool:
@@ -150,7 +158,7 @@ def test_resume_takes_the_folders_settings_and_refuses_others(tmp_path):
         launch({"lr": 0.1}, tmp_path, resume=True)
     with pytest.raises(LabError, match="holds a run with task 'classifier', not 'autoencoder'"):
         launch({"task": "autoencoder", "width": 8}, tmp_path, resume=True)
-    with pytest.raises(LabError, match="resume needs the folder"):
+    with pytest.raises(LabError, match="--resume needs the folder of the run: --out"):
         launch({"task": "classifier"}, resume=True)
     with pytest.raises(LabError, match="cannot both"):
         launch({"task": "classifier"}, tmp_path, resume=True, overwrite=True)
@@ -165,13 +173,35 @@ def test_resume_of_nothing_starts_and_of_a_finished_run_changes_nothing(tmp_path
     assert (tmp_path / "new" / "checkpoint.pt").read_bytes() == checkpoint
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 half a zip"])
+def test_the_command_goes_on_only_from_a_checkpoint(tmp_path):
+    with pytest.raises(LabError, match="nope holds no run"):
+        launch({"task": "classifier"}, tmp_path / "nope", resume=True)
+    train(config(epochs=1), tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    with pytest.raises(LabError, match="run has no checkpoint; --overwrite starts afresh"):
+        launch({"epochs": 2}, tmp_path / "run", resume=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+    assert not (tmp_path / "nope").exists()
+    # A search has nobody to ask.
+    assert train(config(epochs=2), tmp_path / "run", resume=True).status == "finished"
+
+
+def test_fewer_epochs_than_there_are_is_refused(tmp_path):
+    train(config(epochs=3), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(LabError, match=r"epochs must be at least 3, which .* has already, not 1"):
+        launch({"epochs": 1}, tmp_path, resume=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert launch({"epochs": 3}, tmp_path, resume=True).status == "finished"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 half a zip", _saved([1]), _saved({"a": 1})])
 def test_a_broken_checkpoint_is_one_clear_line(content, tmp_path):
     train(config(epochs=1), tmp_path)
     (tmp_path / "checkpoint.pt").write_bytes(content)
-    with pytest.raises(LabError, match=r"checkpoint\.pt cannot be read") as caught:
+    with pytest.raises(LabError, match=r"checkpoint\.pt is corrupt, or not a checkpoint of this library$"):
         train(config(epochs=2), tmp_path, resume=True)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
@@ -182,8 +212,9 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
             return (tmp_path / "run-by-attack").touch, ()
 
     torch.save({"trainer": Attack()}, tmp_path / "run" / "checkpoint.pt")
-    with pytest.raises(LabError, match="cannot be read"):
+    with pytest.raises(LabError, match="is corrupt, or not") as caught:
         train(config(epochs=2), tmp_path / "run", resume=True)
+    assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "run-by-attack").exists()
 
 
@@ -219,5 +250,8 @@ def test_ctrl_c_ends_tidily_and_the_run_goes_on_later(tmp_path):
     training_epoch = [0]
     run = train(config(epochs=4), tmp_path, progress=Stop())
     assert run.status == "interrupted" and run.exit_code == 130 and run.history[-1]["epoch"] == 2
+    assert closing(run) == f"interrupted after epoch 2; --out {tmp_path} with --resume goes on"
+    first = Run(run.config, run.history[:1], run.status, run.about, run.path)
+    assert closing(first) == f"interrupted after epoch 0; --out {tmp_path} with --overwrite starts afresh"
     whole = training.train(config(epochs=4))
     assert timeless(train(config(epochs=4), tmp_path, resume=True).history) == timeless(whole.history)

@@ -165,11 +165,14 @@ class RunFolder:
             return None
         try:
             state: dict[str, Any] = torch.load(self.checkpoint_file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise LabError(
-                f"{self.checkpoint_file} cannot be read: {reason}; --overwrite starts the run afresh"
-            ) from error
+            broken = not (isinstance(state, dict) and {"trainer", "history"} <= state.keys())
+        except OSError:
+            raise
+        except Exception:
+            # What torch says is left out: it advises to load without the check that keeps a file from running code.
+            broken = True
+        if broken:
+            raise LabError(f"{self.checkpoint_file} is corrupt, or not a checkpoint of this library")
         return state
 
     def close(self) -> None:

@@ -90,8 +90,9 @@ def closing(run: Run) -> str:
     if run.status == "diverged":
         return f"diverged in epoch {epoch}{where}"
     if run.status == "interrupted":
-        again = f"; --resume --out {run.path} goes on" if run.path else ""
-        return f"interrupted after epoch {epoch}{again}"
+        # The first checkpoint is that of epoch 1.
+        again = "--resume goes on" if epoch > 0 else "--overwrite starts afresh"
+        return f"interrupted after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
     return f"finished after epoch {epoch}{where}"
 
 

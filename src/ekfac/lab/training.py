@@ -54,8 +54,10 @@ def train(
         progress: Is told how it goes.
 
     Raises:
-        LabError: If a setting or the data are wrong, or ``out`` holds a run and neither flag is given.
+        LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, or the run has
+            more epochs already than are asked for.
     """
+    _check_flags(resume, overwrite)
     config = config.resolved()
     progress = progress or Progress()
     folder = None if out is None else _open(Path(out), config, resume, overwrite)
@@ -69,6 +71,10 @@ def train(
             run.history = list(checkpoint["history"])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {str(error).splitlines()[0]}") from error
+        if trainer.epoch > given(config.epochs):
+            raise LabError(
+                f"epochs must be at least {trainer.epoch}, which {run.path} has already, not {config.epochs}"
+            )
     run.about = about(config, trainer)
     if folder is not None:
         if overwrite:
@@ -98,12 +104,19 @@ def launch(
 ) -> Run:
     """Train as :func:`train` does, from the settings that a command line gave.
 
-    With ``resume`` the folder's own settings hold for all that was not given.
+    With ``resume`` the folder's own settings hold for all that was not given, and there must be a run to go on with:
+    whoever types it would lose one that has no checkpoint.
+
+    Raises:
+        LabError: As :func:`train`, or if there is nothing to go on with.
     """
+    _check_flags(resume, overwrite)
     if resume and out is None:
-        raise LabError("resume needs the folder of the run: out")
-    if resume and out is not None and (Path(out) / "config.json").exists():
+        raise LabError("--resume needs the folder of the run: --out")
+    if resume and out is not None:
         stored = read_config(Path(out))[0]
+        if not RunFolder(Path(out)).checkpoint_file.exists():
+            raise LabError(f"{out} has no checkpoint; --overwrite starts afresh")
         settings = {**stored.to_dict(), **settings}
     config = TrainConfig.from_dict(settings)
     return train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, progress=progress)
@@ -138,11 +151,14 @@ def about(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def _check_flags(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise LabError("resume and overwrite cannot both be asked for")
+
+
 def _open(path: Path, config: TrainConfig, resume: bool, overwrite: bool) -> RunFolder:
     """Make sure that a run may be written here, before anything is touched."""
     folder = RunFolder(path)
-    if resume and overwrite:
-        raise LabError("resume and overwrite cannot both be asked for")
     if path.exists() and not path.is_dir():
         raise LabError(f"{path} is not a folder")
     if not folder.holds_run() or overwrite:
