@@ -255,6 +255,11 @@ class Capture:
                 continue
             x = inputs[0] if self.wanted(block) else None
             if x is not None:
+                if x.dim() == 1 and isinstance(module, nn.Linear):
+                    raise ValueError(
+                        f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
+                        "examples: give the model a batch of one, x[None]"
+                    )
                 x = self._by_example(x.detach(), record.n, block)
                 self.held.add(x)
             call = record.calls[block]
