@@ -27,6 +27,12 @@ KEPT = 0.2
 EQUAL = 0.02
 #: Renewals of the basis may add this share to a step; the given interval is kept if it adds no more than the second.
 AFFORDABLE, BEARABLE = 0.1, 0.5
+#: How the settings are chosen, in one sentence: what :func:`_chosen` and :func:`_interval` do.
+RULE = (
+    f"chosen so: the given lr and damping if they reach {1 - KEPT:.0%} of the best fall of the loss, else, of all "
+    f"within {EQUAL:.0%} of it, the one with most damping and then the smallest lr;\nthe given refresh_every if "
+    f"renewals add at most {BEARABLE:.0%} to a step, else the smallest at which they add at most {AFFORDABLE:.0%}"
+)
 LINES = 12
 
 
@@ -133,7 +139,7 @@ class Diagnosis:
             lines.append(f"{f'lr {lr:.2g}':>{len(lines[0]) - 16 * len(dampings)}}")
             lines[-1] += "".join(f"{loss.get((lr, d), ''):>16}" for d in dampings)
         if self.settings:
-            lines.append(f"to use: {_call(self.options, self.settings)}")
+            lines += [f"to use: {_call(self.options, self.settings)}", RULE]
         return "\n".join(line.rstrip() for line in lines)
 
 
