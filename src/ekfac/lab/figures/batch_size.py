@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.figures import quick, style
@@ -16,6 +17,8 @@ from ekfac.lab.runs import Run
 from ekfac.lab.selection import Curve, Envelope, by_method, curves, per_epoch
 
 OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
+# Between a method's name and a batch size.
+SIZE = ", batch "
 
 
 def settings() -> list[TrainConfig]:
@@ -33,16 +36,17 @@ def draw(request: Request) -> Figure:
     found = {task: curves(filter(_of(task), request.runs)) for task in NAMES}
     found = {task: group for task, group in found.items() if group}
     rows = [row for task, group in found.items() for row in _rows(task, group)]
+    looks = style.lines({name for row in rows for panel in row for name in panel.entries if SIZE in name})
+    looks |= style.lines({name for row in rows for panel in row for name in panel.entries if SIZE not in name})
     figure, axes = style.panels(len(rows), max(map(len, rows)), height=1.95)
     columns = len(axes) // len(rows)
     for number, row in enumerate(rows):
         for axis in axes[columns * number + len(row) : columns * (number + 1)]:
             axis.set_axis_off()
         for axis, panel in zip(axes[columns * number :], row, strict=False):
-            draw_curves(axis, panel.entries, style.lines(panel.entries))
+            draw_curves(axis, panel.entries, looks)
             loss_axis(axis, list(panel.entries.values()), "train_loss", panel.x)
             axis.set_title(panel.title)
-            axis.legend(fontsize=6, **style.HANDLES)
         # What stands side by side is read on one scale.
         beside = axes[columns * number : columns * number + len(row)]
         low, high = (bound([axis.get_ylim()[end] for axis in beside]) for end, bound in enumerate((min, max)))
@@ -50,7 +54,19 @@ def draw(request: Request) -> Figure:
             axis.set_ylim(low, high)
             plain_log_ticks(axis)
     figure.suptitle(title(request, list(found), ": impact of batch size"))
+    _legend(figure, looks)
     return figure
+
+
+def _legend(figure: Figure, looks: Mapping[str, style.Line]) -> None:
+    """Say once what colours and markers mean, and what line styles do."""
+    handles = {}
+    for name in style.ordered(name for name in looks if SIZE not in name):
+        handles[name] = Line2D([], [], color=looks[name].color, marker=looks[name].marker, markerfacecolor="white")
+    sizes = {int(name.split(SIZE)[1]): look for name, look in looks.items() if SIZE in name}
+    for size, look in sorted(sizes.items()):
+        handles[f"batch {size}"] = Line2D([], [], color=style.BLACK, linestyle=style.linestyle(look))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, **style.HANDLES)
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ def _of(task: str) -> Callable[[Run], bool]:
 
 
 def _with_size(curve: Curve) -> str:
-    return f"{curve.label}, batch {curve.config.batch_size}"
+    return f"{curve.label}{SIZE}{curve.config.batch_size}"
 
 
 def takes(run: Run) -> bool:

@@ -55,8 +55,8 @@ def draw(request: Request) -> Figure:
             how = "by training time" if x == "seconds" else f"{NAMES.get(task, task)} on {dataset}, by epoch"
             axis.set_title(how)
         _validation(right, best, looks)
-    note = f"\n{quick.NOTE_COMPARISON}" if request.quick else ""
-    figure.suptitle(f"EKFAC with the library's defaults beside rivals at the best of their settings{note}")
+    note = f"\n{quick.NOTE_COMPARISON}" if request.quick else " at the best of their settings"
+    figure.suptitle(f"EKFAC with the library's defaults beside rivals{note}")
     style.share_legend(figure, axes)
     return figure
 
