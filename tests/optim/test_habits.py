@@ -571,6 +571,19 @@ def test_bad_params(given: Callable[[nn.Module], Any], kind: type[Exception], me
         EKFAC(model, params=given(model))
 
 
+def test_wide_convolutions_are_taken_tap_by_tap_and_very_wide_sides_diagonal() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 64, 3), nn.Conv2d(64, 8, 3), nn.ConvTranspose2d(8, 4, 3), nn.ConvTranspose2d(64, 4, 3),
+        nn.Conv2d(600, 4, 1), nn.Linear(600, 2), nn.Linear(2, 10_001, bias=False),
+    )  # fmt: skip
+    rows = EKFAC(model).summary().rows
+    assert ["taps" in row.block for row in rows] == [False, True, False, True, False, False, False]
+    assert [row.B for row in rows][-1] == "10001"
+    assert [(row.A, row.B) for row in ekfac.summary(model).rows] == [(row.A, row.B) for row in rows]
+    assert not any("taps" in row.block for row in EKFAC(model, sua=False, max_factor_dim=None).summary().rows)
+    assert not any("taps" in row.block for row in EKFAC(model, sharing="reduce").summary().rows)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     opt = EKFAC(mlp(), lr=np.float32(0.1), refresh_every=np.int64(5))
     usual(opt.model, opt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,6 +32,12 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.GroupNorm: GroupNormLayer,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BatchNormLayer),
 }
+
+#: Sides that are wider are kept diagonal where nothing is said: a basis for 50,000 classes would take 10 GB.
+MAX_FACTOR_DIM = 10_000
+#: Inputs of a convolution at one position from which on its taps are taken as uncorrelated where nothing is said. The
+#: factors of VGG11's layers, with up to 4,608, would make its step several times as long.
+WIDE = 512
 
 
 @dataclass(eq=False)
@@ -129,7 +136,7 @@ def find_blocks(
     *,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-    sua: bool = False,
+    sua: bool | None = False,
     max_factor_dim: int | None = None,
     identity: bool = False,
     unsupported: str = "diagonal",
@@ -142,7 +149,7 @@ def find_blocks(
         parameters: The parameters that are trained; all with ``requires_grad`` by default.
         include: Names or patterns of layers that get a Kronecker block; all by default.
         exclude: Names or patterns of layers that do not.
-        sua: Take a convolution's taps as uncorrelated.
+        sua: Take a convolution's taps as uncorrelated; None where it reads more than ``WIDE`` numbers at a position.
         max_factor_dim: A side wider than this is kept diagonal.
         identity: Keep every side diagonal (``basis="identity"``).
         unsupported: "diagonal" gives parameters without a layer the diagonal method, "error" refuses them.
@@ -204,7 +211,7 @@ def _layer_block(
     users: dict[nn.Parameter, list[tuple[str, nn.Module]]],
     trained: set[nn.Parameter],
     names: dict[nn.Parameter, str],
-    sua: bool,
+    sua: bool | None,
 ) -> Block | None:
     """The block of a parameter that one module, or several that are tied, use; None where they do not fit."""
     # An embedding tied to an output layer is read as a transposed use of that layer.
@@ -220,7 +227,10 @@ def _layer_block(
         return None
     cls = layer_class(owner)
     assert cls is not None
-    layer = cls(owner, frozenset(roles), sua=sua)
+    layer = cls(owner, frozenset(roles), sua=bool(sua))
+    if sua is None and isinstance(owner, (*Convs, *TransposedConvs)):
+        sua = math.prod(owner.kernel_size) > 1 and layer.shape.inputs > WIDE
+        layer = cls(owner, frozenset(roles), sua=sua)
     uses: dict[nn.Module, Layer] = {owner: layer}
     for _, module in sharing:
         if module is owner:
@@ -230,7 +240,7 @@ def _layer_block(
                 return None
             uses[module] = TransposedEmbedding(module, frozenset({"weight"}), layer.shape.columns)
         elif layer_class(module) is cls:
-            other = cls(module, frozenset(roles), sua=sua)
+            other = cls(module, frozenset(roles), sua=bool(sua))
             if other.shape != layer.shape:
                 return None
             uses[module] = other

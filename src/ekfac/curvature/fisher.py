@@ -39,7 +39,7 @@ def fisher(
     draws: int = 1,
     seed: int = 0,
     sharing: str = "expand",
-    sua: bool = False,
+    sua: bool | None = False,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     max_factor_dim: int | None = None,
@@ -82,7 +82,7 @@ def fisher(
         draws: Labels drawn for each example, for "sampled".
         seed: Where the draws start.
         sharing: "expand" or "reduce": how the positions of one example enter A and B.
-        sua: Take the taps of a convolution as uncorrelated.
+        sua: Take the taps of a convolution as uncorrelated; None for those that EKFAC takes so by default.
         include: Names or patterns of layers that get factors; all by default.
         exclude: Names or patterns of layers that do not.
         max_factor_dim: A side wider than this is kept diagonal.
@@ -94,7 +94,10 @@ def fisher(
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
     checks.one_of("approximation", approximation, APPROXIMATIONS)
     checks.one_of("sharing", sharing, ("expand", "reduce"))
-    checks.flag("sua", sua)
+    if sua is not None:
+        checks.flag("sua", sua)
+    elif sharing == "reduce":
+        sua = False
     if max_factor_dim is not None:
         checks.integer("max_factor_dim", max_factor_dim, least=1)
     covered = None if include is None else checks.patterns("include", include)

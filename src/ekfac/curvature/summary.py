@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.blocks import MAX_FACTOR_DIM, Block, find_blocks
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summa
 def summary(
     model: nn.Module,
     *,
-    sua: bool = False,
+    sua: bool | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-    max_factor_dim: int | None = None,
+    max_factor_dim: int | None = MAX_FACTOR_DIM,
 ) -> Summary:
     """Which block would cover each trainable parameter of a model, its factor sizes and its memory under the defaults.
 
@@ -107,7 +107,7 @@ def summary(
 
     Args:
         model: The model.
-        sua: Take the taps of convolutions as uncorrelated.
+        sua: Take the taps of convolutions as uncorrelated; by default of those that read many numbers at a position.
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
         max_factor_dim: A side wider than this is kept diagonal.

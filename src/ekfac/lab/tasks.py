@@ -108,7 +108,6 @@ _CONVOLUTIONAL: dict[str, dict[str, Any]] = {
     "kfac": {"sua": True, "refresh_every": 100},
     "ekfac": {"sua": True, "damping_mode": "factored", "damping": 1e-2, "refresh_every": 100},
     "ekfac-ra": {"sua": True, "damping_mode": "factored", "damping": 1e-1, "kl_clip": 1e-2, "refresh_every": 100},
-    "ekfac-default": {"sua": True},
 }
 register_task(
     "vgg11",

@@ -14,6 +14,7 @@ from ekfac.checks import integer as integer
 from ekfac.checks import number as number
 from ekfac.checks import one_of as one_of
 from ekfac.checks import patterns as patterns
+from ekfac.curvature.blocks import MAX_FACTOR_DIM
 
 
 def damping(name: str, value: Any, step: int = 0) -> float:
@@ -59,13 +60,14 @@ class CaptureArguments(TypedDict, total=False):
         factor_every: Take A and B from every so many steps' batches. Default 1 until step 300, then
             ``refresh_every // 12``, at least 1.
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
-        sua: Take the taps of a convolution as uncorrelated. Default False.
+        sua: Take the taps of a convolution as uncorrelated. Default None: where it reads more than 512 numbers at a
+            position, whose factors would cost more than all else; never with sharing="reduce".
         loss_reduction: "mean" (default) or "sum", over examples.
         batch_dim: The dimension of the model's input that counts examples. Default 0.
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
         unsupported: "diagonal" (default), or "error" to refuse parameters that no block covers.
-        max_factor_dim: A side wider than this is kept diagonal. Default None, no limit.
+        max_factor_dim: A side wider than this is kept diagonal; None for no limit. Default 10,000.
         memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
             what was captured and the sums themselves. One example at a time is the least. Default 256 MiB.
         cuda_graphs: Capture repeated steps in CUDA graphs (one a batch size). Default True.
@@ -77,7 +79,7 @@ class CaptureArguments(TypedDict, total=False):
     factor_decay: float
     factor_every: int | None
     sharing: str
-    sua: bool
+    sua: bool | None
     loss_reduction: str
     batch_dim: int
     include: str | Sequence[str] | None
@@ -144,14 +146,14 @@ class EngineOptions:
     factor_decay: float = 0.95
     factor_every: int | None = None
     sharing: str = "expand"
-    sua: bool = False
+    sua: bool | None = None
     basis: str = "kronecker"
     loss_reduction: str = "mean"
     batch_dim: int = 0
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] = ()
     unsupported: str = "diagonal"
-    max_factor_dim: int | None = None
+    max_factor_dim: int | None = MAX_FACTOR_DIM
     memory_limit: int = 2**28
     cuda_graphs: bool = True
     grad_scaler: torch.amp.GradScaler | None = None
@@ -164,7 +166,10 @@ class EngineOptions:
         if self.factor_every is not None:
             integer("factor_every", self.factor_every, least=1)
         one_of("sharing", self.sharing, ("expand", "reduce"))
-        flag("sua", self.sua)
+        if self.sua is None and self.sharing == "reduce":
+            object.__setattr__(self, "sua", False)
+        if self.sua is not None:
+            flag("sua", self.sua)
         one_of("basis", self.basis, ("kronecker", "identity"))
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         integer("batch_dim", self.batch_dim, least=0)
