@@ -14,7 +14,7 @@ from typing_extensions import Self, Unpack
 from ekfac.curvature.factors import no_autocast
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary
-from ekfac.optim import amp, checkpoint, exchange, options
+from ekfac.optim import checkpoint, exchange, options
 from ekfac.optim.adaptive import Adaptation, AdaptiveDamping, Comparison
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import build_engine, check_model
@@ -83,9 +83,6 @@ class EKFAC(Grouped):
             s, as in the paper, that is twice the KL divergence of the step.
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
-
-    #: A GradScaler then says what it has found, see :mod:`ekfac.optim.amp`.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -171,12 +168,20 @@ class EKFAC(Grouped):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not amp.may_step(self, self.engine.settings.grad_scaler):
-            self.engine.drop()
-            return loss
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
+                f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
+            )
         with no_autocast(self.engine.parameters[0].device):
             self._step(loss, comparison)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
+        # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
+        return self.engine.settings.grad_scaler is None
 
     def _step(self, loss: Any, comparison: Comparison | None) -> None:
         self._current_damping()
