@@ -6,15 +6,16 @@
 
 The parts of one call run side by side; those that end in "finals" are timed, so give them a call and the machine to
 themselves. Seeds and finals take each method's best setting of the search that is recorded by then. What is recorded
-already is not run again, and what is not over when time is, is left out. `make figures` makes pages and pictures of it.
+already is not run again; what is not over when time is, or on Ctrl-C, is left out. `make figures` makes pages and
+pictures of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import multiprocessing
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from typing import Any
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
-from ekfac.lab.plan import share_cores
+from ekfac.lab.plan import worker_pool
 from ekfac.lab.runs import load_run, source_digest
 from ekfac.lab.training import Progress, train
 
@@ -228,8 +229,10 @@ def run(job: Job, results: Path, data_dir: str | None, end: float, again: bool =
     place, config = job
     folder = results / place / key(config)
     line = f"{place}/{folder.name}"
-    there = (folder / "config.json").exists()
-    if there and not (again and load_run(folder).about["versions"].get("source") != source_digest()):
+    there = load_run(folder) if (folder / "config.json").exists() else None
+    if there is not None and there.status == "unfinished":
+        there = None  # cut by a kill
+    if there is not None and not (again and there.about["versions"].get("source") != source_digest()):
         return f"{line}: there already"
     if time.time() > end:
         return f"{line}: no time left"
@@ -249,7 +252,7 @@ def run(job: Job, results: Path, data_dir: str | None, end: float, again: bool =
     return f"{line}: {done.status}" + (f", {loss:.4g}" if loss is not None else "")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
     parser.add_argument("--results", type=Path, default=Path("results"))
@@ -271,15 +274,28 @@ def main() -> None:
             config = replace(config, **changes).resolved()
             if args.only is None or config.optimizer in args.only:
                 jobs[f"{place}/{key(config)}"] = (place, config)
-    with concurrent.futures.ProcessPoolExecutor(
-        args.workers, multiprocessing.get_context("spawn"), share_cores, (args.workers,)
-    ) as pool:
-        tasks = [
-            pool.submit(run, job, args.results, args.data_dir, end, job[1].optimizer in args.again)
-            for job in jobs.values()
-        ]
-        for done, task in enumerate(concurrent.futures.as_completed(tasks), 1):
-            print(f"{done:>4} of {len(tasks)}  {task.result()}", flush=True)
+    # Both end the workers first, in the pool.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with worker_pool(args.workers) as pool:
+            tasks = [
+                pool.submit(run, job, args.results, args.data_dir, end, job[1].optimizer in args.again)
+                for job in jobs.values()
+            ]
+            for done, task in enumerate(concurrent.futures.as_completed(tasks), 1):
+                print(f"{done:>4} of {len(tasks)}  {task.result()}", flush=True)
+    except KeyboardInterrupt:
+        remove_cut(args.results / name for name in jobs)
+        print("interrupted; the same command goes on with what is not recorded yet", file=sys.stderr)
+        return 130
+    return 0
+
+
+def remove_cut(folders: Iterable[Path]) -> None:
+    """Remove runs that are not over."""
+    for folder in folders:
+        if (folder / "config.json").exists() and load_run(folder).status == "unfinished":
+            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

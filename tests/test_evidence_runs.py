@@ -1,5 +1,8 @@
 """The experiments behind the pages: what is run, what is chosen, and what a cut leaves behind."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,6 +18,7 @@ import evidence
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
 from ekfac.lab.runs import load_run
+from processes import alive, children, wait_until
 
 TINY = {"width": 8, "limit": 100, "epochs": 1, "dataset": "mnist-5k", "batch_size": 50, "device": "cpu"}
 
@@ -24,8 +28,8 @@ def tiny(part: str, results: Path) -> list[tuple[str, TrainConfig]]:
 
 
 def test_every_method_gets_the_same_number_of_trials(tmp_path):
-    tried = Counter((c.optimizer, c.batch_norm) for _, c in evidence.mnist_search(tmp_path))
-    assert set(tried.values()) == {4} and ("ekfac-default", False) not in tried
+    tried = Counter(c.optimizer for _, c in evidence.mnist_search(tmp_path))
+    assert set(tried.values()) == {8} and "ekfac-default" not in tried
     for task in evidence.COMPARED:
         tried = Counter(c.optimizer for _, c in evidence.PARTS[f"{task}-search"](tmp_path))
         assert tried == {"sgd": 8, "adamw": 8, "muon": 8, "soap": 8}
@@ -69,6 +73,38 @@ def test_what_is_cut_short_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence.Deadline, "epoch", late)
     assert "cut short" in evidence.run(job, tmp_path, None, time.time() + 600)
     assert not list(tmp_path.rglob("config.json"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_their_parent(how, tmp_path):
+    results, changes = tmp_path / "results", [f"{name}={value}" for name, value in {**TINY, "epochs": 10**6}.items()]
+    words = [evidence.__file__, "mnist-search", "--only", "sgd", "--workers", "2", "--results", str(results)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *words, "--set", *changes], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_until(lambda: len(list(results.rglob("metrics.jsonl"))) == 2 or process.poll() is not None)
+        workers = children(process.pid)
+        assert len(workers) >= 2
+        process.send_signal(how)
+        error = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    wait_until(lambda: not any(alive(worker) for worker in workers))
+    if how != signal.SIGKILL:
+        assert process.returncode == 130 and error.startswith("interrupted") and error.count("\n") == 1
+        assert not list(results.rglob("config.json"))
+
+
+def test_a_run_that_was_killed_is_run_again(tmp_path):
+    place, config = job = tiny("mnist-search", tmp_path)[0]
+    assert "finished" in evidence.run(job, tmp_path, None, time.time() + 600)
+    metrics = tmp_path / place / key(config) / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole.splitlines(keepends=True)[0])
+    assert "finished" in evidence.run(job, tmp_path, None, time.time() + 600)
+    assert metrics.read_text().count("\n") == whole.count("\n") == 2
 
 
 def test_finals_want_the_machine_to_themselves(tmp_path, monkeypatch, capsys):

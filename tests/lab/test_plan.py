@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from ekfac.lab import LabError, plan
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.gather import find_runs
 from ekfac.lab.space import Space, settings
+from processes import alive, children, wait_until
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
@@ -91,6 +93,32 @@ def test_bad_usage_of_the_command_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert plan.main([]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("error:") == 2 and "Traceback" not in captured.err
+    (tmp_path / "plan.json").write_text("[]")
+    assert plan.main([str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.json" / "x")]) == 2
+    assert "plan.json/x' cannot be written: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["killed", "Ctrl-C"])
+def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp_path: Path) -> None:
+    plan.write_plan([replace(config, epochs=10_000) for config in configs[:2]], tmp_path / "plan.json")
+    words = ["-m", "ekfac.lab.plan", "plan.json", "--out", "done", "--workers", "2", "--devices", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("done/*/metrics.jsonl"))) == 2 or process.poll() is not None)
+        workers = children(process.pid)
+        assert len(workers) >= 2
+        if how == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            process.wait(timeout=60)
+    finally:
+        process.kill()
+    error = process.communicate(timeout=60)[1]
+    wait_until(lambda: not any(alive(worker) for worker in workers))
+    if how == "Ctrl-C":
+        assert process.returncode == 130 and error == "interrupted; the same command goes on\n"
 
 
 def test_a_plan_goes_out_and_its_results_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from ekfac.lab import padded  # noqa: F401  (registers a dataset)
+from ekfac.lab.boundary import writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
 from ekfac.lab.registry import LabError
@@ -84,6 +88,9 @@ class Outcome:
     error: str | None = None
 
 
+Outcomes = Generator[tuple[int, Outcome], None, None]
+
+
 def run_all(
     configs: Sequence[TrainConfig],
     out: str | Path,
@@ -105,39 +112,73 @@ def run_all(
 
     Returns:
         Their outcomes, in the order of the settings.
+
+    Raises:
+        LabError: If ``workers`` is wrong, or a worker died.
+        OSError: If ``out`` cannot be made.
     """
     if workers < 1:
         raise LabError(f"workers must be at least 1, not {workers}")
+    Path(out).mkdir(parents=True, exist_ok=True)
     jobs = [replace(c, device=devices[n % len(devices)]) if devices else c for n, c in enumerate(configs)]
     found: dict[int, Outcome] = {}
     iterator = _serial(jobs, out, data_dir) if workers == 1 else _parallel(jobs, out, data_dir, workers)
-    for number, outcome in iterator:
-        found[number] = outcome
-        on_outcome(outcome)
-        if outcome.run is not None and outcome.run.status == "interrupted":
-            raise KeyboardInterrupt
+    with contextlib.closing(iterator):
+        for number, outcome in iterator:
+            found[number] = outcome
+            on_outcome(outcome)
+            if outcome.run is not None and outcome.run.status == "interrupted":
+                raise KeyboardInterrupt
     return [found[number] for number in range(len(jobs))]
 
 
-def _serial(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None) -> Iterator[tuple[int, Outcome]]:
+def _serial(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None) -> Outcomes:
     for number, config in enumerate(jobs):
         yield number, _attempt(config, out, data_dir)
 
 
-def _parallel(
-    jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None, workers: int
-) -> Iterator[tuple[int, Outcome]]:
-    # Spawned, not forked: CUDA and OpenMP do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context, share_cores, (workers,)) as pool:
+def _parallel(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None, workers: int) -> Outcomes:
+    with worker_pool(workers) as pool:
         futures = {pool.submit(_attempt, job, out, data_dir): number for number, job in enumerate(jobs)}
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise LabError("a worker process died; run the same command again to go on") from None
-        finally:
+
+
+@contextlib.contextmanager
+def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Processes that share the cores, and never outlive what they are for.
+
+    They end at once when this process is killed, and when the block is left by an error or by Ctrl-C, which they leave
+    to this process. A run that is cut short so goes on from its checkpoint.
+    """
+    # Spawned, not forked: CUDA and OpenMP do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    before = set(multiprocessing.active_children())
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (workers,)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
             pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _start_worker(workers: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    share_cores(workers)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        # Not an exception: the main thread may be in the middle of an epoch, or waiting for a job that never comes.
+        os._exit(1)
 
 
 def share_cores(workers: int) -> None:
@@ -189,14 +230,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes.append(outcome)
             print(tell(outcome, len(outcomes), len(configs)), flush=True)
 
-        run_all(
-            configs,
-            values["out"],
-            workers=values["workers"],
-            devices=[name for name in values["devices"].split(",") if name],
-            data_dir=values["data_dir"],
-            on_outcome=on_outcome,
-        )
+        with writing(values):
+            run_all(
+                configs,
+                values["out"],
+                workers=values["workers"],
+                devices=[name for name in values["devices"].split(",") if name],
+                data_dir=values["data_dir"],
+                on_outcome=on_outcome,
+            )
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
