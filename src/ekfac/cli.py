@@ -168,12 +168,14 @@ def demo(
     console.print(commands_show.demo_report(list(runs.values()), out), soft_wrap=True, markup=False)
 
 
-@app.command(epilog="Examples:\n\n`ekfac summary autoencoder`\n\n`ekfac summary vgg11 --sua --json`")
+@app.command(epilog="Examples:\n\n`ekfac summary autoencoder`\n\n`ekfac summary vgg11 --no-sua --json`")
 def summary(
     task: str = typer.Argument(help=_TASK_HELP, autocompletion=_complete(TASKS)),
     width: int | None = typer.Option(None, help="Width of the first layer."),
     batch_norm: bool = typer.Option(False, help="With batch-norm."),
-    sua: bool = typer.Option(False, help="With the spatially uncorrelated approximation of convolutions."),
+    sua: bool | None = typer.Option(
+        None, help="With the spatially uncorrelated approximation of convolutions [default: of wide ones]."
+    ),
     plugin: list[str] = _PLUGIN,
     json: bool = _JSON,
 ) -> None:
