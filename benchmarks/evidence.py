@@ -78,8 +78,8 @@ CENTRES: list[tuple[dict[str, Any], float, float | None]] = [
 # Epochs of a search and of what follows it, and whether rivals get batch-norm.
 COMPARED: dict[str, tuple[dict[str, Any], int, int, bool]] = {
     "classifier": ({"dataset": "mnist"}, 4, 20, False),
-    "vgg11": ({}, 3, 20, True),
-    "resnet34": ({}, 2, 20, True),
+    "vgg11": ({"channels_last": True}, 3, 20, True),
+    "resnet34": ({"channels_last": True, "dtype": "bfloat16"}, 2, 20, True),
     "charlm": ({}, 1, 5, False),
 }
 RIVALS = {
