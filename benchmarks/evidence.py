@@ -84,9 +84,9 @@ COMPARED: dict[str, tuple[dict[str, Any], int, int, bool]] = {
 }
 RIVALS = {
     "sgd": (1e-3, 3e-3, 1e-2, 3e-2, 5e-2, 1e-1, 3e-1, 1.0),
-    "adamw": (1e-4, 3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2),
+    "adamw": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2),
     "muon": (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2, 1e-1),
-    "soap": (1e-4, 3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2),
+    "soap": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2),
 }
 
 
