@@ -135,6 +135,56 @@ def test_a_whole_model_can_be_checkpointed_reentrantly_after_a_validation_with_g
     assert_same(*models)
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 12)])
+def test_a_body_checkpointed_reentrantly_under_a_frozen_head(sizes: tuple[int, int]) -> None:
+    """No parameter that is trained is in the outer graph, and two forwards come before the backward pass."""
+
+    class Body(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.head = nn.Linear(5, 5), nn.Linear(5, 3).requires_grad_(False)
+            self.reentrant = reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.a, x, use_reentrant=True) if self.reentrant else self.a(x)
+            out: Tensor = self.head(torch.tanh(h))
+            return out
+
+    models = [Body(False), Body(True)]
+    opts = [EKFAC(m) for m in models]
+    for _ in range(3):
+        for model, opt in zip(models, opts, strict=True):
+            opt.zero_grad()
+            parts = [X[:size].clone().requires_grad_() for size in sizes]
+            sum(F.cross_entropy(model(x), Y[: len(x)], reduction="sum") for x in parts).div(sum(sizes)).backward()
+            assert opt.engine.capture.examples == sum(sizes)
+            opt.step()
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_interrupted_forward_is_noticed_by_the_next(gradients: bool) -> None:
+    class Stopped(nn.Sequential):
+        stop = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            if self.stop:
+                raise KeyboardInterrupt
+            return out
+
+    model = Stopped(*mlp())
+    opt = EKFAC(model)
+    model.stop = True
+    with torch.set_grad_enabled(gradients), pytest.raises(KeyboardInterrupt):
+        model(X[:4])
+    model.stop = False
+    loss_of(model).backward()
+    assert opt.engine.capture.examples == 16
+    opt.step()
+
+
 def test_micro_batches_are_not_held_until_the_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
@@ -307,6 +357,16 @@ def test_a_step_that_a_scaler_found_infinite_changes_nothing() -> None:
         assert torch.equal(p, q)
 
 
+def test_a_refused_scaler_is_forgotten() -> None:
+    model = mlp()
+    opt = EKFAC(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
+        scaler.step(opt)
+    usual(model, opt)
+
+
 def test_entries_that_were_clipped_or_masked_stand_for_themselves() -> None:
     """s is g^2 of the gradient as it stands, from the second such step on: then it is known to be no rescaling."""
     model = mlp().double()
@@ -386,6 +446,92 @@ def test_a_checkpoint_of_a_partly_frozen_model_goes_into_the_whole() -> None:
     new.load_state_dict(opt.state_dict())
     usual(other, new)
     assert new.engine.applied_steps == 2
+
+
+def test_state_of_a_frozen_layer_is_in_checkpoints_and_copies() -> None:
+    model = mlp()
+    opt = EKFAC(model, momentum=0.9, refresh_every=3)
+    for _ in range(5):
+        usual(model, opt)
+    model[0].requires_grad_(False)
+    usual(model, opt)
+    copied = copy.deepcopy(opt)
+    other = copy.deepcopy(model)
+    loaded = EKFAC(other, momentum=0.9, refresh_every=3)
+    loaded.load_state_dict(opt.state_dict())
+    for net, o in ((model, opt), (copied.model, copied), (other, loaded)):
+        net[0].requires_grad_(True)
+        for _ in range(4):
+            usual(net, o)
+    assert_same(model, copied.model)
+    assert_same(model, other)
+
+
+def test_a_checkpoint_replaces_the_state_of_frozen_layers_too() -> None:
+    model = mlp()
+    opt = EKFAC(model)
+    for _ in range(3):
+        usual(model, opt)
+    early = copy.deepcopy(opt.state_dict())
+    for _ in range(5):
+        usual(model, opt)
+    model[0].requires_grad_(False)
+    usual(model, opt)
+    opt.load_state_dict(early)
+    model[0].requires_grad_(True)
+    loss_of(model).backward()
+    assert opt.state[model[0].weight]["count"] == 3
+
+
+def test_statistics_around_the_first_forward_after_freezing_keep_the_gradients() -> None:
+    model = mlp()
+    opt = EKFAC(model)
+    loss_of(model).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    model[0].requires_grad_(False)
+    with opt.statistics():
+        loss_of(model).backward()
+    for p, g in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+def test_an_optimizer_of_frozen_parameters_waits() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    opt = EKFAC(model, params=list(model[0].parameters()))
+    usual(model, opt)
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    usual(model, opt)
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_freezing_between_backward_and_step_waits_for_the_next_forward() -> None:
+    models = [mlp(), mlp()]
+    opts = [EKFAC(m) for m in models]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model, opt in zip(models, opts, strict=True):
+            usual(model, opt)
+            opt.zero_grad()
+            loss_of(model).backward()
+            if model is models[1]:
+                model[0].bias.requires_grad_(False)
+            opt.step()
+            model[0].bias.requires_grad_(True)
+            usual(model, opt)
+    assert_same(*models)
+
+
+def test_damping_must_agree_within_a_layer_that_is_unfrozen() -> None:
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    groups = [{"params": [model[0].bias], "damping": 0.1}, {"params": [model[0].weight, *model[2].parameters()]}]
+    opt = EKFAC(model, params=groups)
+    usual(model, opt)
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="within layer '0'"):
+        usual(model, opt)
 
 
 # --- layers without statistics ----------------------------------------------------------------------------------------
@@ -477,6 +623,46 @@ def test_a_checkpoint_goes_into_another_dtype(kind: Any, start: torch.dtype, end
     step(model, opt, start)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.float(), q.float(), rtol=0.05, atol=0.02)
+
+
+def test_kfac_goes_on_with_the_factors_of_its_last_refresh() -> None:
+    def build(model: nn.Module) -> KFAC:
+        return KFAC(model, damping=lambda t: 1e-2 * 0.5 ** ((t + 5) // 10), refresh_every=4)
+
+    model = mlp().double()
+    opt = build(model)
+
+    def steps(model: nn.Module, opt: Any, count: int) -> None:
+        for _ in range(count):
+            opt.zero_grad()
+            F.cross_entropy(model(X.double()), Y).backward()
+            opt.step()
+
+    steps(model, opt, 7)
+    other = copy.deepcopy(model)
+    new = build(other)
+    new.load_state_dict(opt.state_dict())
+    steps(model, opt, 20)
+    steps(other, new, 20)
+    assert_same(model, other)
+
+
+def test_the_second_look_of_adaptive_damping_is_inside_autocast_too() -> None:
+    model = mlp()
+    opt = EKFAC(model, **{**ekfac.PAPER, "damping": ekfac.AdaptiveDamping(start=1.0, every=1)})
+    dtypes = []
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        out = model(X)
+        dtypes.append(out.dtype)
+        loss = F.cross_entropy(out.float(), Y)
+        loss.backward()
+        return loss
+
+    with torch.autocast("cpu", torch.bfloat16):
+        opt.step(closure)
+    assert dtypes == [torch.bfloat16] * 2
 
 
 def test_a_checkpoint_with_other_groups_changes_nothing() -> None:

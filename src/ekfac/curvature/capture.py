@@ -113,8 +113,8 @@ class Capture:
         receive: Called with all calls of a block in one record.
         wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
         before_forward: Called when a forward of the model is about to be captured; says whether to.
-        lands: Called within a backward pass: whether it brings a gradient to a block's parameters (for None: to any),
-            and not only to somebody who asks torch.autograd.grad for that of an input.
+        lands: Called within a backward pass: whether it brings a gradient to a block's parameters (for None: to any of
+            the model), and not only to somebody who asks torch.autograd.grad for that of an input.
         batch_dim: The dimension of the model's input that counts examples.
     """
 
@@ -201,6 +201,8 @@ class Capture:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts: count its examples."""
+        if self._depth and calls_under_way(self.model) < 2:  # the one that it was within has been interrupted
+            self._current, self._depth = None, 0
         self._depth += 1
         if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
@@ -231,7 +233,7 @@ class Capture:
             record, self._current = self._current, None
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                    tensor.register_hook(lambda d: self._reach(record) if self._counts(None) else None)
+                    tensor.register_hook(lambda d: self._come(record))
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         tensor = next(_tensors((args, kwargs)), None)
@@ -305,6 +307,12 @@ class Capture:
     def _counts(self, block: Block | None) -> bool:
         """Whether the backward pass under way is to be captured."""
         return self.enabled and (self.aside or self.lands(block))
+
+    def _come(self, record: Record) -> None:
+        """A backward pass has come to the output of a forward."""
+        self._latest, self._task = record, torch._C._current_graph_task_id()
+        if self._counts(None):
+            self._reach(record)
 
     def _reach(self, record: Record) -> None:
         """A backward pass has come to a record: its examples count, once."""
@@ -391,6 +399,15 @@ def remove_hooks(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
+def calls_under_way(module: nn.Module) -> int:
+    """How many calls of a module this thread is within."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
 def inside_backward() -> bool:
     """Whether this thread is executing a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -446,9 +463,10 @@ class _ForwardHook(_Hook):
 
 
 class _BeginHook(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
         if self.capture is not None and module is self.capture.model:
-            self.capture.begin(args, kwargs)
+            self.capture.begin(args, kwargs or {})
 
 
 class _EndHook(_Hook):

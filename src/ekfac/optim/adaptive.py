@@ -174,7 +174,7 @@ class Comparison:
         self._engine = engine
         self._closure = closure
         self._sign = -1.0 if maximize else 1.0
-        device = engine.parameters[0].device
+        device = engine.device
         self._devices = [device] if device.type == "cuda" else []
         self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
@@ -197,6 +197,7 @@ class Comparison:
         if self._engine.skipped_steps > skipped:  # a gradient was not finite, and nothing has changed
             return
         slope, bend = self._model()
+        torch.clear_autocast_cache()  # which holds the weights as they were
         loss, new_loss, examples = self._over_processes(self._loss, self._evaluate(), float(self._examples))
         unit = self._sign / examples if self._engine.settings.loss_reduction == "sum" else self._sign
         slope *= unit
@@ -219,14 +220,14 @@ class Comparison:
         """Their means, so that all processes learn the same."""
         if world_size() == 1:
             return list(numbers)
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.parameters[0].device)
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.device)
         dist.all_reduce(mine)
         return [float(number) / world_size() for number in mine.tolist()]
 
     def _model(self) -> tuple[float, float]:
         """G.d and d^T C d of the update d."""
         engine, moved = self._engine, {p: p - theta for p, theta in self._theta.items()}
-        like = torch.zeros((), dtype=torch.float64, device=engine.parameters[0].device)
+        like = torch.zeros((), dtype=torch.float64, device=engine.device)
         slope = [(self._gradients[p] * d).sum().to(like) for p, d in moved.items()]
         bend = []
         for block in engine.blocks:

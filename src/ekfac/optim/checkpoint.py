@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.engine import Engine
+from ekfac.optim.intake import fits
 
 VERSION = 4
 
@@ -27,9 +28,26 @@ def engine_state(engine: Engine) -> dict[str, Any]:
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
         "fallbacks": dict(refresher.fallbacks),
         "kind": kind(engine),
+        "lengths_wanted": engine.watch.lengths_wanted,
+        "put_away": _put_away(engine),
         "parameters": parameter_shapes(engine),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.silent],
     }
+
+
+def _put_away(engine: Engine) -> list[dict[str, Any]]:
+    """The state of frozen blocks, by the names of their parameters."""
+    names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
+    return [
+        {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
+        for (covered, key), state in engine.put_away.items()
+    ]
+
+
+def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Parameter, ...], dict[str, Any]]]:
+    parameters = dict(engine.model.named_parameters())
+    for entry in saved:
+        yield entry["covered"], tuple(parameters[name] for name in entry["parameters"]), entry["state"]
 
 
 def kind(engine: Engine) -> str:
@@ -69,14 +87,7 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse state whose blocks are laid out in another way (sua, max_factor_dim, include, ... differ)."""
     for block in engine.blocks:
-        s = state_of.get(block.key, {}).get("s")
-        A = state_of.get(block.key, {}).get("A")
-        shape = block.shape
-        expected = (shape.groups, shape.out, shape.columns)
-        wrong = isinstance(s, Tensor) and tuple(s.shape) != expected
-        if isinstance(A, Tensor):
-            wrong |= tuple(A.shape) != (shape.groups, shape.inputs) + (() if block.diagonal_A else (shape.inputs,))
-        if wrong or (A is not None and not block.covered):
+        if not fits(block, state_of.get(block.key, {})):
             raise ValueError(
                 f"state_dict holds another layout of block '{block.name}'. Construct the optimizer with the same sua, "
                 "basis, include, exclude and max_factor_dim as when it was saved"
@@ -85,7 +96,7 @@ def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> N
 
 def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Put the counters back, after a last check that the blocks are laid out as they were."""
-    engine.aside.join()
+    engine.settle(wait=True)
     before = engine.silent
     engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
     if engine.silent != before:
@@ -97,6 +108,11 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
         engine.set_parameters(engine.offered)
         raise
     engine.drop()
+    engine.watch.lengths_wanted = saved["lengths_wanted"]
+    engine.put_away = {
+        (covered, key): converted(engine, {key[0]: state})[key[0]]
+        for covered, key, state in _named(engine, saved["put_away"])
+    }
     engine.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
     engine.generation += 1
@@ -115,7 +131,9 @@ def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict
     def value(p: Tensor, name: str, given: Any) -> Any:
         if not isinstance(given, Tensor):
             return given
-        counts = name == "count" or not given.is_floating_point()
-        return given.detach().to(p.device, None if counts else dtypes.get(p), copy=True)
+        if name == "count" or not given.is_floating_point():
+            return given.detach().to(p.device, copy=True)
+        usual = p.dtype if p.dtype == torch.float64 else torch.float32
+        return given.detach().to(p.device, dtypes.get(p, usual), copy=True)
 
     return {p: {name: value(p, name, given) for name, given in state.items()} for p, state in state_of.items()}

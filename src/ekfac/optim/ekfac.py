@@ -169,12 +169,19 @@ class EKFAC(Grouped):
             with torch.enable_grad():
                 loss = closure()
         if hasattr(self, "found_inf"):
+            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
+                self.__dict__.pop(name, None)
             raise RuntimeError(
                 "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
                 f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
             )
-        with no_autocast(self.engine.parameters[0].device):
-            self._step(loss, comparison)
+        with no_autocast(self.engine.device):
+            done = self._step(loss, comparison)
+        if done and comparison is not None:
+            comparison.after()
+        if done:
+            with no_autocast(self.engine.device):
+                self.engine.finish(self._update())
         return loss
 
     @property
@@ -183,25 +190,24 @@ class EKFAC(Grouped):
         # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
         return self.engine.settings.grad_scaler is None
 
-    def _step(self, loss: Any, comparison: Comparison | None) -> None:
+    def _step(self, loss: Any, comparison: Comparison | None) -> bool:
+        """Change the parameters; whether that was to be done."""
         self._current_damping()
         if comparison is not None:
             comparison.before(loss)
         if not self._graphs.step():
             work = self.engine.prepare()
             if work is None or not self.engine.judge(work):
-                return
+                return False
             self.compute(work, self._rates())
-        if comparison is not None:
-            comparison.after()
-        self.engine.finish(self._update())
+        return True
 
     def compute(self, work: Work, rates: Rates) -> None:
         """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
         directions = self.engine.compute(work, self._update(rates))
         pace = self.pace.take(self.engine, directions)
         lrs = [lr * pace for lr in rates.lr]
-        lr_of = {p: lr for group, lr in zip(self.param_groups, lrs, strict=True) for p in group["params"]}
+        lr_of = {p: lrs[index] for p, index in self._group_index().items()}
         steps = self.kl_clip(trusted(directions, lr_of, self.trust), directions, lr_of)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr)
@@ -229,8 +235,7 @@ class EKFAC(Grouped):
 
     def _update(self, rates: Rates | None = None) -> Update:
         """What the engine asks about the groups."""
-        index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        groups = self.param_groups
+        index_of, groups = self._group_index(), self.param_groups
         damping = [float(g["damping"]) for g in groups] if rates is None else rates.damping
 
         def l2_of(p: nn.Parameter) -> float:

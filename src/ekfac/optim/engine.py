@@ -118,7 +118,6 @@ class Engine(Intake):
     def prepare(self) -> Work | None:
         """What the host can check before anything is computed; None if there is no gradient."""
         self.settle()
-        self.check_layout()
         live = [p for p in self.parameters if p.grad is not None]
         if not live:
             self.drop()
@@ -132,7 +131,7 @@ class Engine(Intake):
     def judge(self, work: Work) -> bool:
         """Whether to go on: all gradients are finite, or a mask on the device will see to it that nothing changes."""
         sizes, left = self.watch.sizes(work.live)
-        go, self.ok = self.verdicts.judge(sizes, at_once=any(map(self._renews, self.blocks)))
+        go, self.ok = self.verdicts.judge(sizes, at_once=self._waits(work))
         work.bad = None if self.ok is None else self.ok == 0
         if not go:
             self._skipped()
@@ -144,6 +143,11 @@ class Engine(Intake):
         self.fingerprints.check(self._sums, self.watch, self._loss_scale())
         work.rescaled = self.watch.rescaling(work.live, sizes, left, self._loss_scale())
         return True
+
+    def _waits(self, work: Work) -> bool:
+        """Whether a layer that has a gradient begins the step with a solve, for which the host waits anyway."""
+        live = set(work.live)
+        return any(self._renews(b) for b in self.blocks if not live.isdisjoint(b.parameters.values()))
 
     def _check_statistics(self, work: Work, sizes: Mapping[nn.Parameter, Tensor]) -> None:
         """A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused."""
@@ -205,7 +209,7 @@ class Engine(Intake):
         self.applied_steps += 1
         if not turning:
             return
-        with self.aside.work(self.parameters[0].device):
+        with self.aside.work(self.device):
             for block, turns in turning:
                 self._turn_eigenbasis(block, float(update.damping_of(block)), turns)
 

@@ -80,7 +80,9 @@ def seed(engine: Engine, operator: Curvature) -> None:
         raise ValueError(
             f"the operator has blocks that are not trained here: {', '.join(p.name for p in given.values())}"
         )
+    engine.settle(wait=True)
     engine.drop()
+    engine.refresher.forget()
     engine.generation += 1
     for block, part in matched:
         _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))

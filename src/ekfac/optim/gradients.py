@@ -32,8 +32,8 @@ class GradientWatch:
         self._task = -1
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
-        #: Whether somebody touches gradients between backward and step; then their lengths are noted too.
-        self._lengths_wanted = False
+        #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
+        self.lengths_wanted = False
         self._lengths: dict[nn.Parameter, Tensor] = {}
         weakref.finalize(self, remove_hooks, self._handles)
         self.attach(parameters)
@@ -83,7 +83,7 @@ class GradientWatch:
         grads = [p.grad for p in live if p.grad is not None]
         sizes = largest_magnitudes(grads)
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
-        if self._lengths_wanted and grads:
+        if self.lengths_wanted and grads:
             self._lengths = dict(zip(live, torch._foreach_norm(grads), strict=True))
 
     def touched(self, parameter: nn.Parameter) -> bool:
@@ -112,7 +112,7 @@ class GradientWatch:
             for p, now, before in zip(live, sizes, left, strict=True)
             if self.touched(p)
         }
-        self._lengths_wanted = bool(ratios)
+        self.lengths_wanted |= bool(ratios)
         known = [p for p in ratios if p in self._lengths]
         lengths = torch._foreach_norm([p.grad for p in known if p.grad is not None]) if known else ()
         for p, length in zip(known, lengths, strict=True):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 REPEATS = 2
 #: At most so many different steps are kept.
 LIMIT = 8
+#: And so many counted: steps that differ every time, by their damping say, are never captured.
+SEEN = 100
 
 
 @dataclass
@@ -77,6 +79,8 @@ class StepGraphs:
         key = self._signature()
         captured = self._captured.get(key)
         if captured is None:
+            if len(self._seen) > SEEN:
+                self._seen.clear()
             self._seen[key] += 1
             if self._seen[key] <= REPEATS or len(self._captured) >= LIMIT:
                 return False
@@ -125,7 +129,7 @@ class StepGraphs:
         engine = opt.engine
         gradients, calls = self._inputs()
         places = [torch.empty_like(t) for t in gradients], [torch.empty_like(t) for t in calls]
-        device = engine.parameters[0].device
+        device = engine.device
         lr, damping = (_scalars(len(opt.param_groups), device) for _ in range(2))
         rates = Rates(lr, damping if engine.method.damping_is_free else opt._rates().damping)
         work = Work(list(engine.parameters), float(engine.capture.examples), float(engine.capture.examples))

@@ -34,6 +34,7 @@ class Grouped(torch.optim.Optimizer):
         self.model = model
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self._adaptation: Adaptation | None = None
+        self._indexed: tuple[Any, dict[nn.Parameter, int]] | None = None
         self._group_defaults = defaults
         defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_update_options(defaults)
@@ -96,6 +97,16 @@ class Grouped(torch.optim.Optimizer):
                 raise ValueError(
                     f"damping={sorted(values)} within layer '{block.name}': the parameters of a layer must agree"
                 )
+
+    def _group_index(self) -> dict[nn.Parameter, int]:
+        """The group of every parameter that is trained."""
+        at = self.engine.generation, [len(group["params"]) for group in self.param_groups]
+        if self._indexed is None or self._indexed[0] != at:
+            trained = set(self.engine.parameters)
+            index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
+            self._check_damping_within_layers(self.engine.blocks)
+            self._indexed = at, index
+        return self._indexed[1]
 
     def _adapts(self) -> Adaptation | None:
         """What a group's damping adapts by, if any does."""

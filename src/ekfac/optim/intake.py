@@ -7,8 +7,9 @@ calls better they wait for it in the stash.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from ekfac.optim.options import EngineOptions
 from ekfac.optim.refresh import START, TRIES, Schedule
 from ekfac.optim.rows import may_use_rows, rows_are_cheaper
 from ekfac.optim.rules import State
+
+Members = tuple[bool, tuple[nn.Parameter, ...]]
 
 
 class Intake:
@@ -59,8 +62,9 @@ class Intake:
         #: What the optimizer was given, and those of them that are trained now: the others are frozen.
         self.offered: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
-        #: The state of blocks that are frozen, as they were then.
-        self._put_away: dict[tuple[bool, tuple[nn.Parameter, ...]], tuple[Block, State]] = {}
+        #: Blocks as they have been at some time, and the state of those that are frozen now.
+        self._known: dict[Members, Block] = {}
+        self.put_away: dict[Members, State] = {}
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self._accumulators: dict[nn.Parameter, Node] = {}
         self.blocks: list[Block] = []
@@ -82,6 +86,11 @@ class Intake:
         self.watch = GradientWatch([])
         self.set_parameters(parameters)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.offered[0].device
+
     # --- what is covered ------------------------------------------------------------------------------------------
 
     def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
@@ -102,22 +111,23 @@ class Intake:
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
         offered = list(parameters)
-        blocks = self.blocks_of(offered)
-        before = {_members(b): b for b in self.blocks}
-        blocks = [before.get(_members(b), b) for b in blocks]
-        new = [b for b in blocks if b not in before.values()]
-        for block in before.values():
+        found = self.blocks_of(offered)
+        new = {b for b in found if members(b) not in self._known}
+        blocks = [self._known.setdefault(members(b), b) for b in found]
+        for block in self.blocks:
             if block not in blocks:
-                self._put_away[_members(block)] = block, self._pop_state(block)
-        for block in new:
-            self._pop_state(block)
-        blocks = [self._bring_back(b) for b in blocks]
+                self.put_away[members(block)] = self._pop_state(block)
+        for block in blocks:
+            if members(block) in self.put_away:
+                self.state[block.key].update(self.put_away.pop(members(block)))
+            elif not fits(block, self.state.get(block.key, {})):
+                self._pop_state(block)
         self.offered = offered
         self.parameters = [p for p in offered if p.requires_grad]
         self.blocks = blocks
         self.generation += 1
         self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
-        self.fingerprints.unprobed |= {b for b in new if b in blocks and b.covered}
+        self.fingerprints.unprobed |= {b for b in new if b.covered}
         self._layout = tuple(p.requires_grad for p in offered)
         self.capture.attach(blocks)
         self.watch.attach(self.parameters)
@@ -130,37 +140,25 @@ class Intake:
             self.state[block.key]["momentum_buffer"] = state.pop("momentum_buffer")
         return state
 
-    def _bring_back(self, block: Block) -> Block:
-        if _members(block) not in self._put_away:
-            return block
-        known, state = self._put_away.pop(_members(block))
-        if state:
-            self.state[known.key].update(state)
-        return known
-
-    def check_layout(self) -> None:
-        """Follow parameters that were frozen or unfrozen."""
-        layout = tuple(p.requires_grad for p in self.offered)
-        if layout != self._layout and any(layout):
-            self.set_parameters(self.offered)
-
     def _before_forward(self) -> bool:
         """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
 
         Returns:
             Whether to capture: not where the whole model is frozen, as another's adversary.
         """
-        if not any(p.requires_grad for p in self.offered):
+        layout = tuple(p.requires_grad for p in self.offered)
+        if not any(layout):
             return False
-        self.check_layout()
+        if layout != self._layout:
+            self.set_parameters(self.offered)
         self.watch.before_forward()
         if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
             self.drop()
         return True
 
     def _lands(self, block: Block | None) -> bool:
-        """Whether the backward pass under way brings a gradient to a block's parameters, or to any."""
-        return any(map(self._reached, self.parameters if block is None else block.parameters.values()))
+        """Whether the backward pass under way brings a gradient to a block's parameters, or to any of the model's."""
+        return any(map(self._reached, self.model.parameters() if block is None else block.parameters.values()))
 
     def _reached(self, parameter: nn.Parameter) -> bool:
         if not parameter.requires_grad:
@@ -265,7 +263,7 @@ class Intake:
         """Whether steps may be captured in CUDA graphs."""
         return (
             self.settings.cuda_graphs
-            and self.parameters[0].is_cuda
+            and self.device.type == "cuda"
             and self.settings.grad_scaler is None
             and world_size() == 1
         )
@@ -291,8 +289,8 @@ class Intake:
     @contextmanager
     def statistics(self) -> Iterator[None]:
         """Backward passes inside give factors and s*, in place of the training loss's, and leave ``.grad`` alone."""
-        saved = [p.grad for p in self.parameters]
-        for p in self.parameters:
+        saved = [(p, p.grad) for p in self.offered]
+        for p, _ in saved:
             p.grad = None
         if not self._aside_used:
             self._sums = {}
@@ -304,13 +302,14 @@ class Intake:
                 yield
         finally:
             self.watch.enabled = True
-            for p, grad in zip(self.parameters, saved, strict=True):
+            for p, grad in saved:
                 p.grad = grad
 
     def drop(self) -> None:
         """Forget what was captured and not used."""
         self.capture.drop()
         self.watch.forget()
+        self._accumulators = {}  # not for longer than a step: they hold on to the stream on which they were made
         self._sums = {}
         self.stash = {}
         self._stashed_bytes = 0
@@ -318,6 +317,7 @@ class Intake:
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
+        self.aside.join()
         self.drop()
         self.capture.close()
         self.watch.close()
@@ -359,7 +359,6 @@ class Intake:
         All parameters have gradients as backward left them, no basis is solved for, no layer waits for its probe, and
         no statistics stand outside the stash.
         """
-        self.check_layout()
         return (
             bool(self.capture.examples)
             and not self._aside_used
@@ -393,16 +392,28 @@ class Intake:
         if world_size() == 1:
             return float(counts[0]), float(counts[1])
         expected = {b: self._expected(b) for b in self.blocks if b.covered}
-        n, n_statistics = reduce_over_processes(self._sums, expected, counts, self.parameters[0].device)
+        n, n_statistics = reduce_over_processes(self._sums, expected, counts, self.device)
         return n, n_statistics
 
     def _loss_scale(self) -> float | Tensor:
         scaler = self.settings.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
-        return scaler.scale(torch.ones((), device=self.parameters[0].device))
+        return scaler.scale(torch.ones((), device=self.device))
 
 
-def _members(block: Block) -> tuple[bool, tuple[nn.Parameter, ...]]:
+def members(block: Block) -> Members:
     """What makes a block the same as one before."""
     return block.covered, tuple(block.parameters.values())
+
+
+def fits(block: Block, state: Mapping[str, Any]) -> bool:
+    """Whether a block's state, from a checkpoint say, is laid out as the block is."""
+    s, A, shape = state.get("s"), state.get("A"), block.shape
+    if isinstance(s, Tensor) and tuple(s.shape) != (shape.groups, shape.out, shape.columns):
+        return False
+    if A is None:
+        return True
+    return block.covered and tuple(A.shape) == (shape.groups, shape.inputs) + (
+        () if block.diagonal_A else (shape.inputs,)
+    )

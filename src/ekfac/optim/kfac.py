@@ -89,7 +89,7 @@ class InverseMethod:
                 inverse, added, worked = damped_inverse(factor, added, old, wait)
                 put(state, f"inverse_{side}", inverse)
                 put(state, f"added_{side}", added)
-                if self.keeps_factors:
+                if self.keeps_factors or f"inverted_{side}" in state:
                     put(state, f"inverted_{side}", factor)
                 good = good and worked
         failures = 0 if good else state.get("failed_refreshes", 0) + 1

@@ -71,7 +71,7 @@ class Preconditioner:
         """
         epsilon = options.damping("damping", self.damping, self.engine.applied_steps)
         update = Update(lambda block: epsilon)
-        with no_autocast(self.engine.parameters[0].device):
+        with no_autocast(self.engine.device):
             directions = self.engine.directions(update)
         if directions is None:
             for p in self.engine.parameters:
@@ -82,7 +82,7 @@ class Preconditioner:
                 if p.grad is not None:
                     p.grad.copy_(step)
         if directions:
-            with no_autocast(self.engine.parameters[0].device):
+            with no_autocast(self.engine.device):
                 self.engine.finish(update)
         return True
 

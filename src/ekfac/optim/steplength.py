@@ -54,7 +54,7 @@ class Pace:
         if self.start is None:
             return 1.0
         if self._next is None:
-            self.load([self.start, 0.0], engine.parameters[0].device)
+            self.load([self.start, 0.0], engine.device)
         assert self._next is not None
         share, t, late, long = self._next
         now = share.clone()
