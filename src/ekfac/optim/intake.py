@@ -124,6 +124,8 @@ class Intake:
                 self._pop_state(block)
         self.offered = offered
         self.parameters = [p for p in offered if p.requires_grad]
+        #: All of the model's, those that are trained here first.
+        self._everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
         self.blocks = blocks
         self.generation += 1
         self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
@@ -158,7 +160,7 @@ class Intake:
 
     def _lands(self, block: Block | None) -> bool:
         """Whether the backward pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        return any(map(self._reached, self.model.parameters() if block is None else block.parameters.values()))
+        return any(map(self._reached, self._everything if block is None else block.parameters.values()))
 
     def _reached(self, parameter: nn.Parameter) -> bool:
         if not parameter.requires_grad:
