@@ -88,8 +88,8 @@ class Intake:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.offered[0].device
+        """Where the trained parameters are."""
+        return (self.parameters or self.offered)[0].device
 
     # --- what is covered ------------------------------------------------------------------------------------------
 
