@@ -48,6 +48,18 @@ class Checkpointed(Twice):
         return out
 
 
+class Stopped(nn.Sequential):
+    """A forward that somebody interrupts while ``stop`` is set."""
+
+    stop = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        if self.stop:
+            raise KeyboardInterrupt
+        return out
+
+
 def loss_of(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(X), Y)
 
@@ -98,15 +110,6 @@ def test_a_graph_whose_gradients_were_cleared_can_be_used_again() -> None:
 
 
 def test_an_interrupted_forward_is_forgotten() -> None:
-    class Stopped(nn.Sequential):
-        stop = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = super().forward(x)
-            if self.stop:
-                raise KeyboardInterrupt
-            return out
-
     model, twin = Stopped(*mlp()), mlp()
     opts = EKFAC(model), EKFAC(twin)
     usual(model, opts[0])
@@ -165,15 +168,6 @@ def test_a_body_checkpointed_reentrantly_under_a_frozen_head(sizes: tuple[int, i
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_an_interrupted_forward_is_noticed_by_the_next(gradients: bool) -> None:
-    class Stopped(nn.Sequential):
-        stop = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = super().forward(x)
-            if self.stop:
-                raise KeyboardInterrupt
-            return out
-
     model = Stopped(*mlp())
     opt = EKFAC(model)
     model.stop = True
