@@ -145,6 +145,22 @@ def sensitivity(results: Path) -> Iterator[Job]:
                 )
 
 
+def autoencoder_cosine(results: Path) -> Iterator[Job]:
+    """The best setting known: the defaults under a cosine to zero."""
+    for seed in SEEDS:
+        yield "start/cosine", made(AE, optimizer="ekfac-default", cosine=True, epochs=EPOCHS, batch_size=200, seed=seed)
+
+
+def vgg11_decay(results: Path) -> Iterator[Job]:
+    """VGG11 under weight decay, beside SGD and Adam with batch-norm."""
+    base = {"task": "vgg11", "channels_last": True, "epochs": EPOCHS}
+    for seed in range(3):
+        for decay in (2.0, 4.0, 6.0):
+            yield "start/decay", made(base, optimizer="ekfac-default", options={"weight_decay": decay}, seed=seed)
+        for name, lr in (("sgd", 1e-2), ("sgd", 3e-2), ("adam", 1e-3)):
+            yield "start/decay", made(base, optimizer=name, lr=lr, batch_norm=True, seed=seed)
+
+
 def compared_search(task: str) -> Callable[[Path], Iterator[Job]]:
     """Eight learning rates of each rival on a task, for a few epochs."""
 
@@ -177,6 +193,8 @@ PARTS: dict[str, Callable[[Path], Iterator[Job]]] = {
     "mnist-finals": mnist_finals,
     "mnist-frequency": mnist_frequency,
     "sensitivity": sensitivity,
+    "autoencoder-cosine": autoencoder_cosine,
+    "vgg11-decay": vgg11_decay,
     **{f"{task}-search": compared_search(task) for task in COMPARED},
     **{f"{task}-seeds": compared(task, "seeds", range(3)) for task in COMPARED},
     **{f"{task}-finals": compared(task, "finals", (0,)) for task in COMPARED},
@@ -184,7 +202,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Job]]] = {
 
 
 def best_of(folder: Path, epochs: int, each_norm: bool = True) -> list[TrainConfig]:
-    """Return each method's setting with the lowest training loss of a recorded search.
+    """Return each method's setting with the lowest training loss of a recorded search, for whatever device there is.
 
     Args:
         folder: The search.
@@ -202,7 +220,7 @@ def best_of(folder: Path, epochs: int, each_norm: bool = True) -> list[TrainConf
         loss = run.history[-1]["train_loss_mean"]
         if method not in found or loss < found[method][0]:
             found[method] = loss, config
-    return [config for _, config in found.values()]
+    return [replace(config, device="auto") for _, config in found.values()]
 
 
 class Deadline(Progress):
@@ -234,6 +252,9 @@ def run(job: Job, results: Path, data_dir: str | None, end: float, again: bool =
         there = None  # cut by a kill
     if there is not None and not (again and there.about["versions"].get("source") != source_digest()):
         return f"{line}: there already"
+    timed = folder.parent.with_name("finals") / folder.name
+    if timed != folder and (timed / "config.json").exists() and load_run(timed).status == "finished":
+        return f"{line}: there already, timed"
     if time.time() > end:
         return f"{line}: no time left"
     try:
