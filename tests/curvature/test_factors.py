@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -48,3 +50,46 @@ def test_adding_to_an_earlier_sum(groups: int, diagonal: bool) -> None:
     total = factors.outer_sum(one, diagonal)
     assert factors.outer_sum(two, diagonal, into=total) is total
     torch.testing.assert_close(total if diagonal else factors.mirror(total), expected)
+
+
+CONVOLUTIONS = [
+    {},
+    {"padding": 2, "stride": 2, "dilation": 2},
+    {"padding": "same", "kernel_size": (2, 3)},
+    {"padding": 1, "padding_mode": "circular"},
+    {"padding": 1, "groups": 2, "bias": False},
+]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("sua", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_example_by_example_is_the_same_sum(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sua: bool, layout: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(4, 6, **{"kernel_size": 3, **options}).double()
+    (block,) = find_blocks(model, sua=sua)
+    x = torch.randn(5, 4, 9, 11).double().to(memory_format=layout)
+    d = torch.randn(model(x).shape).double().to(memory_format=layout)
+    # What the sums are, by torch's own unfolding.
+    mode = "constant" if model.padding_mode == "zeros" else model.padding_mode
+    padded = nn.functional.pad(x, model._reversed_padding_repeated_twice, mode=mode)
+    fields = nn.functional.unfold(padded, model.kernel_size, model.dilation, stride=model.stride)
+    fields = fields.view(5, model.groups, 4 // model.groups, -1, fields.shape[-1])
+    if sua:
+        A = torch.einsum("ngcts,ngdts->gcd", fields, fields)
+    else:
+        rows = fields.flatten(2, 3)
+        rows = torch.cat([rows, torch.ones_like(rows[:, :, :1])], 2) if model.bias is not None else rows
+        A = torch.einsum("ngcs,ngds->gcd", rows, rows)
+    deltas = d.reshape(5, model.groups, 6 // model.groups, -1)
+    B = torch.einsum("ngcs,ngds->gcd", deltas, deltas)
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(factors, "BY_EXAMPLE", devices)
+        calls = [Call(block.layer, x, d)]
+        found = statistics.factor_sums(block, calls, 5, "expand", 10**9)
+        twice = statistics.factor_sums(block, calls, 5, "expand", 2000, into=found)
+        twice.mirror()
+        torch.testing.assert_close(twice.A, 2 * A)
+        torch.testing.assert_close(twice.B, 2 * B)

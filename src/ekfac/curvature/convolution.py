@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ekfac.curvature import factors
 from ekfac.curvature.layers import Layer
 from ekfac.curvature.shapes import BlockShape
 
@@ -144,28 +145,38 @@ class ConvolutionLayer(_ConvolutionBase):
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
-        x = self.padded(x, ())
+        if self.module.padding_mode != "zeros":
+            x = self.padded(x, ())
         size = tuple(x.shape[2:])
         if size not in self._weights or self._weights[size][0].device != x.device:
             root, positions = self._meetings(size)
             self._weights[size] = (root.to(x), positions)
         root, positions = self._weights[size]
         rows = (x * root.to(x.dtype)).reshape(x.shape[0], self.groups, self.channels, -1)
-        rows = rows.permute(1, 2, 0, 3).reshape(self.groups, self.channels, -1)
         terms = x.shape[0] * positions * self.taps
+        if x.device.type in factors.BY_EXAMPLE:
+            return factors.position_sum(rows.permute(0, 3, 1, 2), into=into), terms
+        rows = rows.permute(1, 2, 0, 3).reshape(self.groups, self.channels, -1)
         return (rows @ rows.mT if into is None else into.baddbmm_(rows, rows.mT)), terms
 
     def _meetings(self, size: Sequence[int]) -> tuple[Tensor, int]:
-        """Root of the number of (window, tap) pairs that meet each pixel, and the number of windows."""
+        """Root of the number of (window, tap) pairs that meet each pixel, and the number of windows.
+
+        Zeros around the input add nothing to A, so they are counted but not there: ``size`` is without them.
+        """
+        m = self.module
+        pads = m._reversed_padding_repeated_twice if m.padding_mode == "zeros" else [0, 0] * len(size)
         meets = torch.ones((), dtype=torch.float64)
         positions = 1
-        for length, k, s, d in zip(size, self.kernel, self.module.stride, self.module.dilation, strict=True):
-            out = (length - d * (k - 1) - 1) // s + 1
+        for axis, (length, k, s, d) in enumerate(zip(size, self.kernel, m.stride, m.dilation, strict=True)):
+            before, after = pads[2 * (len(size) - 1 - axis) :][:2]
+            whole = before + length + after
+            out = (whole - d * (k - 1) - 1) // s + 1
             positions *= out
-            hits = torch.zeros(length, dtype=torch.float64)
+            hits = torch.zeros(whole, dtype=torch.float64)
             for tap in range(k):
                 hits[tap * d : tap * d + (out - 1) * s + 1 : s] += 1
-            meets = meets[..., None] * hits
+            meets = meets[..., None] * hits[before : before + length]
         return meets.sqrt(), positions
 
     def grouped(self, weight: Tensor) -> Tensor:

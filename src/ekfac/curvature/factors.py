@@ -19,6 +19,9 @@ from torch import Tensor
 
 from ekfac.curvature.shapes import BlockShape
 
+#: Devices on which a product over very many rows is taken example by example, and summed.
+BY_EXAMPLE = ("cuda",)
+
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Products in the dtypes of what is multiplied."""
@@ -67,6 +70,20 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
     return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
 
 
+def position_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
+    """:func:`outer_sum` over examples and positions ``[N, S, G, D]``.
+
+    Half a million rows of 64 columns make one product of a single tile, which keeps a GPU waiting. One product an
+    example fills it, takes a convolution's own layout without a copy, and its results are no larger than the rows.
+    """
+    n, s, g, d = rows.shape
+    if diagonal or s < d or rows.device.type not in BY_EXAMPLE:
+        return outer_sum(rows.flatten(0, 1), diagonal, into)
+    by_example = rows.permute(0, 2, 3, 1).flatten(0, 1)
+    total = (by_example @ by_example.mT).unflatten(0, (n, g)).sum(0)
+    return total if into is None else into.add_(total)
+
+
 def mirror(matrix: Tensor) -> Tensor:
     """Copy the upper half of ``[G, D, D]`` onto the lower, in place."""
     for strip in _strips(matrix):
@@ -94,7 +111,7 @@ def input_sum(
     if sharing == "reduce":
         return outer_sum(h.mean(1), diagonal, into), n
     if shape.taps == 1 and not shape.extra:
-        return outer_sum(h.reshape(n * s, g, shape.inputs), diagonal, into), n * s
+        return position_sum(h, diagonal, into), n * s
     channels = h[..., : shape.taps * shape.inputs].reshape(n * s, g, shape.taps, shape.inputs)
     rows = channels.transpose(1, 2).reshape(n * s * shape.taps, g, shape.inputs)
     return outer_sum(rows, diagonal, into), n * s * shape.taps
@@ -104,4 +121,4 @@ def output_sum(delta: Tensor, sharing: str, diagonal: bool, into: Tensor | None 
     """Sum that gives B once it is divided by N (over positions it is a sum in both conventions)."""
     if sharing == "reduce":
         return outer_sum(delta.sum(1), diagonal, into)
-    return outer_sum(delta.flatten(0, 1), diagonal, into)
+    return position_sum(delta, diagonal, into)
