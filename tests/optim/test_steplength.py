@@ -141,6 +141,32 @@ def test_trust_holds_where_the_parameters_of_a_layer_have_learning_rates_of_thei
     assert float((after - before).norm()) == pytest.approx(0.1 * float(before.norm()), rel=1e-6)
 
 
+@pytest.mark.parametrize("bounded", ["both", "one"])
+def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pytest.MonkeyPatch, bounded: str) -> None:
+    def pace(lr: float) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+        groups = [{"params": list(model[0].parameters()), "lr": lr if bounded == "both" else 1e-12}]
+        groups += [{"params": list(model[2].parameters()), "lr": lr}]
+        opt = ekfac.EKFAC(model, params=groups, anneal=None, trust=1e-3)
+        for _ in range(6):  # gradients of one batch, which steps this short leave parallel
+            take_step(model, opt, seed=0)
+        return opt.stats()["pace"]
+
+    found = pace(0.1), pace(1.0)
+    follow = Pace.follow
+    monkeypatch.setattr(
+        Pace, "follow", lambda self, engine, directions, factors: follow(self, engine, directions, None)
+    )
+    wound = pace(0.1), pace(1.0)
+    assert wound == (1.0, 1.0)
+    if bounded == "one":
+        assert 0.3 < found[0] == found[1], "half the blocks take steps as long as the pace says, and it grows for these"
+    else:
+        assert found[0] < 0.1
+        assert found[1] == pytest.approx(found[0] / 10, rel=0.1)
+
+
 def aligned(g: torch.Tensor, m: torch.Tensor, root: torch.Tensor) -> float:
     return float(alignment(products(g, m, root)))
 

@@ -208,7 +208,9 @@ class EKFAC(Grouped):
         pace = self.pace.take(self.engine, directions)
         lrs = [lr * pace for lr in rates.lr]
         lr_of = {p: lrs[index] for p, index in self._group_index().items()}
-        steps = self.kl_clip(trusted(directions, lr_of, self.trust), directions, lr_of)
+        steps, factors = trusted(directions, lr_of, self.trust)
+        self.pace.follow(self.engine, directions, factors)
+        steps = self.kl_clip(steps, directions, lr_of)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr)
 

@@ -166,7 +166,7 @@ def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
     return torch.stack([torch.dot(*p) for x, y in pairs for p in ((x, y), (x, x), (y, y))]).view(2, 3)
 
 
-def alignment(found: Tensor) -> Tensor:
+def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
     """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)) within SAY, + max(0, cos(g, m) - 1/2).
 
     In the whitened cosine every coordinate has the same say; in the plain one the few directions of large curvature
@@ -175,12 +175,14 @@ def alignment(found: Tensor) -> Tensor:
 
     Args:
         found: The :func:`products` of any number of blocks, ``[..., 2, 3]``.
+        whole: Whether each takes its whole step, or trust a part of it; the last term is for those that do.
     """
     xy, xx, yy = found.unbind(-1)
     # One root after the other: the product of two squares leaves float32 where gradients are large or small.
     cosine = (xy * xx.rsqrt() * yy.rsqrt()).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
     whitened, plain = cosine.unbind(-1)
-    return whitened.clamp(-SAY, SAY) + (plain - 0.5).clamp(min=0)
+    parallel = (plain - 0.5).clamp(min=0)
+    return whitened.clamp(-SAY, SAY) + (parallel if whole is None else parallel * whole)
 
 
 def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:

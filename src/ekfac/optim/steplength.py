@@ -38,6 +38,10 @@ class Pace:
     shorter when gradients do: a network that fits all its examples would go on about the minimum at the same speed,
     until an example that it disturbs throws it out again.
 
+    What trust leaves of a step is not of the length that the pace says. So a block that it shortens is no reason for
+    longer steps, however parallel its gradients are, and what no block could take is taken back from the pace. Else
+    it winds up to 1 while trust alone bounds the steps, and has settled by the time that it matters.
+
     Args:
         start: The share of the first step; None for all of lr at all times.
     """
@@ -50,7 +54,7 @@ class Pace:
         self._next: Tensor | None = None
 
     def take(self, engine: Engine, directions: list[Direction]) -> float | Tensor:
-        """The share of this step; the alignments that it has found set the share of the next."""
+        """The share of lr that this step takes."""
         if self.start is None:
             return 1.0
         if self._next is None:
@@ -58,20 +62,39 @@ class Pace:
         assert self._next is not None
         share, t, late, long = self._next
         now = share.clone()
-        states = [engine.state[direction.block.key] for direction in directions]
-        found = [state["products"] for state in states if "products" in state]
-        if found:
-            stacked = torch.stack([products.to(found[0]) for products in found]).to(share)
+        found = _products(engine, directions)
+        if found is not None:
             ok = 1.0 if engine.ok is None else engine.ok
-            rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
-            share.mul_((rate * alignment(stacked).mean()).exp()).clamp_(PACE_LEAST, 1.0)
-            t.add_(ok)
-            size = _geometric_mean(stacked[:, 1, 1])
-            weight = (1 / t.clamp(min=1)).clamp(min=1 / LATE_STEPS)
+            size = _geometric_mean(found[:, 1, 1])
+            count = (t + ok).clamp(min=1)
+            weight = (1 / count).clamp(min=1 / LATE_STEPS)
             late.lerp_(size, ok * weight)
-            long.lerp_(size, ok * torch.minimum(weight, 4 / t.clamp(min=1)))
+            long.lerp_(size, ok * torch.minimum(weight, 4 / count))
             now *= (late / long).sqrt().nan_to_num(1.0, 1.0, 1.0).clamp(max=1)
         return now if now.is_cuda else float(now)
+
+    def follow(self, engine: Engine, directions: list[Direction], factors: Tensor | None) -> None:
+        """Set the share of the next step, by the alignments that this one has found and what trust has left of it.
+
+        Args:
+            engine: Has the alignments.
+            directions: This step's.
+            factors: What :func:`trusted` has multiplied each of them by; ``None`` where it has not.
+        """
+        if self._next is None or self.start is None:
+            return
+        share, t = self._next[:2]
+        factors = None if factors is None else factors.to(share).nan_to_num(1.0)
+        found = _products(engine, directions)
+        if found is not None:
+            ok = 1.0 if engine.ok is None else engine.ok
+            rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
+            whole = None if factors is None else factors[_with_products(engine, directions)] >= 1
+            share.mul_((rate * alignment(found, whole).mean()).exp()).clamp_(max=1.0)
+            t.add_(ok)
+        if factors is not None:
+            share.mul_(factors.amax())
+        share.clamp_(min=PACE_LEAST)
 
     @property
     def share(self) -> float:
@@ -90,6 +113,17 @@ class Pace:
             self._next = torch.tensor([*saved, 0.0, 0.0][:4], dtype=torch.float64, device=device)
 
 
+def _with_products(engine: Engine, directions: list[Direction]) -> list[int]:
+    """Those of the directions that something is known of how far gradients agree with."""
+    return [index for index, d in enumerate(directions) if "products" in engine.state[d.block.key]]
+
+
+def _products(engine: Engine, directions: list[Direction]) -> Tensor | None:
+    """What alignments are made of, ``[blocks, 2, 3]``; ``None`` if nothing is known yet."""
+    found = [engine.state[directions[index].block.key]["products"] for index in _with_products(engine, directions)]
+    return torch.stack([one.to(found[0]) for one in found]).double().to(engine.device) if found else None
+
+
 def _geometric_mean(sizes: Tensor) -> Tensor:
     """Over those that are positive and finite; 0 if there are none."""
     counts = torch.isfinite(sizes) & (sizes > 0)
@@ -97,21 +131,26 @@ def _geometric_mean(sizes: Tensor) -> Tensor:
     return torch.where(counts.any(), logs.exp(), 0.0)
 
 
-def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | None) -> Steps:
+def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | None) -> tuple[Steps, Tensor | None]:
     """All directions by parameter, each block's shortened so that |lr p| <= (trust / L) |theta|.
 
     lr is each parameter's own. L counts the blocks that hold weights. The root mean square of theta counts as at least
     ``TRUST_FLOOR``, so that weights can leave zero.
+
+    Returns:
+        The steps, and what each direction was multiplied by; ``None`` where there is no trust or nothing to shorten.
     """
     blocks = [
         [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
         for d in directions
     ]
-    if trust is None or not blocks:
-        return {p: step for block in blocks for p, step in block}
+    if trust is None or not any(blocks):
+        return {p: step for block in blocks for p, step in block}, None
     share = trust / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
     steps: Steps = {}
-    for alike in _of_one_kind(blocks):
+    found: dict[int, Tensor] = {}
+    for indices in _of_one_kind(blocks):
+        alike = [blocks[index] for index in indices]
         flat = [pair for block in alike for pair in block]
         norms = torch._foreach_norm([step for _, step in flat])
         length = _by_block([norm * lr_of[p] for norm, (p, _) in zip(norms, flat, strict=True)], len(alike))
@@ -119,16 +158,19 @@ def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | No
         floors = [TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5 for block in alike]
         theta = torch.stack(torch._foreach_clamp_min(list(theta.unbind()), floors))
         factors = (share * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1).to(flat[0][1])
+        found.update(zip(indices, factors.unbind(), strict=True))
         for block, factor in zip(alike, factors.unbind(), strict=True):
             steps.update({p: step * factor for p, step in block})
-    return steps
+    first = next(iter(found.values()))
+    one = torch.ones_like(first)
+    return steps, torch.stack([found.get(index, one).to(first) for index in range(len(blocks))])
 
 
-def _of_one_kind(blocks: list[list[Pair]]) -> list[list[list[Pair]]]:
-    """Blocks with the same number of parameters on the same device in the same dtype, so that one kernel serves all."""
-    kinds: dict[object, list[list[Pair]]] = {}
-    for block in blocks:
-        kinds.setdefault(tuple((step.device, step.dtype) for _, step in block), []).append(block)
+def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:
+    """Which have the same number of parameters on the same device in the same dtype, so that one kernel serves all."""
+    kinds: dict[object, list[int]] = {}
+    for index, block in enumerate(blocks):
+        kinds.setdefault(tuple((step.device, step.dtype) for _, step in block), []).append(index)
     return [alike for kind, alike in kinds.items() if kind]
 
 
