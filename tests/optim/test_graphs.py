@@ -83,6 +83,28 @@ def test_batches_that_the_factors_do_not_see_are_replayed_as_such(rule: str) -> 
     assert both_ways(60, "plain", ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, factor_every=3) >= 10
 
 
+@pytest.mark.parametrize("rule", ["anchored", "running", "per_example"])
+@pytest.mark.parametrize("memory", [1, 2**28], ids=["sums", "calls"])
+def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: int) -> None:
+    def trained(cuda_graphs: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(96, 5)
+        model = nn.Sequential(*layers).double().cuda()
+        opt = ekfac.EKFAC(model, scaling=rule, lr=1e-3, damping=1e-2, memory_limit=memory, cuda_graphs=cuda_graphs)
+        for t in range(60):
+            generator = torch.Generator().manual_seed(t)
+            x, y = (torch.randn(24, *size, generator=generator).double().cuda() for size in ((3, 6, 6), (5,)))
+            opt.zero_grad()
+            mse_loss(model(x), y).backward()
+            opt.step()
+        return [p.detach() for p in model.parameters()], opt._graphs.replays
+
+    (found, replays), (expected, _) = trained(True), trained(False)
+    assert replays >= 10, "statistics of every batch, and yet replayed"
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
 def test_per_example_from_the_start_in_every_basis() -> None:
     more = {"scaling": "per_example", "scaling_decay": 0.9, "on_refresh": "kronecker"}
     assert both_ways(60, "plain", ekfac.EKFAC, lr=1e-3, damping=1e-2, refresh_every=10, **more) >= 10

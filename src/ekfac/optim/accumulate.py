@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,17 @@ class BlockSums:
     def add_probe(self, new: Tensor) -> None:
         """Add another batch's probe."""
         self.probe = new if self.probe is None else self.probe + new
+
+    def tensors(self) -> list[Tensor]:
+        """A, B and squared gradients, those of them that there are."""
+        found = [] if self.factors is None else [self.factors.A, self.factors.B]
+        return found if self.scaling is None else [*found, self.scaling]
+
+    def at(self, places: Iterator[Tensor]) -> BlockSums:
+        """The same with its :meth:`tensors` at other places."""
+        f = self.factors
+        factors = None if f is None else FactorSums(next(places), f.terms, next(places))
+        return BlockSums(factors, None if self.scaling is None else next(places))
 
 
 def world_size() -> int:

@@ -140,7 +140,7 @@ class Engine(Intake):
         self._take_stash()
         work.n, work.n_statistics = self._gather()
         self._check_statistics(work, dict(zip(work.live, sizes, strict=True)))
-        self.fingerprints.check(self._sums, self.watch, self._loss_scale())
+        self.fingerprints.check(self.sums, self.watch, self._loss_scale())
         work.rescaled = self.watch.rescaling(work.live, sizes, left, self._loss_scale())
         return True
 
@@ -152,7 +152,7 @@ class Engine(Intake):
     def _check_statistics(self, work: Work, sizes: Mapping[nn.Parameter, Tensor]) -> None:
         """A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused."""
         for block in self._index:
-            gathered = self._sums.get(block)
+            gathered = self.sums.get(block)
             if "A" in self.state.get(block.key, {}) or (gathered is not None and gathered.factors is not None):
                 continue
             given = [sizes[p] for p in block.parameters.values() if p in sizes]
@@ -228,7 +228,7 @@ class Engine(Intake):
     def _update_factors(self, work: Work) -> None:
         """A and B as averages over steps, each batch weighted by its N."""
         square = self._delta_square(work.n_statistics)
-        average_factors(self._sums, self.state, work, square, self.settings.factor_decay, self.ok)
+        average_factors(self.sums, self.state, work, square, self.settings.factor_decay, self.ok)
 
     def _compute_eigenbasis(self, block: Block, state: State, damping: float) -> None:
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors."""
@@ -253,7 +253,7 @@ class Engine(Intake):
         """Algorithm 1, ComputeScalings: s* of this step's examples, in the basis that is now in use."""
         if not (block.covered and self.method.needs_examples):
             return None
-        sums = self._sums.setdefault(block, BlockSums())
+        sums = self.sums.setdefault(block, BlockSums())
         if sums.held:
             basis = self.method.basis(block, state)
             assert basis is not None

@@ -2,7 +2,8 @@
 
 A step of a small network is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as
 the device runs them. The part that the device does is the same from step to step, so it is captured once and replayed:
-gradients and captured calls are copied to fixed places first, and numbers that change live in tensors.
+gradients, captured calls and sums that were taken of calls too large to keep are copied to fixed places first, and
+numbers that change live in tensors.
 
 A step is captured when the same one has been run twice; one that differs in anything (a batch of another size, clipped
 gradients, a frozen layer, new options in a group) runs as it always does, and is captured in turn when it repeats.
@@ -47,8 +48,7 @@ class CapturedStep:
     """A graph, and the places that it reads from and answers to."""
 
     graph: torch.cuda.CUDAGraph
-    gradients: list[Tensor]
-    calls: list[Tensor]
+    inputs: tuple[list[Tensor], ...]
     rates: Rates
     ok: Tensor
 
@@ -113,53 +113,57 @@ class StepGraphs:
             for block, kept in engine.stash.items()
             for calls, n in kept
         )
+        sums = tuple(
+            (block.name, s.factors and s.factors.terms, s.scaling is None, *map(_form, s.tensors()))
+            for block, s in engine.sums.items()
+        )
         places = tuple(p.data_ptr() for p in engine.parameters)
         strides = tuple(p.grad.stride() for p in engine.parameters if p.grad is not None)
-        return (engine.capture.examples, tuple(groups), calls, places, strides, opt.kl_clip.bound, opt.trust)
+        return (engine.capture.examples, tuple(groups), calls, sums, places, strides, opt.kl_clip.bound, opt.trust)
 
-    def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _inputs(self) -> tuple[list[Tensor], ...]:
+        """Gradients, what was captured of calls, and sums."""
         engine = self._optimizer.engine
         gradients = [p.grad for p in engine.parameters if p.grad is not None]
         calls = [t for kept in engine.stash.values() for cs, _ in kept for c in cs for t in (c.x, c.d)]
-        return gradients, calls
+        return gradients, calls, [t for sums in engine.sums.values() for t in sums.tensors()]
 
     @torch.no_grad()
     def _capture(self) -> CapturedStep | None:
         opt = self._optimizer
         engine = opt.engine
-        gradients, calls = self._inputs()
-        places = [torch.empty_like(t) for t in gradients], [torch.empty_like(t) for t in calls]
+        gradients, calls, sums = ([torch.empty_like(t) for t in tensors] for tensors in self._inputs())
         device = engine.device
         lr, damping = (_scalars(len(opt.param_groups), device) for _ in range(2))
         rates = Rates(lr, damping if engine.method.damping_is_free else opt._rates().damping)
         work = Work(list(engine.parameters), float(engine.capture.examples), float(engine.capture.examples))
-        before = [p.grad for p in engine.parameters], engine.stash, engine.ok
+        before = [p.grad for p in engine.parameters], engine.stash, engine.sums, engine.ok
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            _point(engine.parameters, places[0])
-            engine.stash = _with_places(engine.stash, places[1])
+            _point(engine.parameters, gradients)
+            engine.stash = _with_places(engine.stash, calls)
+            places = iter(sums)
+            engine.sums = {block: gathered.at(places) for block, gathered in engine.sums.items()}
             with torch.cuda.graph(graph):
                 engine.mask_on_device(work)
                 opt.compute(work, rates)
             assert engine.ok is not None
-            return CapturedStep(graph, places[0], places[1], rates, engine.ok)
+            return CapturedStep(graph, (gradients, calls, sums), rates, engine.ok)
         except RuntimeError as error:
             warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             return None
         finally:
             _point(engine.parameters, before[0])
-            engine.stash, engine.ok = before[1], before[2]
-            engine.forget_sums()
+            engine.stash, engine.sums, engine.ok = before[1:]
 
     @torch.no_grad()
     def _replay(self, captured: CapturedStep) -> None:
         opt = self._optimizer
-        gradients, calls = self._inputs()
-        torch._foreach_copy_(captured.gradients, gradients)
-        if calls:
-            torch._foreach_copy_(captured.calls, calls)
+        for places, tensors in zip(captured.inputs, self._inputs(), strict=True):
+            if tensors:
+                torch._foreach_copy_(places, tensors)
         now = opt._rates()
         for place, value in zip((*captured.rates.lr, *captured.rates.damping), (*now.lr, *now.damping), strict=True):
             if isinstance(place, Tensor) and isinstance(value, Tensor) and value.is_cuda:

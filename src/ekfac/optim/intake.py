@@ -74,7 +74,8 @@ class Intake:
         #: Parameters whose layers turned out never to be called.
         self.silent: set[nn.Parameter] = set()
         self.fingerprints = Fingerprints()
-        self._sums: dict[Block, BlockSums] = {}
+        #: What has been gathered for this step so far.
+        self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
         self.stash: dict[Block, list[tuple[list[Call], int]]] = {}
         self._stashed_bytes = 0
@@ -133,7 +134,7 @@ class Intake:
         self._layout = tuple(p.requires_grad for p in offered)
         self.capture.attach(blocks)
         self.watch.attach(self.parameters)
-        self._sums = {b: s for b, s in self._sums.items() if b in set(blocks)}
+        self.sums = {b: s for b, s in self.sums.items() if b in set(blocks)}
 
     def _pop_state(self, block: Block) -> State:
         """Take a block's state away; momentum, which belongs to the parameter, stays."""
@@ -248,7 +249,7 @@ class Intake:
         if self.capture.aside or len(calls) > 1:
             return False
         if self._may_use_rows(block):
-            if block in self.stash or block in self._sums:
+            if block in self.stash or block in self.sums:
                 return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self.method.needs_examples and count == n)
@@ -272,7 +273,7 @@ class Intake:
 
     def _take(self, block: Block, calls: list[Call], n: int, hold: bool) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
-        sums = self._sums.setdefault(block, BlockSums())
+        sums = self.sums.setdefault(block, BlockSums())
         memory = self.settings.memory_limit
         if self.wants_factors(block):
             sums.add_factors(statistics.factor_sums(block, calls, n, self.settings.sharing, memory))
@@ -295,7 +296,7 @@ class Intake:
         for p, _ in saved:
             p.grad = None
         if not self._aside_used:
-            self._sums = {}
+            self.sums = {}
             self.stash = {}
             self._aside_used = True
         self.watch.enabled = False
@@ -312,7 +313,7 @@ class Intake:
         self.capture.drop()
         self.watch.forget()
         self._accumulators = {}  # not for longer than a step: they hold on to the stream on which they were made
-        self._sums = {}
+        self.sums = {}
         self.stash = {}
         self._stashed_bytes = 0
         self._aside_used = False
@@ -358,22 +359,17 @@ class Intake:
     def is_plain_step(self) -> bool:
         """Whether the step has nothing that only the eager way can do, so that a graph may hold it.
 
-        All parameters have gradients as backward left them, no basis is solved for, no layer waits for its probe, and
-        no statistics stand outside the stash.
+        All parameters have gradients as backward left them, no basis is solved for, and no layer waits for its probe.
         """
         return (
             bool(self.capture.examples)
             and not self._aside_used
-            and not self._sums
+            and all(s.probe is None and not s.held for s in self.sums.values())
             and not any(b in self.fingerprints.unprobed or self._renews(b) for b in self._index)
             and all(p.grad is not None and p.grad.layout == torch.strided for p in self.parameters)
             and not any(map(self.watch.touched, self.parameters))
             and all(b in self.capture.fired for b in self._index)
         )
-
-    def forget_sums(self) -> None:
-        """Drop sums that a capture has left: their tensors were never computed."""
-        self._sums = {}
 
     def _take_stash(self) -> None:
         for block, kept in self.stash.items():
@@ -394,7 +390,7 @@ class Intake:
         if world_size() == 1:
             return float(counts[0]), float(counts[1])
         expected = {b: self._expected(b) for b in self.blocks if b.covered}
-        n, n_statistics = reduce_over_processes(self._sums, expected, counts, self.device)
+        n, n_statistics = reduce_over_processes(self.sums, expected, counts, self.device)
         return n, n_statistics
 
     def _loss_scale(self) -> float | Tensor:

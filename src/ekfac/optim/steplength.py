@@ -89,7 +89,9 @@ class Pace:
         if found is not None:
             ok = 1.0 if engine.ok is None else engine.ok
             rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
-            whole = None if factors is None else factors[_with_products(engine, directions)] >= 1
+            # One by one: a list as an index is copied from the host, which a captured step cannot do.
+            known = _with_products(engine, directions)
+            whole = None if factors is None else torch.stack([factors[index] for index in known]) >= 1
             share.mul_((rate * alignment(found, whole).mean()).exp()).clamp_(max=1.0)
             t.add_(ok)
         if factors is not None:

@@ -1,0 +1,133 @@
+"""What a captured step is given at every replay, without a GPU: a stand-in for the graph runs the step again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import ekfac
+from ekfac.optim.accumulate import BlockSums
+from ekfac.optim.engine import Engine
+from ekfac.optim.graphs import Rates
+from ekfac.optim.intake import Intake
+from ekfac.optim.skipping import Verdicts
+from ekfac.optim.work import Work
+
+
+class StandIn:
+    """Instead of kernels it remembers the call, and the places that it reads."""
+
+    run: Callable[[], None]
+
+    def replay(self) -> None:
+        self.run()
+
+
+class Shared(nn.Module):
+    """A convolution, another that is called twice, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.Linear(4 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))).flatten(1))
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps on the CPU be captured: by remembering them, and what they are to read."""
+    under_way: list[StandIn] = []
+
+    @contextmanager
+    def graph(place: StandIn) -> Iterator[None]:
+        under_way.append(place)
+        yield
+        under_way.clear()
+
+    mask, compute = Engine.mask_on_device, ekfac.EKFAC.compute
+
+    def recorded_mask(engine: Engine, work: Work) -> None:
+        if not under_way:
+            return mask(engine, work)
+        engine.ok = torch.ones((), dtype=torch.float64)
+        return None
+
+    def recorded_compute(opt: ekfac.EKFAC, work: Work, rates: Rates) -> None:
+        if not under_way:
+            return compute(opt, work, rates)
+        engine = opt.engine
+        gradients, stash, sums, ok = [p.grad for p in engine.parameters], engine.stash, engine.sums, engine.ok
+        assert ok is not None
+
+        def run() -> None:
+            before = [p.grad for p in engine.parameters], engine.stash, engine.sums, engine.ok
+            for p, gradient in zip(engine.parameters, gradients, strict=True):
+                p.grad = gradient
+            # A step adds to its sums: each replay begins with those that it is given.
+            engine.stash, engine.sums = stash, {b: s.at(iter(s.tensors())) for b, s in sums.items()}
+            again = Work(list(engine.parameters), work.n, work.n_statistics)
+            mask(engine, again)
+            compute(opt, again, rates)
+            assert engine.ok is not None
+            ok.copy_(engine.ok)
+            for p, gradient in zip(engine.parameters, before[0], strict=True):
+                p.grad = gradient
+            engine.stash, engine.sums, engine.ok = before[1:]
+
+        under_way[0].run = run
+        return None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Verdicts, "expect", lambda self, ok: None)
+    monkeypatch.setattr(Engine, "mask_on_device", recorded_mask)
+    monkeypatch.setattr(ekfac.EKFAC, "compute", recorded_compute)
+    monkeypatch.setattr(Intake, "graphs_possible", property(lambda self: self.settings.cuda_graphs))
+
+
+def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]:
+    """Weights after 50 steps on batches of two sizes, some in two parts, and how many steps were replayed."""
+    torch.manual_seed(0)
+    model = Shared().double()
+    opt = make(model, lr=1e-3, damping=1e-2, refresh_every=10, **options)
+    for t in range(50):
+        generator = torch.Generator().manual_seed(t)
+        n = 16 if t % 7 else 12
+        x, y = torch.randn(n, 3, 6, 6, generator=generator).double(), torch.randn(n, 5, generator=generator).double()
+        opt.zero_grad()
+        for part in (slice(0, n // 2), slice(n // 2, n)) if t % 5 == 4 else (slice(0, n),):
+            (mse_loss(model(x[part]), y[part]) * len(x[part]) / n).backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()], opt._graphs.replays
+
+
+@pytest.mark.parametrize("memory", [1, 20_000, 2**28], ids=["sums alone", "sums and calls", "calls"])
+@pytest.mark.parametrize("kind", ["anchored", "running", "per_example", "KFAC"])
+@pytest.mark.parametrize("factor_every", [3])
+def test_a_replay_is_given_all_that_the_step_reads(recording: None, memory: int, kind: str, factor_every: int) -> None:
+    make: type[ekfac.EKFAC] = ekfac.KFAC if kind == "KFAC" else ekfac.EKFAC
+    options: dict[str, Any] = {"memory_limit": memory, "factor_every": factor_every}
+    options |= {} if kind == "KFAC" else {"scaling": kind}
+    found, replays = trained(make, cuda_graphs=True, **options)
+    expected, none = trained(make, cuda_graphs=False, **options)
+    assert replays >= 10 and none == 0
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_at_other_places() -> None:
+    sums = BlockSums()
+    assert sums.tensors() == [] and sums.at(iter(())).factors is None
+    sums.add_scaling(torch.ones(2))
+    (place,) = (torch.zeros(2),)
+    assert sums.at(iter([place])).scaling is place
