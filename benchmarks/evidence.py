@@ -253,7 +253,9 @@ def run(job: Job, results: Path, data_dir: str | None, end: float, again: bool =
     if there is not None and not (again and there.about["versions"].get("source") != source_digest()):
         return f"{line}: there already"
     timed = folder.parent.with_name("finals") / folder.name
-    if timed != folder and (timed / "config.json").exists() and load_run(timed).status == "finished":
+    if folder.parent.name == "seeds" and (timed / "config.json").exists() and load_run(timed).status == "finished":
+        if again and load_run(timed).about["versions"].get("source") != source_digest():
+            return f"{line}: timed by other sources, run the finals again first"
         return f"{line}: there already, timed"
     if time.time() > end:
         return f"{line}: no time left"

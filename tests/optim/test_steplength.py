@@ -141,12 +141,41 @@ def test_trust_holds_where_the_parameters_of_a_layer_have_learning_rates_of_thei
     assert float((after - before).norm()) == pytest.approx(0.1 * float(before.norm()), rel=1e-6)
 
 
-@pytest.mark.parametrize("bounded", ["both", "one"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_learning_rate_may_be_a_tensor_of_one_number(shape: tuple[int, ...]) -> None:
+    weights = []
+    for lr in (0.01, torch.full(shape, 0.01, dtype=torch.float64)):
+        model = network()
+        groups = [{"params": list(model[0].parameters()), "lr": lr}, {"params": list(model[2].parameters())}]
+        opt = ekfac.EKFAC(model, params=groups)
+        for t in range(3):
+            take_step(model, opt, seed=t)
+        weights.append(model[0].weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-14)
+
+
+def test_late_in_training_trust_takes_little_from_the_pace() -> None:
+    paces = []
+    for late in (False, True):
+        model = network()
+        opt = ekfac.EKFAC(model, lr=1e-6, anneal=None)
+        for t in range(4):
+            take_step(model, opt, seed=t)
+        opt.pace.load([0.5, 1000.0 if late else 10.0], torch.device("cpu"))
+        opt.param_groups[0]["lr"] = 1e3  # one step that trust cuts to next to nothing
+        take_step(model, opt, seed=5)
+        paces.append(opt.stats()["pace"])
+    early, late_pace = paces
+    assert early < 0.05
+    assert 0.45 < late_pace < 0.55
+
+
+@pytest.mark.parametrize("bounded", ["both", "one", "still"])
 def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pytest.MonkeyPatch, bounded: str) -> None:
     def pace(lr: float) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-        groups = [{"params": list(model[0].parameters()), "lr": lr if bounded == "both" else 1e-12}]
+        groups = [{"params": list(model[0].parameters()), "lr": {"both": lr, "one": 1e-12, "still": 0.0}[bounded]}]
         groups += [{"params": list(model[2].parameters()), "lr": lr}]
         opt = ekfac.EKFAC(model, params=groups, anneal=None, trust=1e-3)
         for _ in range(6):  # gradients of one batch, which steps this short leave parallel

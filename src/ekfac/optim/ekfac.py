@@ -233,7 +233,8 @@ class EKFAC(Grouped):
         """The numbers of this step that change from step to step: the annealed lr, and damping, of every group."""
         t = self.engine.applied_steps
         factor = 1.0 if self.anneal is None else (1 + t / self.anneal) ** -0.5
-        return Rates([g["lr"] * factor for g in self.param_groups], [g["damping"] for g in self.param_groups])
+        lrs = [lr.reshape(()) if isinstance(lr := g["lr"], Tensor) else lr for g in self.param_groups]
+        return Rates([lr * factor for lr in lrs], [g["damping"] for g in self.param_groups])
 
     def _update(self, rates: Rates | None = None) -> Update:
         """What the engine asks about the groups."""

@@ -60,6 +60,7 @@ class StepGraphs:
         self._optimizer = optimizer
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, CapturedStep] = {}
+        self._refused: set[Hashable] = set()
         self._generation = -1
         self.replays = 0
 
@@ -75,8 +76,11 @@ class StepGraphs:
         if engine.generation != self._generation:
             self._seen.clear()
             self._captured.clear()
+            self._refused.clear()
             self._generation = engine.generation
         key = self._signature()
+        if key in self._refused:
+            return False
         captured = self._captured.get(key)
         if captured is None:
             if len(self._seen) > SEEN:
@@ -86,6 +90,7 @@ class StepGraphs:
                 return False
             captured = self._capture()
             if captured is None:
+                self._refused.add(key)
                 return False
             self._captured[key] = captured
         self._replay(captured)

@@ -39,8 +39,9 @@ class Pace:
     until an example that it disturbs throws it out again.
 
     What trust leaves of a step is not of the length that the pace says. So a block that it shortens is no reason for
-    longer steps, however parallel its gradients are, and what no block could take is taken back from the pace. Else
-    it winds up to 1 while trust alone bounds the steps, and has settled by the time that it matters.
+    longer steps, however parallel its gradients are, and what no block could take is taken back from the pace, as
+    fully as alignments count at the time. Else it winds up to 1 while trust alone bounds the steps, and has settled by
+    the time that it matters.
 
     Args:
         start: The share of the first step; None for all of lr at all times.
@@ -84,18 +85,20 @@ class Pace:
         if self._next is None or self.start is None:
             return
         share, t = self._next[:2]
-        factors = None if factors is None else factors.to(share).nan_to_num(1.0)
+        factors = None if factors is None else factors.to(share).nan_to_num(0.0)
+        weight = 1 / (1 + (t / PACE_STEPS) ** 2)
         found = _products(engine, directions)
         if found is not None:
             ok = 1.0 if engine.ok is None else engine.ok
-            rate = PACE_RATE * ok / (1 + (t / PACE_STEPS) ** 2)
+            rate = PACE_RATE * ok * weight
             # One by one: a list as an index is copied from the host, which a captured step cannot do.
             known = _with_products(engine, directions)
             whole = None if factors is None else torch.stack([factors[index] for index in known]) >= 1
             share.mul_((rate * alignment(found, whole).mean()).exp()).clamp_(max=1.0)
             t.add_(ok)
         if factors is not None:
-            share.mul_(factors.amax())
+            most = factors.amax()
+            share.mul_(torch.where(most > 0, most, 1.0) ** weight)
         share.clamp_(min=PACE_LEAST)
 
     @property
@@ -140,7 +143,8 @@ def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | No
     ``TRUST_FLOOR``, so that weights can leave zero.
 
     Returns:
-        The steps, and what each direction was multiplied by; ``None`` where there is no trust or nothing to shorten.
+        The steps, and what each direction was multiplied by, 0 where it is zero; ``None`` where there is no trust or
+        nothing to shorten.
     """
     blocks = [
         [(p, step) for p, step in zip(d.block.parameters.values(), d.steps, strict=True) if p.grad is not None]
@@ -160,12 +164,13 @@ def trusted(directions: list[Direction], lr_of: LearningRates, trust: float | No
         floors = [TRUST_FLOOR * sum(p.numel() for p, _ in block) ** 0.5 for block in alike]
         theta = torch.stack(torch._foreach_clamp_min(list(theta.unbind()), floors))
         factors = (share * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1).to(flat[0][1])
-        found.update(zip(indices, factors.unbind(), strict=True))
+        # A block that does not move, for want of a gradient or with a learning rate of 0, takes no step of any length.
+        found.update(zip(indices, torch.where(length > 0, factors, 0.0).unbind(), strict=True))
         for block, factor in zip(alike, factors.unbind(), strict=True):
             steps.update({p: step * factor for p, step in block})
     first = next(iter(found.values()))
-    one = torch.ones_like(first)
-    return steps, torch.stack([found.get(index, one).to(first) for index in range(len(blocks))])
+    none = torch.zeros_like(first)
+    return steps, torch.stack([found.get(index, none).to(first) for index in range(len(blocks))])
 
 
 def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:
