@@ -154,7 +154,7 @@ class ConvolutionLayer(_ConvolutionBase):
         root, positions = self._weights[size]
         rows = (x * root.to(x.dtype)).reshape(x.shape[0], self.groups, self.channels, -1)
         terms = x.shape[0] * positions * self.taps
-        if x.device.type in factors.BY_EXAMPLE and rows.shape[-1] >= self.channels:
+        if factors.by_example(rows.shape[-1], self.channels, x.device):
             return factors.position_sum(rows.permute(0, 3, 1, 2), into=into), terms
         rows = rows.permute(1, 2, 0, 3).reshape(self.groups, self.channels, -1)
         return (rows @ rows.mT if into is None else into.baddbmm_(rows, rows.mT)), terms

@@ -70,6 +70,11 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
     return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
 
 
+def by_example(positions: int, columns: int, device: torch.device) -> bool:
+    """Whether one product for each example is the better way to a sum over positions."""
+    return device.type in BY_EXAMPLE and positions >= columns
+
+
 def position_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
     """:func:`outer_sum` over examples and positions ``[N, S, G, D]``.
 
@@ -77,10 +82,10 @@ def position_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = Non
     example fills it, takes a convolution's own layout without a copy, and its results are no larger than the rows.
     """
     n, s, g, d = rows.shape
-    if diagonal or s < d or rows.device.type not in BY_EXAMPLE:
+    if diagonal or not by_example(s, d, rows.device):
         return outer_sum(rows.flatten(0, 1), diagonal, into)
-    by_example = rows.permute(0, 2, 3, 1).flatten(0, 1)
-    total = (by_example @ by_example.mT).unflatten(0, (n, g)).sum(0)
+    each = rows.permute(0, 2, 3, 1).flatten(0, 1)
+    total = (each @ each.mT).unflatten(0, (n, g)).sum(0)
     return total if into is None else into.add_(total)
 
 
