@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[StandIn] = []
 
     @contextmanager
-    def graph(place: StandIn) -> Iterator[None]:
+    def graph(place: StandIn, pool: object) -> Iterator[None]:
+        assert not gc.isenabled(), "what the collector destroys during a capture can spoil it"
         under_way.append(place)
         yield
         under_way.clear()
@@ -88,6 +90,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Verdicts, "expect", lambda self, ok: None)
     monkeypatch.setattr(Engine, "mask_on_device", recorded_mask)

@@ -1,6 +1,8 @@
 """Steps replayed from CUDA graphs are the steps that would have been run."""
 
 import copy
+import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 import ekfac
 from ekfac.optim.aside import Aside
+from ekfac.optim.capturing import capturing
 
 pytestmark = pytest.mark.gpu
 
@@ -99,10 +102,39 @@ def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: in
             opt.step()
         return [p.detach() for p in model.parameters()], opt._graphs.replays
 
-    (found, replays), (expected, _) = trained(True), trained(False)
+    # Otherwise no two trainings agree to the last bit, and what solvers make of it is seen after 60 steps.
+    with torch.backends.cudnn.flags(deterministic=True):
+        (found, replays), (expected, _) = trained(True), trained(False)
     assert replays >= 10, "statistics of every batch, and yet replayed"
     for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+
+
+def test_a_graph_that_is_garbage_does_not_spoil_the_next_capture() -> None:
+    x = torch.zeros(3, device="cuda")
+
+    def captured(meanwhile: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            meanwhile()
+            x.add_(1)
+        return graph
+
+    def collect_now() -> None:
+        gc.set_threshold(1)
+        for _ in range(100):
+            list[int]()
+
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        garbage: list[object] = [captured(lambda: None)]
+        garbage.append(garbage)
+        del garbage
+        captured(collect_now).replay()
+    finally:
+        gc.set_threshold(*before)
+    torch.testing.assert_close(x, torch.ones_like(x))
 
 
 def test_per_example_from_the_start_in_every_basis() -> None:

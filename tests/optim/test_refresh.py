@@ -135,6 +135,17 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
         assert all(taken(100))
 
 
+@pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
+def test_no_step_takes_the_factors_of_all_layers(interval: int) -> None:
+    schedule, plain = Schedule(50, deterministic=False), Schedule(50, deterministic=True)
+    blocks = range(10)
+    for index in blocks:
+        assert sum(schedule.takes_factors(step, index, interval) for step in range(1000, 1000 + interval)) == 1
+        assert plain.takes_factors(0, index, interval)
+    at_once = [sum(schedule.takes_factors(step, index, interval) for index in blocks) for step in range(interval)]
+    assert max(at_once) <= -(-len(blocks) // min(4, interval))
+
+
 def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None:
     """Calls are kept for rules that need s*, or for their rows, in steps that leave A and B alone too."""
     torch.manual_seed(0)

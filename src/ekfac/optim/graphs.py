@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
+from ekfac.optim.capturing import capturing, first_cause
 from ekfac.optim.work import Work
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 #: A step is captured when it has been run this often.
 REPEATS = 2
-#: At most so many different steps are kept.
-LIMIT = 8
+#: At most so many different steps are kept. They share their memory.
+LIMIT = 12
 #: And so many counted: steps that differ every time, by their damping say, are never captured.
 SEEN = 100
 
@@ -61,6 +62,8 @@ class StepGraphs:
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, CapturedStep] = {}
         self._refused: set[Hashable] = set()
+        self._places: dict[Hashable, Tensor] = {}
+        self._pool: tuple[int, int] | None = None
         self._generation = -1
         self.replays = 0
 
@@ -77,6 +80,7 @@ class StepGraphs:
             self._seen.clear()
             self._captured.clear()
             self._refused.clear()
+            self._places.clear()
             self._generation = engine.generation
         key = self._signature()
         if key in self._refused:
@@ -137,7 +141,12 @@ class StepGraphs:
     def _capture(self) -> CapturedStep | None:
         opt = self._optimizer
         engine = opt.engine
-        gradients, calls, sums = ([torch.empty_like(t) for t in tensors] for tensors in self._inputs())
+        gradients, calls, sums = (
+            [self._place((kind, i, _form(t)), t) for i, t in enumerate(tensors)]
+            for kind, tensors in enumerate(self._inputs())
+        )
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         device = engine.device
         lr, damping = (_scalars(len(opt.param_groups), device) for _ in range(2))
         rates = Rates(lr, damping if engine.method.damping_is_free else opt._rates().damping)
@@ -150,18 +159,24 @@ class StepGraphs:
             engine.stash = _with_places(engine.stash, calls)
             places = iter(sums)
             engine.sums = {block: gathered.at(places) for block, gathered in engine.sums.items()}
-            with torch.cuda.graph(graph):
+            with capturing(graph, pool=self._pool):
                 engine.mask_on_device(work)
                 opt.compute(work, rates)
             assert engine.ok is not None
             return CapturedStep(graph, (gradients, calls, sums), rates, engine.ok)
         except RuntimeError as error:
-            warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
-                          stacklevel=2)  # fmt: skip
+            warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {first_cause(error)}",
+                          RuntimeWarning, stacklevel=2)  # fmt: skip
             return None
         finally:
             _point(engine.parameters, before[0])
             engine.stash, engine.sums, engine.ok = before[1:]
+
+    def _place(self, key: Hashable, like: Tensor) -> Tensor:
+        """Where an input of a captured step lies; steps are replayed one after another and share their places."""
+        if key not in self._places:
+            self._places[key] = torch.empty_like(like)
+        return self._places[key]
 
     @torch.no_grad()
     def _replay(self, captured: CapturedStep) -> None:

@@ -205,7 +205,10 @@ class Intake:
 
     def wants_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
-        if self.settings.factor_decay > 0 and self.applied_steps % self._factor_interval == 0:
+        index = self._index.get(block, 0)
+        if self.settings.factor_decay > 0 and self.schedule.takes_factors(
+            self.applied_steps, index, self._factor_interval
+        ):
             return True
         return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 

@@ -21,6 +21,7 @@ from ekfac.curvature.eigenbasis import (
     orthogonal_iteration,
     rayleigh,
 )
+from ekfac.optim.capturing import capturing, first_cause
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -34,6 +35,8 @@ TRIES = 3
 EARLY = 10
 GROWTH = 1.15
 START = 300
+#: Afterwards A and B are taken of one in so many of the layers at a time.
+SHARES = 4
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,15 @@ class Schedule:
         phases = ((2 * index + side) * self.every // max(1, 2 * blocks) for side in (0, 1))
         A, B = (int((applied + phase) % self.every == 0) for phase in phases)
         return A, B
+
+    def takes_factors(self, applied: int, index: int, interval: int) -> bool:
+        """Whether A and B of block ``index`` take in the batch of the step after this many applied ones.
+
+        They take in one in ``interval``, not all of them the same, so that no step pays for all; a few shares of the
+        blocks do, as every share is another step to capture in a CUDA graph.
+        """
+        shares = 1 if self.deterministic else min(SHARES, interval)
+        return applied % interval == index % shares * interval // shares
 
 
 def early_steps(every: int) -> frozenset[int]:
@@ -115,12 +127,12 @@ class IterationGraphs:
             self._stream = torch.cuda.Stream(matrix.device)
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with capturing(graph, stream=self._stream):
                 warm = orthogonal_iteration(*places, iterations)
         except RuntimeError as error:
             self.enabled = False
-            warnings.warn(f"cuda_graphs: a refresh cannot be captured and runs without: {error}", RuntimeWarning,
-                          stacklevel=2)  # fmt: skip
+            warnings.warn(f"cuda_graphs: a refresh cannot be captured and runs without: {first_cause(error)}",
+                          RuntimeWarning, stacklevel=2)  # fmt: skip
             return False
         self._captured[key] = (graph, *places, warm)
         return True
