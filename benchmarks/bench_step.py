@@ -11,7 +11,9 @@ in for it where it is not found.
 "State" is what the optimizer keeps between steps; "peak" the most that network, data, gradients and optimizer took at
 one time in the first steps, which are not timed: a solve for the bases and their turning in the first ten steps are
 among them. Until step 300 all bases are turned together now and then; --warm-up 310 leaves that out, and so does
---skip-start, which counts the steps before as taken. With --out, Markdown and JSON go to that folder.
+--skip-start, which counts the steps before as taken; the steps that follow come in a few kinds, each captured in a CUDA
+graph at its third time, and --settle runs so many of them before the clock. With --out, Markdown and JSON go to that
+folder.
 """
 
 from __future__ import annotations
@@ -128,6 +130,7 @@ def compare(
     device: torch.device,
     warm_up: int = WARM_UP,
     skip_start: bool = False,
+    settle: int = 0,
 ) -> tuple[list[dict[str, Any]], str]:
     """Measure every optimizer on every task; return the rows and the page."""
     rows, page = [], []
@@ -137,6 +140,9 @@ def compare(
         if skip_start:
             for contender in contenders.values():
                 contender.skip_start()
+        measure(contenders, settle, device)
+        for contender in contenders.values():
+            contender.seconds.clear()
         measure(contenders, steps, device)
         found = rows_of(contenders, {"task": task, "batch": int(batch)})
         without = ", no network with batch-norm" if task in WITHOUT_BATCH_NORM else ""
@@ -232,6 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those that are timed")
     parser.add_argument("--skip-start", action="store_true", help="count the first 300 steps as taken")
+    parser.add_argument("--settle", type=int, default=0, help="steps that are not timed after --skip-start")
     parser.add_argument("--refresh-every", type=int, default=None, help="[default: 50; 500 for convolutions]")
     parser.add_argument("--growth", action="store_true", help="cost against width, depth and batch")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -251,7 +258,9 @@ def main() -> None:
         rows, page = growth(args.steps or every, every, device, args.warm_up)
     else:
         steps = args.steps or (500 if device.type == "cuda" else 100)
-        rows, page = compare(args.tasks, args.rivals, steps, args.refresh_every, device, args.warm_up, args.skip_start)
+        rows, page = compare(
+            args.tasks, args.rivals, steps, args.refresh_every, device, args.warm_up, args.skip_start, args.settle
+        )
     if args.out is None:
         return
     where = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", machine_of(device).lower()).strip("-")
