@@ -130,6 +130,13 @@ def mnist_frequency(results: Path) -> Iterator[Job]:
                 yield "mnist/frequency", replace(config, refresh_every=every, epochs=3 if every == 1 else EPOCHS)
 
 
+def mnist_frequency_finals(results: Path) -> Iterator[Job]:
+    """The same, timed; every 50 steps is among the other finals."""
+    for place, config in mnist_frequency(results):
+        if config.refresh_every != 50:
+            yield f"{place}/finals", config
+
+
 def sensitivity(results: Path) -> Iterator[Job]:
     """Learning rates and dampings around each centre."""
     for base, lr, damping in CENTRES:
@@ -192,6 +199,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Job]]] = {
     "mnist-seeds": mnist_seeds,
     "mnist-finals": mnist_finals,
     "mnist-frequency": mnist_frequency,
+    "mnist-frequency-finals": mnist_frequency_finals,
     "sensitivity": sensitivity,
     "autoencoder-cosine": autoencoder_cosine,
     "vgg11-decay": vgg11_decay,

@@ -116,7 +116,7 @@ def correlation(record: Record) -> str:
 
 def frequency(record: Record) -> str:
     """From every 50 to the rarest renewal, EKFAC's and EKFAC-ra's loss grows by a smaller factor than KFAC's."""
-    best = chosen(record.runs("mnist/frequency"))
+    best = chosen(record.frequency)
     intervals = sorted({int(name.split("freq=")[1]) for name in best if "freq=" in name})
     if not intervals:
         return UNKNOWN

@@ -26,7 +26,7 @@ def pictures(record: Record) -> list[Picture]:
     for size in record.batch_sizes:
         runs = [run for curve in record.shown(size).values() for run in curve.runs]
         found.append(Picture("autoencoder", runs, f"-{size}"))
-    found.append(Picture("frequency", record.runs("mnist/frequency")))
+    found.append(Picture("frequency", record.frequency))
     found.append(Picture("sensitivity", record.grid))
     compared = record.runs("comparison")
     found.append(Picture("comparison", compared if comparison.chosen(compared) else ()))

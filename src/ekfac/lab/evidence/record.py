@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy
 
+from ekfac.lab.figures.frequency import takes as has_interval
 from ekfac.lab.figures.measures import Measures
 from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import method, touched
@@ -30,7 +31,7 @@ class Record:
     """What was recorded.
 
     Args:
-        folder: ``results/``: ``mnist/finals``, ``mnist/seeds``, ``mnist/search``, ``mnist/frequency``,
+        folder: ``results/``: ``mnist/finals``, ``mnist/seeds``, ``mnist/search``, ``mnist/frequency``, its ``finals``,
             ``mnist/measures.json``, ``sensitivity`` and ``comparison/TASK``, of which any may be missing.
     """
 
@@ -78,6 +79,13 @@ class Record:
     def mnist_at(self, batch_size: int) -> list[Run]:
         """Return the auto-encoder's runs that count at a batch size."""
         return [run for run in self.mnist if run.config.batch_size == batch_size]
+
+    @cached_property
+    def frequency(self) -> list[Run]:
+        """Methods renewed at several intervals, those that the other runs of the same batch size have among them."""
+        found = self.runs("mnist/frequency")
+        sizes = {run.config.batch_size for run in found}
+        return found + [run for run in self.mnist if run.config.batch_size in sizes and has_interval(run)]
 
     @cached_property
     def grid(self) -> list[Run]:

@@ -103,7 +103,7 @@ def ratio(curve: Curve, baseline: Curve, x: str = "seconds") -> float | None:
 
 def frequency(record: Record) -> str:
     """The loss by method and interval of renewal: after as many epochs as all were run, and at the end."""
-    best = chosen(record.runs("mnist/frequency"))
+    best = chosen(record.frequency)
     if not best:
         return MISSING
     common = min(int(curve.mean("epoch")[-1]) for curve in best.values())
