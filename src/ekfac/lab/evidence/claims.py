@@ -161,7 +161,8 @@ def defaults(record: Record) -> str:
         return MISSING
     return (
         f"Untouched, the defaults end with the lowest training loss in {lowest} of {tasks} tasks, validate best of "
-        f"these settings in {healthiest} of {tasks}, and are where AdamW ends in less of its time in {soonest} of {timed}."
+        f"these settings in {healthiest} of {tasks}, and are where AdamW ends in less of its time in {soonest} of "
+        f"{timed}."
     )
 
 
