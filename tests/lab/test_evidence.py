@@ -172,7 +172,8 @@ def test_what_was_measured_is_judged(record: Record) -> None:
 
 def test_the_comparison_counts_tasks(record: Record) -> None:
     assert SOURCES["defaults"](record) == (
-        "Untouched, the defaults end with the lowest training loss in 1 of 1 tasks, validate best of these settings in 1 of 1, and are "
+        "Untouched, the defaults end with the lowest training loss in 1 of 1 tasks, validate best of these "
+        "settings in 1 of 1, and are "
         "where AdamW ends in less of its time in 1 of 1."
     )
     table = SOURCES["comparison-classifier"](record)
