@@ -238,12 +238,14 @@ def main() -> None:
     )
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those that are timed")
     parser.add_argument("--skip-start", action="store_true", help="count the first 300 steps as taken")
-    parser.add_argument("--settle", type=int, default=0, help="steps that are not timed after --skip-start")
+    parser.add_argument("--settle", type=int, default=0, help="steps that are not timed, after --warm-up")
     parser.add_argument("--refresh-every", type=int, default=None, help="[default: 50; 500 for convolutions]")
     parser.add_argument("--growth", action="store_true", help="cost against width, depth and batch")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, help="folder for Markdown and JSON")
     args = parser.parse_args()
+    if args.growth and (args.settle or args.skip_start):
+        parser.error("--settle and --skip-start are not for --growth")
     device = torch.device(args.device)
     torch.set_num_threads(args.threads)
     about = {

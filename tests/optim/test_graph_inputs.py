@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from ekfac.optim.accumulate import BlockSums
 from ekfac.optim.engine import Engine
 from ekfac.optim.graphs import Rates
 from ekfac.optim.intake import Intake
+from ekfac.optim.refresh import START
 from ekfac.optim.skipping import Verdicts
 from ekfac.optim.work import Work
 
@@ -25,9 +28,47 @@ class StandIn:
     """Instead of kernels it remembers the call, and the places that it reads."""
 
     run: Callable[[], None]
+    pool: Pool | None = None
 
     def replay(self) -> None:
         self.run()
+
+    def __del__(self) -> None:
+        if self.pool is not None:
+            self.pool.graphs -= 1
+
+
+@dataclass
+class Pool:
+    """Memory that captures share, with torch's rules: it is not opened when its graphs are gone or one is spoilt."""
+
+    graphs: int = 0
+    used: bool = False
+    recording: bool = False
+
+    def open(self) -> None:
+        if self.recording:
+            raise RuntimeError("already recording")
+        if self.used and not self.graphs:
+            raise RuntimeError("use_count > 0")
+        self.used = self.recording = True
+
+    def close(self, place: StandIn) -> None:
+        self.recording = False
+        self.graphs += 1
+        place.pool = self
+
+
+@dataclass
+class Torch:
+    """What stands in for torch.cuda: the pools that it gave, and what the next captures run into."""
+
+    pools: list[Pool] = field(default_factory=list)
+    spoilt: list[str] = field(default_factory=list)
+
+    def graph_pool_handle(self) -> Pool:
+        self.pools.append(Pool())
+        return self.pools[-1]
 
 
 class Shared(nn.Module):
@@ -44,16 +85,23 @@ class Shared(nn.Module):
 
 
 @pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
     """Let steps on the CPU be captured: by remembering them, and what they are to read."""
     under_way: list[StandIn] = []
+    stood_in = Torch()
 
     @contextmanager
-    def graph(place: StandIn, pool: object) -> Iterator[None]:
+    def graph(place: StandIn, pool: Pool, stream: object, capture_error_mode: str) -> Iterator[None]:
         assert not gc.isenabled(), "what the collector destroys during a capture can spoil it"
+        pool.open()
         under_way.append(place)
-        yield
+        try:
+            yield
+        except RuntimeError:
+            under_way.clear()
+            raise RuntimeError("there was an error before") from None
         under_way.clear()
+        pool.close(place)
 
     mask, compute = Engine.mask_on_device, ekfac.EKFAC.compute
 
@@ -66,6 +114,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded_compute(opt: ekfac.EKFAC, work: Work, rates: Rates) -> None:
         if not under_way:
             return compute(opt, work, rates)
+        if stood_in.spoilt:
+            raise RuntimeError(stood_in.spoilt.pop())
         engine = opt.engine
         gradients, stash, sums, ok = [p.grad for p in engine.parameters], engine.stash, engine.sums, engine.ok
         assert ok is not None
@@ -90,12 +140,16 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", stood_in.graph_pool_handle)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "its own")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the user's")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Verdicts, "expect", lambda self, ok: None)
     monkeypatch.setattr(Engine, "mask_on_device", recorded_mask)
     monkeypatch.setattr(ekfac.EKFAC, "compute", recorded_compute)
     monkeypatch.setattr(Intake, "graphs_possible", property(lambda self: self.settings.cuda_graphs))
+    return stood_in
 
 
 def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]:
@@ -117,7 +171,7 @@ def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]
 @pytest.mark.parametrize("memory", [1, 20_000, 2**28], ids=["sums alone", "sums and calls", "calls"])
 @pytest.mark.parametrize("kind", ["anchored", "running", "per_example", "KFAC"])
 @pytest.mark.parametrize("factor_every", [3])
-def test_a_replay_is_given_all_that_the_step_reads(recording: None, memory: int, kind: str, factor_every: int) -> None:
+def test_a_replay_is_given_all_that_the_step_reads(recording: Torch, memory: int, kind: str, factor_every: int) -> None:
     make: type[ekfac.EKFAC] = ekfac.KFAC if kind == "KFAC" else ekfac.EKFAC
     options: dict[str, Any] = {"memory_limit": memory, "factor_every": factor_every}
     options |= {} if kind == "KFAC" else {"scaling": kind}
@@ -126,6 +180,61 @@ def test_a_replay_is_given_all_that_the_step_reads(recording: None, memory: int,
     assert replays >= 10 and none == 0
     for p, q in zip(found, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def small() -> tuple[nn.Sequential, ekfac.EKFAC]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
+    return model, ekfac.EKFAC(model, lr=1e-3, refresh_every=100)
+
+
+def replayed(model: nn.Module, opt: ekfac.EKFAC, steps: int, sizes: tuple[int, ...] = (16,)) -> int:
+    """Train; how many of the steps were replayed."""
+    before = opt._graphs.replays
+    for step in range(steps):
+        opt.zero_grad()
+        model(torch.randn(sizes[step % len(sizes)], 6).double()).square().sum(1).mean().backward()
+        opt.step()
+    return opt._graphs.replays - before
+
+
+def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(recording: Torch) -> None:
+    model, opt = small()
+    replayed(model, opt, 20)
+    opt.engine.applied_steps = START
+    assert replayed(model, opt, 40) >= 20
+    assert len(recording.pools) == 2, "one for the first steps and one for those that follow"
+    assert len(opt._graphs._captured) >= 4 and recording.pools[1].graphs == len(opt._graphs._captured)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert replayed(model, opt, 40) >= 20 and len(recording.pools) == 3
+    assert len({len(c.inputs[0]) for c in opt._graphs._captured.values()}) == 1
+    first, second, *_ = opt._graphs._captured.values()
+    assert all(a is b for a, b in zip(first.inputs[0], second.inputs[0], strict=True)), "gradients at one place"
+
+
+def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
+    model, opt = small()
+    replayed(model, opt, 20)
+    opt.engine.applied_steps = START
+    replayed(model, opt, 120, (16, 12, 8))
+    assert replayed(model, opt, 48, (16, 12, 8)) == 48
+
+
+def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
+    model, opt = small()
+    assert replayed(model, opt, 12) == 0
+    recording.spoilt.append("no kernel for this")
+    with pytest.warns(RuntimeWarning, match="cannot be captured and runs without: no kernel for this") as told:
+        assert replayed(model, opt, 40) == 0
+    assert len([w for w in told if "captured" in str(w.message)]) == 1 and not opt._graphs._places
+    assert gc.isenabled()
+    assert replayed(model, opt, 40, (12,)) >= 20, "steps of another kind"
+    gc.disable()
+    try:
+        replayed(model, opt, 20, (8,))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_sums_at_other_places() -> None:

@@ -13,7 +13,7 @@ import ekfac
 from ekfac.optim.aside import Aside
 from ekfac.optim.capturing import capturing
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs")]
 
 RULES = ("anchored", "running", "per_example", "kronecker", "adam", "rmsprop", "adagrad")
 
@@ -162,8 +162,10 @@ def test_a_loaded_checkpoint_is_what_the_next_replay_uses() -> None:
     first = train(opt, model, 10)
     opt.load_state_dict(saved)
     model.load_state_dict(weights)
+    before = opt._graphs.replays
     for p, q in zip(first, train(opt, model, 10), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    assert opt._graphs.replays > before, "captured again"
 
 
 def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed() -> None:

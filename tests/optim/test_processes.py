@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
 import paper
+from ekfac.optim.refresh import START
+from ekfac.optim.skipping import Verdicts
 
 METHODS = {
     "per_example": (paper.EKFAC, {"scaling": "per_example"}),
@@ -113,11 +115,51 @@ def train(averaging, how, method, rank=0, world=1):
     return {"model": {**model.state_dict(), "damping": damping}, "state": state}
 
 
+class Late(Verdicts):
+    # As on a GPU: a mask now, the verdict only when the next step asks.
+    bad = False
+
+    def judge(self, sizes, at_once):
+        good = all(bool(torch.isfinite(size)) for size in sizes)
+        if at_once:
+            return good, None
+        self.bad = not good
+        return True, torch.tensor(float(good), dtype=torch.float64)
+
+    def settle(self):
+        bad, self.bad = self.bad, False
+        return bad
+
+
+def skip_after_the_start(rank, world):
+    # A batch that is not finite when layers take their statistics by turns: whose turn it is, is heard late.
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
+    opt = ekfac.EKFAC(model, refresh_every=48, lr=1e-3)
+    opt.engine.verdicts = Late()
+    for step in range(30):
+        if step == 12:
+            opt.engine.applied_steps = START
+        generator = torch.Generator().manual_seed(world * step + rank)
+        x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+        if step == 17:
+            x[0, 0] = float("nan")
+        opt.zero_grad()
+        model(x).square().sum(1).mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        opt.step()
+    assert opt.stats()["skipped_steps"] == 1
+    return {name: dict(opt.state[p]) for name, p in model.named_parameters()}
+
+
 def main(rank, world, folder):
     torch.set_num_threads(1)
     rank, world = int(rank), int(world)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ends = {"/".join(case): train(*case, rank, world) for case in CASES}
+    ends["skip"] = {"state": skip_after_the_start(rank, world)}
     torch.save(ends, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -168,7 +210,16 @@ def test_two_processes_are_one(case: tuple[str, str, str], ends: list[dict[str, 
         for name, value in expected.items():
             error = (end["model"][name] - value).abs().max()
             assert error <= 1e-10, f"{name} is off by {error:.3g}"
+    assert_same_state(first, second)
+
+
+def assert_same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
     for name, kept in first["state"].items():
         for key, value in kept.items():
             if isinstance(value, Tensor):
                 assert torch.equal(value, second["state"][name][key]), f"{key} of {name} differs between processes"
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_processes_stay_the_same_after_a_skipped_step(ends: list[dict[str, Any]]) -> None:
+    assert_same_state(*(end["skip"] for end in ends))

@@ -1,6 +1,7 @@
 """When bases are renewed: often at first, then in turns; and again where one iteration was not enough."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -136,14 +137,55 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
-def test_no_step_takes_the_factors_of_all_layers(interval: int) -> None:
-    schedule, plain = Schedule(50, deterministic=False), Schedule(50, deterministic=True)
-    blocks = range(10)
-    for index in blocks:
-        assert sum(schedule.takes_factors(step, index, interval) for step in range(1000, 1000 + interval)) == 1
-        assert plain.takes_factors(0, index, interval)
-    at_once = [sum(schedule.takes_factors(step, index, interval) for index in blocks) for step in range(interval)]
-    assert max(at_once) <= -(-len(blocks) // min(4, interval))
+def test_layers_take_their_factors_by_turns(interval: int) -> None:
+    schedule, plain = (Schedule(12 * interval, deterministic=d) for d in (False, True))
+    layers, steps = range(10), range(1000 * interval, 1001 * interval)
+    for layer in layers:
+        assert sum(schedule.takes_factors(step, layer, None) for step in steps) == 1
+        assert schedule.takes_factors(START - 1, layer, None)
+        for one in (schedule, plain):  # a user's own interval, and the plain schedule: all in the same steps
+            assert [one.takes_factors(step, layer, 3) for step in range(300, 306)] == [True, False, False] * 2
+        assert plain.takes_factors(steps[0], layer, None)
+    at_once = [sum(schedule.takes_factors(step, layer, None) for layer in layers) for step in steps]
+    assert max(at_once) <= -(-len(layers) // min(4, interval))
+
+
+def taken_after_the_start(train: Callable[[ekfac.EKFAC, nn.Sequential, int], None], steps: int) -> dict[str, list[int]]:
+    """Train a network of four layers; in which of the steps from 300 on each layer's A and B took in the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
+    opt = ekfac.EKFAC(model, lr=1e-3)
+    for step in range(12):
+        train(opt, model, step)
+    opt.engine.applied_steps = START
+    taken: dict[str, list[int]] = {"0": [], "2": [], "4": [], "6": []}
+    for step in range(START, START + steps):
+        before = {b.name: opt.state[b.key]["A"].clone() for b in opt.engine.blocks if b.covered}
+        train(opt, model, step)
+        for block in opt.engine.blocks:
+            if block.covered and block.name in before and not opt.state[block.key]["A"].equal(before[block.name]):
+                taken[block.name].append(step)
+    return taken
+
+
+def plain_step(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
+    opt.zero_grad()
+    model(torch.randn(16, 6).double()).square().sum(1).mean().backward()
+    opt.step()
+
+
+def test_a_quarter_of_the_layers_at_a_time() -> None:
+    taken = taken_after_the_start(plain_step, 16)
+    assert taken == {str(2 * i): [300 + i + 4 * k for k in range(4)] for i in range(4)}
+
+
+def test_no_layer_misses_its_turn_when_another_is_frozen_now_and_then() -> None:
+    def train(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
+        model[0].requires_grad_(step % 2 == 0)
+        plain_step(opt, model, step)
+
+    taken = taken_after_the_start(train, 40)
+    assert {name: len(steps) for name, steps in taken.items() if name != "0"} == {"2": 10, "4": 10, "6": 10}
 
 
 def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None:

@@ -90,6 +90,8 @@ def reduce_over_processes(
             terms = torch.as_tensor(float(old.terms), **options)
             entry.factors = FactorSums(old.A.contiguous(), terms, old.B.contiguous())
             mine += [entry.factors.A, terms, entry.factors.B]
+        else:
+            entry.factors = None  # taken for a step that another was found to be, and not the same in all processes
         if what.scaling:
             entry.scaling = reduced_zeros(block) if entry.scaling is None else entry.scaling.contiguous()
             mine.append(entry.scaling)

@@ -12,23 +12,26 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """``torch.cuda.graph`` while Python's collector stands still.
+    """``torch.cuda.graph``, made to stand what else goes on in the process.
 
-    A model and its optimizer refer to each other, so those of an earlier training are often left to the collector.
-    Should it find them just now, their graphs would be destroyed, which is forbidden during a capture and spoils it.
+    Python's collector stands still: models and optimizers of an earlier training are often left to it, and their
+    graphs, destroyed just now, would spoil this one. What other threads do, those that pin memory say, does not count.
+    When a capture fails, torch leaves its stream the current one, and its last error says only that there was another:
+    the stream is put back, and the first error is raised.
     """
-    was_on = gc.isenabled()
+    stream, collects = torch.cuda.current_stream(), gc.isenabled()
+    first: RuntimeError | None = None
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **options):
-            yield
+        with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+            try:
+                yield
+            except RuntimeError as error:
+                first = error
+                raise
+    except RuntimeError as last:
+        raise (first or last) from None
     finally:
-        if was_on:
+        torch.cuda.set_stream(stream)
+        if collects:
             gc.enable()
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """What went wrong first: the end of a spoilt capture raises an error that says only that there was one before."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
-from ekfac.optim.capturing import capturing, first_cause
+from ekfac.optim.capturing import capturing
+from ekfac.optim.refresh import START
 from ekfac.optim.work import Work
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 #: A step is captured when it has been run this often.
 REPEATS = 2
 #: At most so many different steps are kept. They share their memory.
-LIMIT = 12
+LIMIT = 24
 #: And so many counted: steps that differ every time, by their damping say, are never captured.
 SEEN = 100
 
@@ -62,9 +63,11 @@ class StepGraphs:
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, CapturedStep] = {}
         self._refused: set[Hashable] = set()
+        #: Where inputs of captured steps lie, which are replayed one after another and share them.
         self._places: dict[Hashable, Tensor] = {}
         self._pool: tuple[int, int] | None = None
-        self._generation = -1
+        self._generation: Hashable = None
+        self._stream: torch.cuda.Stream | None = None
         self.replays = 0
 
     def step(self) -> bool:
@@ -76,12 +79,10 @@ class StepGraphs:
         engine.capture.finish()
         if not (engine.is_plain_step() and self._fits_damping()):
             return False
-        if engine.generation != self._generation:
-            self._seen.clear()
-            self._captured.clear()
-            self._refused.clear()
-            self._places.clear()
-            self._generation = engine.generation
+        generation = engine.generation, engine.applied_steps >= START
+        if generation != self._generation:
+            self._forget()
+            self._generation = generation
         key = self._signature()
         if key in self._refused:
             return False
@@ -99,6 +100,17 @@ class StepGraphs:
             self._captured[key] = captured
         self._replay(captured)
         return True
+
+    def _forget(self) -> None:
+        """Let go of all captured steps: the tensors that they read were replaced, or other kinds of steps follow.
+
+        Of the memory that they shared too, as torch does not open a pool again that has no graph left.
+        """
+        self._seen.clear()
+        self._captured.clear()
+        self._refused.clear()
+        self._places.clear()
+        self._pool = None
 
     def _fits_damping(self) -> bool:
         """Whether inverses, where there are any, were made for the damping that stands in the groups now."""
@@ -141,13 +153,16 @@ class StepGraphs:
     def _capture(self) -> CapturedStep | None:
         opt = self._optimizer
         engine = opt.engine
-        gradients, calls, sums = (
-            [self._place((kind, i, _form(t)), t) for i, t in enumerate(tensors)]
-            for kind, tensors in enumerate(self._inputs())
-        )
+        device = engine.device
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        device = engine.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # of its own: what cuBLAS works in belongs to a stream
+        known = dict(self._places)
+        gradients, calls, sums = (
+            [_place(known, (kind, i, _form(t)), t) for i, t in enumerate(tensors)]
+            for kind, tensors in enumerate(self._inputs())
+        )
         lr, damping = (_scalars(len(opt.param_groups), device) for _ in range(2))
         rates = Rates(lr, damping if engine.method.damping_is_free else opt._rates().damping)
         work = Work(list(engine.parameters), float(engine.capture.examples), float(engine.capture.examples))
@@ -159,24 +174,20 @@ class StepGraphs:
             engine.stash = _with_places(engine.stash, calls)
             places = iter(sums)
             engine.sums = {block: gathered.at(places) for block, gathered in engine.sums.items()}
-            with capturing(graph, pool=self._pool):
+            with capturing(graph, pool=self._pool, stream=self._stream):
                 engine.mask_on_device(work)
                 opt.compute(work, rates)
             assert engine.ok is not None
+            self._places = known
             return CapturedStep(graph, (gradients, calls, sums), rates, engine.ok)
         except RuntimeError as error:
-            warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {first_cause(error)}",
-                          RuntimeWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
+                          stacklevel=2)  # fmt: skip
+            self._pool = None  # which may still count as being captured to
             return None
         finally:
             _point(engine.parameters, before[0])
             engine.stash, engine.sums, engine.ok = before[1:]
-
-    def _place(self, key: Hashable, like: Tensor) -> Tensor:
-        """Where an input of a captured step lies; steps are replayed one after another and share their places."""
-        if key not in self._places:
-            self._places[key] = torch.empty_like(like)
-        return self._places[key]
 
     @torch.no_grad()
     def _replay(self, captured: CapturedStep) -> None:
@@ -195,8 +206,15 @@ class StepGraphs:
         self.replays += 1
 
 
+def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor:
+    """The place that is known by a key, or a new one."""
+    if key not in known:
+        known[key] = torch.empty_like(like)
+    return known[key]
+
+
 def _form(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype, tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
 def _scalars(count: int, device: torch.device) -> list[float | Tensor]:

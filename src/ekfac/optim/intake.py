@@ -25,7 +25,7 @@ from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.refresh import START, TRIES, Schedule
+from ekfac.optim.refresh import TRIES, Schedule
 from ekfac.optim.rows import may_use_rows, rows_are_cheaper
 from ekfac.optim.rules import State
 
@@ -70,6 +70,8 @@ class Intake:
         self.blocks: list[Block] = []
         #: The covered blocks, numbered.
         self._index: dict[Block, int] = {}
+        #: The place of each parameter's layer among all of the model, frozen ones too.
+        self._layer_of = layers_in_order(model)
         self._layout: tuple[bool, ...] = ()
         #: Parameters whose layers turned out never to be called.
         self.silent: set[nn.Parameter] = set()
@@ -197,18 +199,11 @@ class Intake:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
 
-    @property
-    def _factor_interval(self) -> int:
-        """A and B take in one batch in so many; at first they need every one."""
-        usual = 1 if self.applied_steps < START else max(1, self.settings.refresh_every // 12)
-        return self.settings.factor_every or usual
-
     def wants_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
-        index = self._index.get(block, 0)
-        if self.settings.factor_decay > 0 and self.schedule.takes_factors(
-            self.applied_steps, index, self._factor_interval
-        ):
+        s = self.settings
+        layer = self._layer_of.get(block.key, 0)
+        if s.factor_decay > 0 and self.schedule.takes_factors(self.applied_steps, layer, s.factor_every):
             return True
         return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 
@@ -401,6 +396,12 @@ class Intake:
         if scaler is None or not scaler.is_enabled():
             return 1.0
         return scaler.scale(torch.ones((), device=self.device))
+
+
+def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The place of each parameter's layer among those of a model that have parameters of their own."""
+    layers = [parameters for m in model.modules() if (parameters := list(m.parameters(recurse=False)))]
+    return {p: place for place, parameters in reversed(list(enumerate(layers))) for p in parameters}
 
 
 def members(block: Block) -> Members:

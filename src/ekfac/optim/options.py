@@ -57,8 +57,8 @@ class CaptureArguments(TypedDict, total=False):
             it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
             basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
-        factor_every: Take A and B from every so many steps' batches, layers by turns in up to four shares (all at once
-            if ``deterministic``). Default 1 until step 300, then ``refresh_every // 12``, at least 1.
+        factor_every: Take A and B from every so many steps' batches. Default 1 until step 300, then
+            ``refresh_every // 12``, at least 1, layers by turns in up to four shares (at once if ``deterministic``).
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
         sua: Take the taps of a convolution as uncorrelated. Default None: where it reads more than 512 numbers at a
             position, whose factors would cost more than all else; never with sharing="reduce".

@@ -21,7 +21,7 @@ from ekfac.curvature.eigenbasis import (
     orthogonal_iteration,
     rayleigh,
 )
-from ekfac.optim.capturing import capturing, first_cause
+from ekfac.optim.capturing import capturing
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -35,7 +35,7 @@ TRIES = 3
 EARLY = 10
 GROWTH = 1.15
 START = 300
-#: Afterwards A and B are taken of one in so many of the layers at a time.
+#: Afterwards A and B are taken in so many shares of the layers, by turns.
 SHARES = 4
 
 
@@ -73,14 +73,22 @@ class Schedule:
         A, B = (int((applied + phase) % self.every == 0) for phase in phases)
         return A, B
 
-    def takes_factors(self, applied: int, index: int, interval: int) -> bool:
-        """Whether A and B of block ``index`` take in the batch of the step after this many applied ones.
+    def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
+        """Whether A and B of a layer take in the batch of the step after this many applied ones.
 
-        They take in one in ``interval``, not all of them the same, so that no step pays for all; a few shares of the
-        blocks do, as every share is another step to capture in a CUDA graph.
+        At first they take in every batch, later one in twelve of an interval, not all layers the same, so that no step
+        pays for all. There are a few shares of layers, as every share is another step to capture in a CUDA graph.
+
+        Args:
+            applied: How many steps have been applied.
+            layer: The layer's place among all of the model.
+            given: The user's own interval, at which all layers take in the same batches.
         """
+        if given is not None or applied < START:
+            return applied % (given or 1) == 0
+        interval = max(1, self.every // 12)
         shares = 1 if self.deterministic else min(SHARES, interval)
-        return applied % interval == index % shares * interval // shares
+        return applied % interval == layer % shares * interval // shares
 
 
 def early_steps(every: int) -> frozenset[int]:
@@ -131,8 +139,8 @@ class IterationGraphs:
                 warm = orthogonal_iteration(*places, iterations)
         except RuntimeError as error:
             self.enabled = False
-            warnings.warn(f"cuda_graphs: a refresh cannot be captured and runs without: {first_cause(error)}",
-                          RuntimeWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(f"cuda_graphs: a refresh cannot be captured and runs without: {error}", RuntimeWarning,
+                          stacklevel=2)  # fmt: skip
             return False
         self._captured[key] = (graph, *places, warm)
         return True
