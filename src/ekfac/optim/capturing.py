@@ -20,16 +20,16 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     the stream is put back, and the first error is raised.
     """
     stream, collects = torch.cuda.current_stream(), gc.isenabled()
-    first: RuntimeError | None = None
+    first: Exception | None = None
     gc.disable()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             try:
                 yield
-            except RuntimeError as error:
+            except Exception as error:
                 first = error
                 raise
-    except RuntimeError as last:
+    except Exception as last:
         raise (first or last) from None
     finally:
         torch.cuda.set_stream(stream)

@@ -81,7 +81,10 @@ class StepGraphs:
             return False
         generation = engine.generation, engine.applied_steps >= START
         if generation != self._generation:
+            # The tensors that captured steps read were replaced, or other kinds of steps follow.
             self._forget()
+            self._seen.clear()
+            self._refused.clear()
             self._generation = generation
         key = self._signature()
         if key in self._refused:
@@ -102,15 +105,15 @@ class StepGraphs:
         return True
 
     def _forget(self) -> None:
-        """Let go of all captured steps: the tensors that they read were replaced, or other kinds of steps follow.
+        """Let go of all captured steps, never of some: with any graph torch frees what others of its stream work in.
 
-        Of the memory that they shared too, as torch does not open a pool again that has no graph left.
+        And of their memory and stream: a pool is not opened again once its graphs are gone or one of them was spoilt.
         """
-        self._seen.clear()
+        if self._captured:
+            torch.cuda.synchronize()
         self._captured.clear()
-        self._refused.clear()
         self._places.clear()
-        self._pool = None
+        self._pool = self._stream = None
 
     def _fits_damping(self) -> bool:
         """Whether inverses, where there are any, were made for the damping that stands in the groups now."""
@@ -157,7 +160,7 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # of its own: what cuBLAS works in belongs to a stream
+            self._stream = torch.cuda.Stream(device)
         known = dict(self._places)
         gradients, calls, sums = (
             [_place(known, (kind, i, _form(t)), t) for i, t in enumerate(tensors)]
@@ -183,7 +186,7 @@ class StepGraphs:
         except RuntimeError as error:
             warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
-            self._pool = None  # which may still count as being captured to
+            self._forget()
             return None
         finally:
             _point(engine.parameters, before[0])
