@@ -71,7 +71,7 @@ class Intake:
         #: The covered blocks, numbered.
         self._index: dict[Block, int] = {}
         #: The place of each parameter's layer among all of the model, frozen ones too.
-        self._layer_of = layers_in_order(model)
+        self._layer_of: dict[nn.Parameter, int] = {}
         self._layout: tuple[bool, ...] = ()
         #: Parameters whose layers turned out never to be called.
         self.silent: set[nn.Parameter] = set()
@@ -132,6 +132,7 @@ class Intake:
         self.blocks = blocks
         self.generation += 1
         self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
+        self._layer_of = layers_in_order(self.model)
         self.fingerprints.unprobed |= {b for b in new if b.covered}
         self._layout = tuple(p.requires_grad for p in offered)
         self.capture.attach(blocks)
@@ -201,9 +202,8 @@ class Intake:
 
     def wants_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
-        s = self.settings
-        layer = self._layer_of.get(block.key, 0)
-        if s.factor_decay > 0 and self.schedule.takes_factors(self.applied_steps, layer, s.factor_every):
+        every, layer = self.settings.factor_every, self._layer_of[block.key]
+        if self.settings.factor_decay > 0 and self.schedule.takes_factors(self.applied_steps, layer, every):
             return True
         return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 

@@ -76,8 +76,8 @@ class Schedule:
     def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
         """Whether A and B of a layer take in the batch of the step after this many applied ones.
 
-        At first they take in every batch, later one in twelve of an interval, not all layers the same, so that no step
-        pays for all. There are a few shares of layers, as every share is another step to capture in a CUDA graph.
+        At first they take in every batch, later twelve in an interval, not all layers the same, so that no step pays
+        for all. There are a few shares of layers, as every share is another step to capture in a CUDA graph.
 
         Args:
             applied: How many steps have been applied.
