@@ -1,5 +1,6 @@
-"""Looking at other processes, through /proc."""
+"""Starting other processes, and looking at them through /proc."""
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,11 @@ def alive(pid: int) -> bool:
     """Tell whether a process runs; one that only waits for its parent to notice its end does not."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
+
+
+def hear_ctrl_c() -> None:
+    """For ``preexec_fn``: tests that a shell runs in the background ignore SIGINT, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -18,7 +18,7 @@ import evidence
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
 from ekfac.lab.runs import load_run
-from processes import alive, children, wait_until
+from processes import alive, children, hear_ctrl_c, wait_until
 
 TINY = {"width": 8, "limit": 100, "epochs": 1, "dataset": "mnist-5k", "batch_size": 50, "device": "cpu"}
 
@@ -81,7 +81,11 @@ def test_workers_end_with_their_parent(how, tmp_path):
     words = [evidence.__file__, "mnist-search", "--only", "sgd", "--workers", "2", "--results", str(results)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, *words, "--set", *changes], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, *words, "--set", *changes],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_ctrl_c,
     )
     try:
         wait_until(lambda: len(list(results.rglob("metrics.jsonl"))) == 2 or process.poll() is not None)

@@ -14,7 +14,7 @@ from ekfac.lab import LabError, plan
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.gather import find_runs
 from ekfac.lab.space import Space, settings
-from processes import alive, children, wait_until
+from processes import alive, children, hear_ctrl_c, wait_until
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
@@ -104,7 +104,13 @@ def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp
     words = ["-m", "ekfac.lab.plan", "plan.json", "--out", "done", "--workers", "2", "--devices", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=hear_ctrl_c,
     )
     try:
         wait_until(lambda: len(list(tmp_path.glob("done/*/metrics.jsonl"))) == 2 or process.poll() is not None)
