@@ -68,8 +68,8 @@ def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape) -> Tenso
 
 
 def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """R = V^T U from the old basis U to the new basis V."""
-    if old is None and new is None:
+    """R = V^T U from the old basis U to the new basis V; None where they are the same."""
+    if old is new:
         return None
     if old is None:
         return new.mT  # type: ignore[union-attr]
@@ -143,8 +143,9 @@ def _cholesky_qr(Y: Tensor) -> Tensor:
     eye = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
     for shift in (1e-12, 0.0):
         Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
-        R, info = torch.linalg.cholesky_ex(Y.mT @ Y + shift * eye, upper=True)
-        Y = torch.linalg.solve_triangular(R, Y, upper=True, left=False)
+        # To ask for the upper factor takes 1.10 ms instead of 0.45 at 1,001 columns on an H200.
+        L, info = torch.linalg.cholesky_ex(Y.mT @ Y + shift * eye)
+        Y = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
     gram = Y.mT @ Y
     lost = (gram - eye).abs().amax((-2, -1))
     Q: Tensor = 1.5 * Y - 0.5 * Y @ gram
