@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from ekfac.curvature import capture
+from ekfac.curvature import hooks
 from paper import EKFAC, KFAC
 
 MAKERS = {
@@ -21,14 +21,14 @@ MAKERS = {
 def afresh(monkeypatch):
     """Compile and attach as in a process that has done neither."""
     torch._dynamo.reset()
-    for hook in (capture._ForwardHook, capture._BeginHook, capture._EndHook):
+    for hook in (hooks.ForwardHook, hooks.BeginHook, hooks.EndHook):
         call = hook.__call__
         monkeypatch.setattr(hook, "__call__", getattr(call, "_torchdynamo_orig_callable", call))
-    capture._run_hooks_in_compiled_models.cache_clear()
+    hooks.run_hooks_in_compiled_models.cache_clear()
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         yield
     torch._dynamo.reset()
-    capture._run_hooks_in_compiled_models.cache_clear()  # wrapped again by whoever comes next
+    hooks.run_hooks_in_compiled_models.cache_clear()  # wrapped again by whoever comes next
 
 
 def network() -> nn.Module:

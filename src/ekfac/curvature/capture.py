@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,82 +20,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.hooks import (
+    BeginHook,
+    EndHook,
+    ForwardHook,
+    calls_under_way,
+    inside_backward,
+    inside_transform,
+    keeps_graph,
+    remove_hooks,
+    run_hooks_in_compiled_models,
+)
 from ekfac.curvature.layers import Call, Layer
-
-
-class Held:
-    """Counts the bytes of captured tensors that are referred to, a storage that several layers read only once."""
-
-    def __init__(self) -> None:
-        self._references: Counter[int] = Counter()
-        self._now = 0
-        #: The most that was held at one time so far.
-        self.peak = 0
-
-    def add(self, tensor: Tensor) -> None:
-        """A tensor is kept."""
-        storage = tensor.untyped_storage()
-        if not self._references[storage.data_ptr()]:
-            self._now += storage.nbytes()
-            self.peak = max(self.peak, self._now)
-        self._references[storage.data_ptr()] += 1
-
-    def remove(self, tensor: Tensor) -> None:
-        """It is let go."""
-        storage = tensor.untyped_storage()
-        self._references[storage.data_ptr()] -= 1
-        if not self._references[storage.data_ptr()]:
-            self._now -= storage.nbytes()
-
-    def reset(self) -> None:
-        """All is let go."""
-        self._references.clear()
-        self._now = 0
-
-
-class Input:
-    """A layer's input, kept by the hook that waits for its output's gradient, and no longer than that.
-
-    The hook itself lives as long as the graph: as long as somebody holds on to the loss.
-    """
-
-    def __init__(self, x: Tensor | None) -> None:
-        self.x = x
-        self._version = self._current_version()
-
-    def _current_version(self) -> int:
-        return 0 if self.x is None or self.x.is_inference() else self.x._version
-
-    @property
-    def changed(self) -> bool:
-        """Whether it was changed in place since; autograd does not mind where autocast has made a copy of it."""
-        return self._current_version() != self._version
-
-
-class Record:
-    """One forward of the model: its examples, and what the backward pass has brought of it so far."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        #: How often each block's layers were called; more calls than one must be summed before they are squared.
-        self.calls: Counter[Block] = Counter()
-        #: Gradients that wait for the rest of their record, by the number of the call.
-        self.waiting: dict[Block, dict[int, Call]] = {}
-        #: Whether a backward pass has reached this record, in general and within ``statistics()``.
-        self.reached = False
-        self.reached_aside = False
-        #: The graph was kept, so a second backward pass may add to these gradients.
-        self.kept = False
-        #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.
-        self.recomputed: set[Block] = set()
-        #: Whether the capture looks after it; one that was dropped is, once more, when a backward pass reaches it.
-        self.listed = False
-
-    def forget(self) -> None:
-        """Be as no backward pass had come yet."""
-        self.waiting = {}
-        self.listed = self.reached = self.reached_aside = self.kept = False
-
+from ekfac.curvature.records import Held, Input, Record
 
 #: Receives all calls of one block in one record, once: (block, calls, n).
 Receiver = Callable[[Block, list[Call], int], None]
@@ -161,12 +97,12 @@ class Capture:
                 self._uses.setdefault(module, []).append((block, layer))
         self.fired &= {block for uses in self._uses.values() for block, _ in uses}
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
-            _run_hooks_in_compiled_models()
+            run_hooks_in_compiled_models()
         _ATTACHED.add(self)
         me = weakref.ref(self)
-        self._handles += [module.register_forward_hook(_ForwardHook(me)) for module in self._uses]
-        self._handles.append(self.model.register_forward_pre_hook(_BeginHook(me), with_kwargs=True, prepend=True))
-        self._handles.append(self.model.register_forward_hook(_EndHook(me), always_call=True))
+        self._handles += [module.register_forward_hook(ForwardHook(me)) for module in self._uses]
+        self._handles.append(self.model.register_forward_pre_hook(BeginHook(me), with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
     def close(self) -> None:
         """Remove the hooks and let go of what was captured."""
@@ -340,13 +276,13 @@ class Capture:
                 f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be "
                 f"captured: change a copy, or exclude=['{block.name}']"
             )
-        if not _keeps_graph():
+        if not keeps_graph():
             given.x = None
         if not self.wanted(block):
             return
         if self.batch_dim:
             d = d.movedim(self.batch_dim, 0)
-        keep = _keeps_graph() and not self.aside
+        keep = keeps_graph() and not self.aside
         record.kept |= keep
         alone = record.calls[block] == 1 and block not in record.recomputed
         if alone and not keep and not record.waiting.get(block):
@@ -392,37 +328,6 @@ def unseen(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def remove_hooks(handles: list[RemovableHandle]) -> None:
-    """Take hooks off."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
-def calls_under_way(module: nn.Module) -> int:
-    """How many calls of a module this thread is within."""
-    count, frame = 0, sys._getframe()
-    while frame is not None:
-        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
-
-
-def inside_backward() -> bool:
-    """Whether this thread is executing a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def inside_transform() -> bool:
-    """Whether a transform of torch.func is under way: its gradients are returned, and never land in ``.grad``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _keeps_graph() -> bool:
-    """Whether the backward pass under way keeps its graph, so that a second one may follow."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors of nested arguments, in order."""
     if isinstance(value, Tensor):
@@ -433,57 +338,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-
-
-class _Hook:
-    """A hook that does not keep the capture alive, nor drag it along when a model is copied or saved."""
-
-    def __init__(self, capture: weakref.ref[Capture]) -> None:
-        self._capture = capture
-
-    @property
-    def capture(self) -> Capture | None:
-        return self._capture()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return type(self)(self._capture)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (_nothing,))
-
-
-def _nothing() -> None:
-    """Stands for the capture in a hook that was unpickled: there is none."""
-
-
-class _ForwardHook(_Hook):
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if self.capture is not None:
-            self.capture.called(module, inputs, output)
-
-
-class _BeginHook(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
-        if self.capture is not None and module is self.capture.model:
-            self.capture.begin(args, kwargs or {})
-
-
-class _EndHook(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.capture is not None and module is self.capture.model:
-            self.capture.end(output)
-
-
-@functools.cache
-def _run_hooks_in_compiled_models() -> None:
-    """Keep the compiler out of the hooks, and let it see whether a model has any.
-
-    What it traces it would run once, and capture nothing. And it takes models that differ in their hooks alone for the
-    same, unless told to look: what it had compiled for one without hooks, it would then run in place of ours. So it is
-    told, and what it compiled before that is dropped, to be compiled anew when it is next called.
-    """
-    for hook in (_ForwardHook, _BeginHook, _EndHook):
-        hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
-    torch._dynamo.reset()

@@ -6,6 +6,7 @@ one of its input with stride - 1 zeros put between the pixels, so its receptive 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,13 +62,13 @@ class _ConvolutionBase(Layer):
             self.sua = False
             self.shape = BlockShape(m.groups, out, self.weight_columns + bias)
 
+    @abstractmethod
     def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
         """The input as the windows see it: padded, and for a transposed convolution spread out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
         """Receptive fields ``[M, channels, *positions, *kernel]`` in the order of the weight's taps."""
-        raise NotImplementedError
 
     def aligned(self, d: Tensor) -> Tensor:
         """The output's gradient with its positions in the order of :meth:`fields`."""
@@ -106,13 +107,13 @@ class _ConvolutionBase(Layer):
             return columns.reshape(self.groups, self.shape.out, self.taps, self.channels).transpose(2, 3)
         return columns.reshape(self.groups, self.shape.out, self.channels, self.taps)
 
+    @abstractmethod
     def grouped(self, weight: Tensor) -> Tensor:
         """The weight as ``[G, O, channels, taps]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ungrouped(self, weight: Tensor) -> Tensor:
         """Undo :meth:`grouped`."""
-        raise NotImplementedError
 
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         parts = [self._columns(self.grouped(tensors["weight"]))] if self.weight_columns else []

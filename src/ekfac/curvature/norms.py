@@ -7,6 +7,7 @@ eigenvalues and s* all agree with the block itself.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,9 +35,9 @@ class NormLayer(Layer):
         side = len(self.roles)
         return f"exact {side} x {side} block for each of {self.shape.groups} units"
 
+    @abstractmethod
     def normalised(self, x: Tensor) -> Tensor:
         """x̂: the input after normalisation, before scale and shift."""
-        raise NotImplementedError
 
     def by_unit(self, x: Tensor, n: int) -> Tensor:
         """``[n, positions, units]``; for layers whose units are the trailing dimensions."""

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from ekfac.curvature import statistics
 from ekfac.curvature.batches import Batch, Progress, read_batch
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.capture import Capture, inside_backward
+from ekfac.curvature.capture import Capture
 from ekfac.curvature.estimates import Cotangents, Estimate
+from ekfac.curvature.hooks import inside_backward
 from ekfac.curvature.layers import Call
 from ekfac.curvature.per_example import ExampleGradients
 

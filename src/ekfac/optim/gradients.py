@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.capture import remove_hooks
+from ekfac.curvature.hooks import remove_hooks
 from ekfac.optim.accumulate import differ_between_processes, world_size
 from ekfac.optim.work import Update, Work, as_scalar
 
