@@ -17,9 +17,9 @@ from torch.nn.functional import mse_loss
 import ekfac
 from ekfac.optim.accumulate import BlockSums
 from ekfac.optim.engine import Engine
-from ekfac.optim.graphs import Rates
+from ekfac.optim.graphs import REPEATS, Rates
 from ekfac.optim.intake import Intake
-from ekfac.optim.refresh import START
+from ekfac.optim.refresh import EARLY, START
 from ekfac.optim.skipping import Verdicts
 from ekfac.optim.work import Work
 
@@ -183,8 +183,10 @@ def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]
 
 @pytest.mark.parametrize("memory", [1, 20_000, 2**28], ids=["sums alone", "sums and calls", "calls"])
 @pytest.mark.parametrize("kind", ["anchored", "running", "per_example", "KFAC"])
-@pytest.mark.parametrize("factor_every", [3])
-def test_a_replay_is_given_all_that_the_step_reads(recording: Torch, memory: int, kind: str, factor_every: int) -> None:
+@pytest.mark.parametrize("factor_every", [None, 3])
+def test_a_replay_is_given_all_that_the_step_reads(
+    recording: Torch, memory: int, kind: str, factor_every: int | None
+) -> None:
     make: type[ekfac.EKFAC] = ekfac.KFAC if kind == "KFAC" else ekfac.EKFAC
     options: dict[str, Any] = {"memory_limit": memory, "factor_every": factor_every}
     options |= {} if kind == "KFAC" else {"scaling": kind}
@@ -195,10 +197,10 @@ def test_a_replay_is_given_all_that_the_step_reads(recording: Torch, memory: int
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
-def small() -> tuple[nn.Sequential, ekfac.EKFAC]:
+def small(**options: Any) -> tuple[nn.Sequential, ekfac.EKFAC]:
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
-    return model, ekfac.EKFAC(model, lr=1e-3, refresh_every=100)
+    return model, ekfac.EKFAC(model, lr=1e-3, refresh_every=100, **options)
 
 
 def replayed(model: nn.Module, opt: ekfac.EKFAC, steps: int, sizes: tuple[int, ...] = (16,)) -> int:
@@ -234,7 +236,7 @@ def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
 
 
 def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
-    model, opt = small()
+    model, opt = small(deterministic=True)
     assert replayed(model, opt, 40, (12,)) >= 10
     recording.spoilt.append("no kernel for this")
     with pytest.warns(RuntimeWarning, match="cannot be captured and runs without: no kernel for this") as told:
@@ -248,6 +250,40 @@ def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Tor
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_steps_that_turn_all_bases_are_replayed(recording: Torch) -> None:
+    model, opt = small()
+    assert replayed(model, opt, EARLY) == EARLY - 1 - REPEATS, "all but the first, which solves, and two"
+    assert opt.stats()["warm_refreshes"] == 8 * (EARLY - 1), "each block's in each"
+
+
+@pytest.mark.parametrize(
+    ("rule", "on_refresh"),
+    [("anchored", "kronecker"), ("running", "carry"), ("running", "kronecker"), ("adam", "carry"), ("kronecker", None)],
+)
+def test_a_replayed_step_that_must_change_nothing_turns_no_basis(
+    recording: Torch, rule: str, on_refresh: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).double()
+    opt = ekfac.EKFAC(model, lr=1e-3, scaling=rule, **({} if on_refresh is None else {"on_refresh": on_refresh}))
+    assert replayed(model, opt, 5) == 2
+    before = copy.deepcopy((opt.state[model.weight], model.weight.detach()))
+    opt.zero_grad()
+    model(torch.full((16, 6), float("nan")).double()).sum(1).mean().backward()
+    opt.step()
+    after = opt.state[model.weight], model.weight.detach()
+    assert opt._graphs.replays == 3, "the step was replayed"
+    for name in (n for n, value in before[0].items() if isinstance(value, Tensor) and n != "products"):
+        assert torch.equal(before[0][name], after[0][name]), name
+    assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("options", [{"scaling": "per_example"}, {"factor_every": 2}, {"memory_limit": 1000}])
+def test_steps_whose_turns_a_graph_does_not_hold_are_run(recording: Torch, options: dict[str, Any]) -> None:
+    model = small()[0]
+    assert replayed(model, ekfac.EKFAC(model, lr=1e-3, **options), EARLY) == 0
 
 
 def test_sums_at_other_places() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -187,3 +188,22 @@ def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed
 
     for p, q in zip(trained(beside=True), trained(beside=False), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["anchored", "running", "kronecker"])
+def test_many_layers_side_by_side(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ekfac.optim.capturing.LARGE", 40 * 41)
+
+    def trained(cuda_graphs: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        widths = [12, *(16 + 4 * (k % 9) for k in range(30)), 5]
+        model = nn.Sequential(*(m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())))
+        model.double().cuda()
+        opt = ekfac.EKFAC(model, scaling=rule, lr=1e-3, damping=1e-2, cuda_graphs=cuda_graphs)
+        weights = train(opt, model, 60, "nan")
+        return weights, opt._graphs.replays
+
+    (found, replays), (expected, _) = trained(True), trained(False)
+    assert replays >= 45, f"only {replays} of 60 steps were replayed"
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

@@ -59,7 +59,7 @@ def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = trained(12, refresh_every=1000)
     before = opt.stats()
     block = opt.engine.blocks[0]
-    opt.engine.refresher._pending.append((block, torch.tensor(0.9), None))
+    opt.engine.refresher._pending.append(([block], torch.tensor([0.9]), None))
     model = opt.model
     for _ in range(2):
         opt.zero_grad()

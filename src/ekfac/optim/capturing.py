@@ -1,13 +1,20 @@
-"""Capture of CUDA graphs."""
+"""Capture of CUDA graphs, and what is captured side by side."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+#: So many parts of a captured step run side by side: each is a row of small kernels that wait for one another.
+LANES = 8
+#: Parts with more numbers than this fill the device by themselves, and take memory: these share one lane.
+LARGE = 2**21
 
 
 @contextmanager
@@ -35,3 +42,52 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
         torch.cuda.set_stream(stream)
         if collects:
             gc.enable()
+
+
+class Lanes:
+    """Runs independent parts of a step: one after the other, or while a graph is captured as branches side by side.
+
+    Each branch has a stream, and with it memory and cuBLAS's workspace, of its own. What a part makes may be used when
+    all are done; what it reads must be there until then.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[torch.cuda.Stream] = []
+        #: Whether a graph is being captured.
+        self.open = False
+
+    @contextmanager
+    def opened(self, device: torch.device) -> Iterator[None]:
+        """While a graph is being captured."""
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device) for _ in range(LANES)]
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+
+    def forget(self) -> None:
+        """Let go of the streams, as their graphs are gone."""
+        self._streams = []
+
+    def __call__(self, parts: Sequence[Callable[[], T]], sizes: Sequence[int]) -> list[T]:
+        """What the parts return, in their order.
+
+        Args:
+            parts: What to run.
+            sizes: How many numbers each is about.
+        """
+        if not self.open:
+            return [part() for part in parts]
+        begun = torch.cuda.current_stream()
+        first, *others = self._streams
+        found: dict[int, T] = {}
+        for stream in self._streams:
+            stream.wait_stream(begun)
+        for place, index in enumerate(sorted(range(len(parts)), key=lambda i: -sizes[i])):
+            with torch.cuda.stream(first if sizes[index] > LARGE else others[place % len(others)]):
+                found[index] = parts[index]()
+        for stream in self._streams:
+            begun.wait_stream(stream)
+        return [found[index] for index in range(len(parts))]

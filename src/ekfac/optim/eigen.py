@@ -25,6 +25,9 @@ class EigenMethod:
     #: A change of damping needs nothing to be computed anew.
     damping_is_free = True
 
+    #: A step that must change nothing leaves the basis too, without the host.
+    masks_turns = True
+
     def __init__(self, rule: Rule, damp: Damp, on_refresh: str) -> None:
         self.rule = rule
         self.damp = damp
@@ -55,15 +58,15 @@ class EigenMethod:
         self._take(state, old, new)
 
     def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
-        turns: tuple[int, int],
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
+        turns: tuple[int, int], ok: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Turn the basis towards the factors' own and take the rule's state along."""
         old = self.basis(block, state)
         assert old is not None
-        self._take(state, old, refresher.turn(block, A, B, old, turns))
+        self._take(state, old, refresher.turn(block, A, B, old, turns), ok)
 
-    def _take(self, state: State, old: Basis | None, new: Basis) -> None:
+    def _take(self, state: State, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
         s = None
         if old is not None and self.on_refresh == "carry" and not self.rule.follows_factors:
             s = carry_second_moment(state["s"], old, new)
@@ -73,13 +76,13 @@ class EigenMethod:
             if value is None:
                 state[name] = None
             else:
-                put(state, name, value)
+                put(state, name, value, ok)
         for name, value in carried.items():
-            put(state, name, value)
+            put(state, name, value, ok)
         if s is None:
-            self.rule.start(state, new.kronecker())
+            self.rule.start(state, new.kronecker(), ok)
         else:
-            put(state, "s", s)
+            put(state, "s", s, ok)
 
     def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
         """U_B (g / damped s) U_A^T, after the rule has seen the gradient as backward left it."""

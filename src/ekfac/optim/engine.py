@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class Engine(Intake):
     ) -> None:
         super().__init__(model, parameters, settings, method, state)
         self.elementwise = elementwise
-        self.refresher = Refresher(settings.cuda_graphs)
+        self.refresher = Refresher(settings.cuda_graphs, self.lanes)
         self.verdicts = Verdicts()
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.
@@ -147,7 +148,8 @@ class Engine(Intake):
     def _waits(self, work: Work) -> bool:
         """Whether a layer that has a gradient begins the step with a solve, for which the host waits anyway."""
         live = set(work.live)
-        return any(self._renews(b) for b in self.blocks if not live.isdisjoint(b.parameters.values()))
+        waits = self._due if self.masks_turns else self._renews
+        return any(waits(b) for b in self.blocks if not live.isdisjoint(b.parameters.values()))
 
     def _check_statistics(self, work: Work, sizes: Mapping[nn.Parameter, Tensor]) -> None:
         """A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused."""
@@ -173,32 +175,32 @@ class Engine(Intake):
     def compute(self, work: Work, update: Update) -> list[Direction]:
         """The part of a step that the device does: factors, bases, scalings, directions."""
         self._update_factors(work)
+        known = [b for b in self.blocks if b not in work.unknown]
+        blocks = [b for b in known if any(p.grad is not None for p in b.parameters.values())]
+        return self.lanes([partial(self._direct, b, work, update) for b in blocks], [b.shape.numel for b in blocks])
+
+    def _direct(self, block: Block, work: Work, update: Update) -> Direction:
+        """A block's own part of :meth:`compute`, which no other's depends on."""
+        state, damping, renews = self.state[block.key], update.damping_of(block), self._renews(block)
+        if self._due(block):
+            self._compute_eigenbasis(block, state, float(damping))
+        elif renews:
+            self._turn_eigenbasis(block, damping, (1, 1), self.ok)
+        method = self.method_of(block)
         mean = world_size() / work.n if self.settings.loss_reduction == "sum" else 1.0
-        results = []
-        for block in self.blocks:
-            if block in work.unknown or all(p.grad is None for p in block.parameters.values()):
-                continue
-            state, damping = self.state[block.key], update.damping_of(block)
-            renews = self._renews(block)
-            if self._due(block):
-                self._compute_eigenbasis(block, state, float(damping))
-            elif renews:
-                self._turn_eigenbasis(block, float(damping), (1, 1))
-            method = self.method_of(block)
-            rows = self._rows(block, work, update)
-            s_star = self._compute_scaling(block, state, work, renews, rows)
-            gradient: Tensor | Rows | None = rows
-            ratio = left = None
-            if gradient is None:
-                gradient, ratio, left = stacked_gradient(block, work, update, mean, method.squares_penalty)
-            step = Step(work.n, s_star, self.ok, damping, ratio, left)
-            P = method.direction(block, state, gradient, step)
+        rows = self._rows(block, work, update)
+        s_star = self._compute_scaling(block, state, work, renews, rows)
+        gradient: Tensor | Rows | None = rows
+        ratio = left = None
+        if gradient is None:
+            gradient, ratio, left = stacked_gradient(block, work, update, mean, method.squares_penalty)
+        step = Step(work.n, s_star, self.ok, damping, ratio, left)
+        P = method.direction(block, state, gradient, step)
 
-            def preconditioned(block: Block = block, given: Tensor | Rows = gradient) -> Tensor:
-                return given if isinstance(given, Tensor) else stacked_gradient(block, work, update, mean, False)[0]
+        def preconditioned(given: Tensor | Rows = gradient) -> Tensor:
+            return given if isinstance(given, Tensor) else stacked_gradient(block, work, update, mean, False)[0]
 
-            results.append(Direction(block, block.unstack(P), preconditioned))
-        return results
+        return Direction(block, block.unstack(P), preconditioned)
 
     def finish(self, update: Update) -> None:
         """The step is done: count it, turn the bases that are due, and let go of what was captured."""
@@ -211,7 +213,7 @@ class Engine(Intake):
             return
         with self.aside.work(self.device):
             for block, turns in turning:
-                self._turn_eigenbasis(block, float(update.damping_of(block)), turns)
+                self._turn_eigenbasis(block, update.damping_of(block), turns)
 
     def _delta_square(self, n: float | Tensor) -> float | Tensor:
         """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
@@ -238,10 +240,12 @@ class Engine(Intake):
         self.method.refresh(block, state, A, B, damping, self.refresher)
 
     @torch.no_grad()
-    def _turn_eigenbasis(self, block: Block, damping: float, turns: tuple[int, int]) -> None:
-        """ComputeEigenBasis off the critical path: from the basis in use, for the steps that follow."""
+    def _turn_eigenbasis(
+        self, block: Block, damping: float | Tensor, turns: tuple[int, int], ok: Tensor | None = None
+    ) -> None:
+        """ComputeEigenBasis from the basis in use, the host never waiting."""
         A, B = self.factors(block)
-        self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, turns)
+        self.method.turn(block, self.state[block.key], A, B, damping, self.refresher, turns, ok)
 
     def factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """A and B as they stand."""

@@ -53,6 +53,8 @@ class CapturedStep:
     inputs: tuple[list[Tensor], ...]
     rates: Rates
     ok: Tensor
+    turned: list[Block]
+    residuals: Tensor | None
 
 
 class StepGraphs:
@@ -114,6 +116,7 @@ class StepGraphs:
         self._captured.clear()
         self._places.clear()
         self._pool = self._stream = None
+        self._optimizer.engine.lanes.forget()
 
     def _fits_damping(self) -> bool:
         """Whether inverses, where there are any, were made for the damping that stands in the groups now."""
@@ -143,7 +146,10 @@ class StepGraphs:
         )
         places = tuple(p.data_ptr() for p in engine.parameters)
         strides = tuple(p.grad.stride() for p in engine.parameters if p.grad is not None)
-        return (engine.capture.examples, tuple(groups), calls, sums, places, strides, opt.kl_clip.bound, opt.trust)
+        turns = engine.schedule.turns_within(engine.applied_steps)
+        return (
+            engine.capture.examples, tuple(groups), calls, sums, places, strides, opt.kl_clip.bound, opt.trust, turns
+        )  # fmt: skip
 
     def _inputs(self) -> tuple[list[Tensor], ...]:
         """Gradients, what was captured of calls, and sums."""
@@ -177,12 +183,14 @@ class StepGraphs:
             engine.stash = _with_places(engine.stash, calls)
             places = iter(sums)
             engine.sums = {block: gathered.at(places) for block, gathered in engine.sums.items()}
-            with capturing(graph, pool=self._pool, stream=self._stream):
+            with engine.lanes.opened(device), capturing(graph, pool=self._pool, stream=self._stream):
                 engine.mask_on_device(work)
                 opt.compute(work, rates)
+                turned = engine.refresher.captured
+                residuals = torch.stack([r.double() for r in turned.values()]) if turned else None
             assert engine.ok is not None
             self._places = known
-            return CapturedStep(graph, (gradients, calls, sums), rates, engine.ok)
+            return CapturedStep(graph, (gradients, calls, sums), rates, engine.ok, list(turned), residuals)
         except RuntimeError as error:
             warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
@@ -191,6 +199,7 @@ class StepGraphs:
         finally:
             _point(engine.parameters, before[0])
             engine.stash, engine.sums, engine.ok = before[1:]
+            engine.refresher.captured = {}
 
     @torch.no_grad()
     def _replay(self, captured: CapturedStep) -> None:
@@ -206,6 +215,8 @@ class StepGraphs:
                 place.fill_(float(value))
         captured.graph.replay()
         opt.engine.verdicts.expect(captured.ok)
+        if captured.residuals is not None:
+            opt.engine.refresher.note(captured.turned, captured.residuals)
         self.replays += 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ekfac.curvature.capture import Capture
 from ekfac.curvature.layers import Call
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
 from ekfac.optim.aside import Aside
+from ekfac.optim.capturing import Lanes
 from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
@@ -83,6 +85,7 @@ class Intake:
         self._stashed_bytes = 0
         self._aside_used = False
         self.aside = Aside(settings.cuda_graphs)
+        self.lanes = Lanes()
         self.capture = Capture(
             model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
         )
@@ -193,6 +196,20 @@ class Intake:
     def _renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
         return self._due(block) or (block.covered and self.schedule.turns_within(self.applied_steps))
+
+    @property
+    def masks_turns(self) -> bool:
+        """Whether a step that turns bases may be found later to be one that changes nothing.
+
+        Not where the next forward pass would have taken something else, had that been known.
+        """
+        s = self.settings
+        return (
+            self.method.masks_turns
+            and not self.method.needs_examples
+            and s.factor_every in (None, 1)
+            and s.factor_decay > 0
+        )
 
     def _turns(self, block: Block) -> tuple[int, int]:
         """How many iterations the two sides of the block's basis get after this step."""
@@ -357,22 +374,31 @@ class Intake:
     def is_plain_step(self) -> bool:
         """Whether the step has nothing that only the eager way can do, so that a graph may hold it.
 
-        All parameters have gradients as backward left them, no basis is solved for, and no layer waits for its probe.
+        All parameters have gradients as backward left them, no basis is solved for, or turned where that takes much
+        memory, and no layer waits for its probe.
         """
         return (
             bool(self.capture.examples)
             and not self._aside_used
             and all(s.probe is None and not s.held for s in self.sums.values())
-            and not any(b in self.fingerprints.unprobed or self._renews(b) for b in self._index)
+            and not any(b in self.fingerprints.unprobed or self._due(b) for b in self._index)
+            and (self._turns_small() or not self.schedule.turns_within(self.applied_steps))
             and all(p.grad is not None and p.grad.layout == torch.strided for p in self.parameters)
             and not any(map(self.watch.touched, self.parameters))
             and all(b in self.capture.fired for b in self._index)
         )
 
+    def _turns_small(self) -> bool:
+        """Whether bases may be turned in a graph, which keeps what that takes: some eight matrices in float64."""
+        widest = max((side for b in self._index for side in (b.shape.inputs, b.shape.out)), default=0)
+        return self.masks_turns and 8 * 8 * widest**2 <= self.settings.memory_limit
+
     def _take_stash(self) -> None:
-        for block, kept in self.stash.items():
-            for calls, n in kept:
+        def take(block: Block) -> None:
+            for calls, n in self.stash[block]:
                 self._take(block, calls, n, hold=True)
+
+        self.lanes([partial(take, block) for block in self.stash], [block.shape.numel for block in self.stash])
 
     def _expected(self, block: Block) -> Expected:
         aside = self._aside_used

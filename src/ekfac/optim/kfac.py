@@ -43,6 +43,7 @@ class InverseMethod:
     squares_penalty = False
     has_alignment = False
     damping_is_free = False
+    masks_turns = False
 
     def __init__(self, pi_correction: bool) -> None:
         self.pi_correction = pi_correction
@@ -66,12 +67,12 @@ class InverseMethod:
         self._invert(block, state, A, B, damping, refresher)
 
     def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
-        turns: tuple[int, int],
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
+        turns: tuple[int, int], ok: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Invert without waiting to hear whether it worked: where it did not, the old inverse stays."""
         if turns[0]:
-            self._invert(block, state, A, B, damping, refresher, wait=False)
+            self._invert(block, state, A, B, float(damping), refresher, wait=False)
 
     def _invert(
         self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher | None = None,

@@ -42,6 +42,7 @@ class Method(Protocol):
     squares_penalty: bool
     has_alignment: bool
     damping_is_free: bool
+    masks_turns: bool
 
     def ready(self, state: State) -> bool:
         """Whether what is derived from the factors has been computed before."""
@@ -53,10 +54,13 @@ class Method(Protocol):
         """Compute anew what is derived from the factors; the host may wait."""
 
     def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher,
-        turns: tuple[int, int],
+        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
+        turns: tuple[int, int], ok: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Bring what is derived from the factors nearer to them; the host must not wait."""
+        """Bring what is derived from the factors nearer to them; the host must not wait.
+
+        With ``masks_turns``, nothing changes where ``ok`` is 0.
+        """
 
     def basis(self, block: Block, state: State) -> Basis | None:
         """The basis that s* is to be taken in."""

@@ -21,7 +21,7 @@ from ekfac.curvature.eigenbasis import (
     orthogonal_iteration,
     rayleigh,
 )
-from ekfac.optim.capturing import capturing
+from ekfac.optim.capturing import Lanes, capturing
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -151,9 +151,11 @@ class Refresher:
 
     Args:
         cuda_graphs: Capture warm refreshes in CUDA graphs.
+        lanes: Are open while a whole step is captured.
     """
 
-    def __init__(self, cuda_graphs: bool = True) -> None:
+    def __init__(self, cuda_graphs: bool = True, lanes: Lanes | None = None) -> None:
+        self._lanes = lanes or Lanes()
         self._iterate = IterationGraphs()
         self._iterate.enabled = cuda_graphs
         self.fallbacks: Counter[str] = Counter()
@@ -162,7 +164,10 @@ class Refresher:
         self.seconds = 0.0
         self.drift: Tensor | None = None
         self._warned: set[str] = set()
-        self._pending: list[tuple[Block, Tensor, torch.cuda.Event | None]] = []
+        #: Residuals of blocks that were turned, one each, and when the host may read them.
+        self._pending: list[tuple[list[Block], Tensor, torch.cuda.Event | None]] = []
+        #: Those of the step that is being captured; the host hears of them after every replay.
+        self.captured: dict[Block, Tensor] = {}
 
     # --- in full ----------------------------------------------------------------------------------------------------
 
@@ -215,6 +220,7 @@ class Refresher:
 
         A side without iterations keeps its basis; its eigenvalues follow the factor all the same.
         """
+        iterate = orthogonal_iteration if self._lanes.open else self._iterate
         started = time.perf_counter()
         residuals = []
         sides: list[tuple[Tensor | None, Tensor]] = []
@@ -226,28 +232,31 @@ class Refresher:
                 if not iterations:
                     sides.append((U, rayleigh(matrix, U).clamp(min=0)))
                     continue
-                warm = self._iterate(matrix, U, iterations)
+                warm = iterate(matrix, U, iterations)
                 sides.append((warm.U, warm.values))
                 residuals.append(torch.where(warm.good, warm.residual, torch.inf))
-        if residuals:
-            self._note(block, torch.stack(residuals).max())
-        self.warm_refreshes += 1
-        self.seconds += time.perf_counter() - started
         (U_A, S_A), (U_B, S_B) = sides
-        return Basis(block.shape, U_A, U_B, S_A, S_B)
+        new = Basis(block.shape, U_A, U_B, S_A, S_B)
+        found = torch.stack(residuals).max() if residuals else S_A.new_zeros(())
+        if self._lanes.open:
+            self.captured[block] = found
+        else:
+            self.note([block], found[None])
+            self.seconds += time.perf_counter() - started
+        return new
 
-    def _note(self, block: Block, residual: Tensor) -> None:
-        """Have the host read a residual when it is there."""
-        finite = torch.where(torch.isfinite(residual), residual, torch.zeros_like(residual))
-        self._drifted(finite)
-        if residual.device.type != "cuda":
-            self._pending.append((block, residual, None))
+    def note(self, blocks: list[Block], residuals: Tensor) -> None:
+        """Count blocks that were turned, and have the host read their residuals when these are there."""
+        self.warm_refreshes += len(blocks)
+        self._drifted(torch.where(torch.isfinite(residuals), residuals, torch.zeros_like(residuals)).max())
+        if residuals.device.type != "cuda":
+            self._pending.append((blocks, residuals, None))
             return
-        answer = torch.empty((), dtype=residual.dtype, pin_memory=True)
-        answer.copy_(residual, non_blocking=True)
+        answer = torch.empty(residuals.shape, dtype=residuals.dtype, pin_memory=True)
+        answer.copy_(residuals, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending.append((block, answer, event))
+        self._pending.append((blocks, answer, event))
 
     def heard(self, wait: bool = False) -> list[tuple[Block, bool]]:
         """Blocks whose warm refresh is over, and whether it has brought the basis near the factors' own.
@@ -255,15 +264,16 @@ class Refresher:
         Args:
             wait: Wait for answers that are not there yet, so that all processes hear them at the same step.
         """
-        waiting: list[tuple[Block, Tensor, torch.cuda.Event | None]] = []
+        waiting: list[tuple[list[Block], Tensor, torch.cuda.Event | None]] = []
         found = []
-        for block, residual, event in self._pending:
+        for blocks, residuals, event in self._pending:
             if event is not None and wait:
                 event.synchronize()
             if event is not None and not event.query():
-                waiting.append((block, residual, event))
+                waiting.append((blocks, residuals, event))
             else:
-                found.append((block, float(residual) <= TOLERANCE))
+                near = (residuals <= TOLERANCE).tolist()
+                found += list(zip(blocks, near, strict=True))
         self._pending = waiting
         return found
 

@@ -67,9 +67,9 @@ class Rule(ABC):
         self.beta1, self.beta2 = betas
         self.eps = eps
 
-    def start(self, state: State, kronecker: Tensor) -> None:
+    def start(self, state: State, kronecker: Tensor, ok: Tensor | None = None) -> None:
         """Begin in a new basis with the eigenvalues S_B x S_A that came with it."""
-        put(state, "s", bounded(kronecker))
+        put(state, "s", bounded(kronecker), ok)
 
     def begin(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None) -> None:
         """Begin without a basis, at the first gradient of a parameter that no layer covers."""
@@ -90,11 +90,14 @@ class Rule(ABC):
         return s
 
 
-def put(state: State, name: str, value: Tensor) -> None:
-    """Write a tensor into a block's state, over the one that is there: a captured step holds on to its address."""
+def put(state: State, name: str, value: Tensor, ok: Tensor | None = None) -> None:
+    """Write a tensor into a block's state, over the one that is there: a captured step holds on to its address.
+
+    Where ``ok`` is 0 it stays as it is.
+    """
     there = state.get(name)
     if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
-        there.copy_(value)
+        there.copy_(value if ok is None else torch.where(ok > 0, value, there))
     else:
         state[name] = value
 
@@ -112,9 +115,9 @@ class PerExample(Rule):
 
     needs_examples = True
 
-    def start(self, state: State, kronecker: Tensor) -> None:
-        super().start(state, kronecker)
-        put(state, "count", torch.zeros((), dtype=torch.float64, device=kronecker.device))
+    def start(self, state: State, kronecker: Tensor, ok: Tensor | None = None) -> None:
+        super().start(state, kronecker, ok)
+        put(state, "count", torch.zeros((), dtype=torch.float64, device=kronecker.device), ok)
 
     def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
         if s_star is None:
@@ -201,8 +204,8 @@ class Adam(Rule):
     squares_penalty = True
     moments: ClassVar[tuple[str, ...]] = ("m",)
 
-    def start(self, state: State, kronecker: Tensor) -> None:
-        put(state, "s", torch.zeros_like(kronecker))
+    def start(self, state: State, kronecker: Tensor, ok: Tensor | None = None) -> None:
+        put(state, "s", torch.zeros_like(kronecker), ok)
 
     def begin(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None) -> None:
         state["s"] = torch.zeros_like(g)

@@ -16,7 +16,7 @@ AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
 NAMES = {"train_loss": "training loss", "validation_loss": "validation loss"}
 ABOVE = " above floor"
 # Times as different as this call for a logarithmic axis.
-LONG = 6.0
+LONG = 4.0
 # A curve that rises to this many times its start stays in the panel; what a diverging setting reached does not.
 ROOM = 10.0
 
