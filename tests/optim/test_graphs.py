@@ -88,7 +88,7 @@ def test_batches_that_the_factors_do_not_see_are_replayed_as_such(rule: str) -> 
 
 
 @pytest.mark.parametrize("rule", ["anchored", "running", "per_example"])
-@pytest.mark.parametrize("memory", [1, 2**28], ids=["sums", "calls"])
+@pytest.mark.parametrize("memory", [1, 50_000, 2**28], ids=["sums", "sums that are replayed", "calls"])
 def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: int) -> None:
     def trained(cuda_graphs: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
@@ -101,6 +101,7 @@ def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: in
             opt.zero_grad()
             mse_loss(model(x), y).backward()
             opt.step()
+        assert len(opt.engine._replays._captured) == (2 if cuda_graphs and memory == 50_000 else 0), "both convolutions"
         return [p.detach() for p in model.parameters()], opt._graphs.replays
 
     # Otherwise no two trainings agree to the last bit, and what solvers make of it is seen after 60 steps.

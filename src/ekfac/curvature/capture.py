@@ -80,6 +80,8 @@ class Capture:
         self._current: Record | None = None
         self._latest: Record | None = None
         self._depth = 0
+        #: Whether the last forward of the model returned something that a backward pass can begin at.
+        self._has_output = False
         #: The backward pass that reached a record last.
         self._task = -1
         self._handles: list[RemovableHandle] = []
@@ -167,9 +169,10 @@ class Capture:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._current is not None:
             record, self._current = self._current, None
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                    tensor.register_hook(lambda d: self._come(record))
+            outputs = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+            for tensor in outputs:  # examples count even where no covered layer takes part
+                tensor.register_hook(lambda d: self._come(record))
+            self._has_output = bool(outputs)
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         tensor = next(_tensors((args, kwargs)), None)
@@ -192,6 +195,8 @@ class Capture:
                 output.register_hook(functools.partial(self._refuse, block))
                 continue
             x = inputs[0] if self.wanted(block) else None
+            if x is None and self._has_output and block in self.fired:
+                continue  # there is nothing to learn of its gradient: a hook costs a tenth of a millisecond
             if x is not None:
                 if x.dim() == 1 and isinstance(module, nn.Linear):
                     raise ValueError(

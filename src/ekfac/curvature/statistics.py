@@ -77,7 +77,7 @@ def factor_sums(
                 del h, delta  # before the next ones are made
     assert A is not None and B is not None
     sums = FactorSums(A.to(block.dtype), terms, B)
-    if into is None and additions + len(further) > 1:
+    if into is None and additions + len(further) > 1 and A.device.type == "cpu":  # elsewhere no sum is taken by strips
         sums.mirror()
     return sums
 

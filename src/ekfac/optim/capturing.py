@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -15,6 +18,8 @@ T = TypeVar("T")
 LANES = 8
 #: Parts with more numbers than this fill the device by themselves, and take memory: these share one lane.
 LARGE = 2**21
+#: At most so many functions of one kind are captured.
+MOST = 300
 
 
 @contextmanager
@@ -91,3 +96,70 @@ class Lanes:
         for stream in self._streams:
             begun.wait_stream(stream)
         return [found[index] for index in range(len(parts))]
+
+
+def form(tensor: Tensor) -> Hashable:
+    """What a captured graph takes for granted of a tensor."""
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+class Replays:
+    """Functions of tensors as CUDA graphs: many small kernels, slow to launch, become one.
+
+    One is captured at its third call with tensors of the same form, which are copied to fixed places from then on. All
+    graphs have one stream of their own: those that are captured on one stream share cuBLAS's workspace, and these are
+    replayed beside others. So they must not be replayed beside each other.
+
+    Args:
+        what: What they do, for a warning.
+        enabled: Capture.
+    """
+
+    def __init__(self, what: str, enabled: bool = True) -> None:
+        self.what = what
+        self.enabled = enabled
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: tuple[int, int] | None = None
+        self._seen: Counter[Hashable] = Counter()
+        self._places: dict[Hashable, Tensor] = {}
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, ...]]] = {}
+
+    def __call__(self, key: Hashable, function: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
+        """What the function returns: tensors, and what does not change from call to call.
+
+        Args:
+            key: All that it does besides depends on.
+            function: Is given the tensors.
+            *given: The tensors.
+        """
+        if not (self.enabled and given[0].is_cuda):
+            return function(*given)
+        key = key, *map(form, given)
+        if key not in self._captured:
+            self._seen[key] += 1
+            if self._seen[key] < 3 or len(self._captured) >= MOST or not self._capture(key, function, given):
+                return function(*given)
+        graph, places, returned = self._captured[key]
+        torch._foreach_copy_(places, list(given))
+        graph.replay()
+        return tuple(r.clone() if isinstance(r, Tensor) else r for r in returned)
+
+    def _capture(self, key: Hashable, function: Callable[..., tuple[Any, ...]], given: Sequence[Tensor]) -> bool:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(given[0].device)
+            self._pool = torch.cuda.graph_pool_handle()
+        for index, tensor in enumerate(given):
+            self._places.setdefault((index, form(tensor)), torch.empty_like(tensor))
+        places = [self._places[index, form(tensor)] for index, tensor in enumerate(given)]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with capturing(graph, pool=self._pool, stream=self._stream):
+                returned = function(*places)
+        except RuntimeError as error:
+            self.enabled = False
+            warnings.warn(f"cuda_graphs: {self.what} cannot be captured and runs without: {error}", RuntimeWarning,
+                          stacklevel=2)  # fmt: skip
+            return False
+        self._captured[key] = graph, places, returned
+        return True

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
-from ekfac.optim.capturing import capturing
+from ekfac.optim.capturing import capturing, form
 from ekfac.optim.refresh import START
 from ekfac.optim.work import Work
 
@@ -136,12 +136,12 @@ class StepGraphs:
             groups.append((damping, g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"],
                            g["maximize"], len(g["params"])))  # fmt: skip
         calls = tuple(
-            (block.name, n, engine.wants_factors(block), *(_form(t) for c in calls for t in (c.x, c.d)))
+            (block.name, n, engine.wants_factors(block), *(form(t) for c in calls for t in (c.x, c.d)))
             for block, kept in engine.stash.items()
             for calls, n in kept
         )
         sums = tuple(
-            (block.name, s.factors and s.factors.terms, s.scaling is None, *map(_form, s.tensors()))
+            (block.name, s.factors and s.factors.terms, s.scaling is None, *map(form, s.tensors()))
             for block, s in engine.sums.items()
         )
         places = tuple(p.data_ptr() for p in engine.parameters)
@@ -169,7 +169,7 @@ class StepGraphs:
             self._stream = torch.cuda.Stream(device)
         known = dict(self._places)
         gradients, calls, sums = (
-            [_place(known, (kind, i, _form(t)), t) for i, t in enumerate(tensors)]
+            [_place(known, (kind, i, form(t)), t) for i, t in enumerate(tensors)]
             for kind, tensors in enumerate(self._inputs())
         )
         lr, damping = (_scalars(len(opt.param_groups), device) for _ in range(2))
@@ -225,10 +225,6 @@ def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor
     if key not in known:
         known[key] = torch.empty_like(like)
     return known[key]
-
-
-def _form(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
 def _scalars(count: int, device: torch.device) -> list[float | Tensor]:

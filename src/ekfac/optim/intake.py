@@ -20,9 +20,10 @@ from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.capture import Capture
 from ekfac.curvature.layers import Call
+from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
 from ekfac.optim.aside import Aside
-from ekfac.optim.capturing import Lanes
+from ekfac.optim.capturing import Lanes, Replays
 from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
@@ -86,6 +87,7 @@ class Intake:
         self._aside_used = False
         self.aside = Aside(settings.cuda_graphs)
         self.lanes = Lanes()
+        self._replays = Replays("taking statistics", settings.cuda_graphs)
         self.capture = Capture(
             model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
         )
@@ -291,7 +293,7 @@ class Intake:
         sums = self.sums.setdefault(block, BlockSums())
         memory = self.settings.memory_limit
         if self.wants_factors(block):
-            sums.add_factors(statistics.factor_sums(block, calls, n, self.settings.sharing, memory))
+            sums.add_factors(self._factor_sums(block, calls, n))
         if block in self.fingerprints.unprobed and not self.capture.aside:
             sums.add_probe(statistics.probe_sum(block, calls, n, memory, *self.fingerprints.vectors(block)))
         if self.method.needs_examples:
@@ -303,6 +305,20 @@ class Intake:
                 basis = self.method.basis(block, self.state[block.key])
                 assert basis is not None
                 sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
+
+    def _factor_sums(self, block: Block, calls: list[Call], n: int) -> FactorSums:
+        """The sums of A and B; replayed where that has been captured, but for calls that the step itself takes."""
+        s = self.settings
+
+        def taken(*tensors: Tensor) -> tuple[Any, ...]:
+            given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)] if tensors else calls
+            sums = statistics.factor_sums(block, given, n, s.sharing, s.memory_limit)
+            return sums.A, sums.terms, sums.B
+
+        tensors = [t for call in calls for t in (call.x, call.d)]
+        if block in self.stash or sum(t.numel() * t.element_size() for t in tensors) > s.memory_limit:
+            return FactorSums(*taken())
+        return FactorSums(*self._replays((block, n, *(c.layer for c in calls)), taken, *tensors))
 
     @contextmanager
     def statistics(self) -> Iterator[None]:

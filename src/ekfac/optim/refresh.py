@@ -21,7 +21,7 @@ from ekfac.curvature.eigenbasis import (
     orthogonal_iteration,
     rayleigh,
 )
-from ekfac.optim.capturing import Lanes, capturing
+from ekfac.optim.capturing import Lanes, Replays
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -100,52 +100,6 @@ def early_steps(every: int) -> frozenset[int]:
     return frozenset(steps)
 
 
-class IterationGraphs:
-    """Orthogonal iteration as CUDA graphs, one a size: a factorisation is many small kernels, slow to launch.
-
-    They are captured on a stream of their own: all graphs that are captured on one stream share cuBLAS's workspace, and
-    these are replayed beside others.
-    """
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self._seen: Counter[tuple[object, ...]] = Counter()
-        self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, WarmBasis]] = {}
-        self.enabled = True
-
-    def __call__(self, matrix: Tensor, U: Tensor, iterations: int) -> WarmBasis:
-        """:func:`orthogonal_iteration`, replayed where it has been captured."""
-        key = (matrix.shape, matrix.dtype, matrix.device, iterations)
-        if not (self.enabled and matrix.is_cuda):
-            return orthogonal_iteration(matrix, U, iterations)
-        if key not in self._captured:
-            self._seen[key] += 1
-            if self._seen[key] < 3 or not self._capture(key, matrix, U, iterations):
-                return orthogonal_iteration(matrix, U, iterations)
-        graph, matrix_place, U_place, warm = self._captured[key]
-        matrix_place.copy_(matrix)
-        U_place.copy_(U)
-        graph.replay()
-        return WarmBasis(warm.U.clone(), warm.values.clone(), warm.residual.clone(), warm.good.clone())
-
-    def _capture(self, key: tuple[object, ...], matrix: Tensor, U: Tensor, iterations: int) -> bool:
-        places = torch.empty_like(matrix), torch.empty_like(U)
-        graph = torch.cuda.CUDAGraph()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(matrix.device)
-        torch.cuda.synchronize()
-        try:
-            with capturing(graph, stream=self._stream):
-                warm = orthogonal_iteration(*places, iterations)
-        except RuntimeError as error:
-            self.enabled = False
-            warnings.warn(f"cuda_graphs: a refresh cannot be captured and runs without: {error}", RuntimeWarning,
-                          stacklevel=2)  # fmt: skip
-            return False
-        self._captured[key] = (graph, *places, warm)
-        return True
-
-
 class Refresher:
     """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several.
 
@@ -156,8 +110,7 @@ class Refresher:
 
     def __init__(self, cuda_graphs: bool = True, lanes: Lanes | None = None) -> None:
         self._lanes = lanes or Lanes()
-        self._iterate = IterationGraphs()
-        self._iterate.enabled = cuda_graphs
+        self._replays = Replays("a refresh", cuda_graphs)
         self.fallbacks: Counter[str] = Counter()
         self.refreshes = 0
         self.warm_refreshes = 0
@@ -220,7 +173,6 @@ class Refresher:
 
         A side without iterations keeps its basis; its eigenvalues follow the factor all the same.
         """
-        iterate = orthogonal_iteration if self._lanes.open else self._iterate
         started = time.perf_counter()
         residuals = []
         sides: list[tuple[Tensor | None, Tensor]] = []
@@ -232,7 +184,7 @@ class Refresher:
                 if not iterations:
                     sides.append((U, rayleigh(matrix, U).clamp(min=0)))
                     continue
-                warm = iterate(matrix, U, iterations)
+                warm = self._iterate(matrix, U, iterations)
                 sides.append((warm.U, warm.values))
                 residuals.append(torch.where(warm.good, warm.residual, torch.inf))
         (U_A, S_A), (U_B, S_B) = sides
@@ -244,6 +196,17 @@ class Refresher:
             self.note([block], found[None])
             self.seconds += time.perf_counter() - started
         return new
+
+    def _iterate(self, matrix: Tensor, U: Tensor, iterations: int) -> WarmBasis:
+        """:func:`orthogonal_iteration`, replayed where it has been captured, but for steps that are captured whole."""
+        if self._lanes.open:
+            return orthogonal_iteration(matrix, U, iterations)
+
+        def iterate(matrix: Tensor, U: Tensor) -> tuple[Tensor, ...]:
+            warm = orthogonal_iteration(matrix, U, iterations)
+            return warm.U, warm.values, warm.residual, warm.good
+
+        return WarmBasis(*self._replays(iterations, iterate, matrix, U))
 
     def note(self, blocks: list[Block], residuals: Tensor) -> None:
         """Count blocks that were turned, and have the host read their residuals when these are there."""
