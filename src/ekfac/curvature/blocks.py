@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Block:
         """G, O, I, T, E of the block."""
         return self.layer.shape
 
-    @property
+    @functools.cached_property
     def key(self) -> nn.Parameter:
         """The parameter under which the block's state is kept: its first."""
         return next(iter(self.parameters.values()))
