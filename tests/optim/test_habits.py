@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ekfac
 from ekfac import EKFAC, KFAC, Preconditioner
+from ekfac.optim.refresh import START
 
 X, Y = torch.randn(16, 5, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
 
@@ -794,3 +795,54 @@ def test_curvature_in_inference_mode_is_refused() -> None:
 def test_bad_arguments_of_fisher(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ekfac.fisher(mlp(), [(X, Y)], "categorical", **options)
+
+
+class Convolutions(nn.Module):
+    """Three convolutions; what the second gives is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.middle = self.b(torch.tanh(self.a(x)))
+        out: Tensor = self.c(torch.tanh(self.middle))
+        return out
+
+
+def convolved(loss: Callable[[int, Convolutions, Tensor], Tensor], hook_all: bool = False) -> tuple[list[Tensor], int]:
+    """Weights after steps of which few take statistics, and how many calls were hooked."""
+    model, x = Convolutions().double(), torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0)).double()
+    opt = EKFAC(model, factor_every=5, refresh_every=1000)
+    opt.engine.applied_steps = START
+    hooked = 0
+    arrived = opt.engine.capture.arrived
+
+    def counted(*arguments: Any) -> None:
+        nonlocal hooked
+        hooked += 1
+        arrived(*arguments)
+
+    opt.engine.capture.arrived = counted  # type: ignore[method-assign]
+    for step in range(16):
+        if hook_all:
+            opt.engine.capture.fired.clear()
+        opt.zero_grad()
+        loss(step, model, model(x)).backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()], hooked
+
+
+@pytest.mark.parametrize("by", ["output", "middle", "turns"])
+def test_layers_of_which_nothing_is_wanted_are_left_alone(by: str) -> None:
+    """And steps are the same, also where the backward pass begins in the middle of the model."""
+
+    def loss(step: int, model: Convolutions, output: Tensor) -> Tensor:
+        inside = by == "middle" or (by == "turns" and step > 0 and step % 2)
+        return (model.middle if inside else output).square().sum((1, 2, 3)).mean()
+
+    (found, hooked), (expected, every) = convolved(loss), convolved(loss, hook_all=True)
+    assert hooked < every if by == "output" else hooked <= every
+    for p, q in zip(found, expected, strict=True):
+        assert torch.equal(p, q)

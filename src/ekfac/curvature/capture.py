@@ -80,8 +80,8 @@ class Capture:
         self._current: Record | None = None
         self._latest: Record | None = None
         self._depth = 0
-        #: Whether the last forward of the model returned something that a backward pass can begin at.
-        self._has_output = False
+        #: Whether the last backward pass came by what the model returned: then examples count without the layers.
+        self._by_output = False
         #: The backward pass that reached a record last.
         self._task = -1
         self._handles: list[RemovableHandle] = []
@@ -169,10 +169,9 @@ class Capture:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._current is not None:
             record, self._current = self._current, None
-            outputs = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
-            for tensor in outputs:  # examples count even where no covered layer takes part
-                tensor.register_hook(lambda d: self._come(record))
-            self._has_output = bool(outputs)
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
+                    tensor.register_hook(lambda d: self._come(record))
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         tensor = next(_tensors((args, kwargs)), None)
@@ -195,8 +194,8 @@ class Capture:
                 output.register_hook(functools.partial(self._refuse, block))
                 continue
             x = inputs[0] if self.wanted(block) else None
-            if x is None and self._has_output and block in self.fired:
-                continue  # there is nothing to learn of its gradient: a hook costs a tenth of a millisecond
+            if x is None and self._by_output and record.calls and block in self.fired:
+                continue  # its gradient would tell nothing new, and a hook takes a tenth of a millisecond
             if x is not None:
                 if x.dim() == 1 and isinstance(module, nn.Linear):
                     raise ValueError(
@@ -253,6 +252,7 @@ class Capture:
         """A backward pass has come to the output of a forward."""
         self._latest, self._task = record, torch._C._current_graph_task_id()
         if self._counts(None):
+            self._by_output = True
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
@@ -271,6 +271,7 @@ class Capture:
         """The gradient of a call's output is here."""
         if not self._counts(block):
             return
+        self._by_output &= record.reached or record.reached_aside
         self._reach(record)
         self.fired.add(block)
         x = given.x

@@ -49,6 +49,30 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
             gc.enable()
 
 
+class Streams:
+    """A few streams that are made together: torch has but 32, which it gives out in turns, the first ones again then.
+
+    Graphs that are captured on one stream share cuBLAS's workspace, so two that run at once need different ones.
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._made: list[torch.cuda.Stream] = []
+
+    def on(self, device: torch.device) -> list[torch.cuda.Stream]:
+        """The streams."""
+        if not self._made:
+            self._made = [torch.cuda.Stream(device) for _ in range(self._count)]
+        return self._made
+
+    def forget(self) -> None:
+        """Let go of them, as their graphs are gone."""
+        self._made = []
+
+
 class Lanes:
     """Runs independent parts of a step: one after the other, or while a graph is captured as branches side by side.
 
@@ -57,24 +81,20 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        self._streams: list[torch.cuda.Stream] = []
+        self.streams = Streams(LANES)
+        self._lanes: list[torch.cuda.Stream] = []
         #: Whether a graph is being captured.
         self.open = False
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[None]:
         """While a graph is being captured."""
-        if not self._streams:
-            self._streams = [torch.cuda.Stream(device) for _ in range(LANES)]
+        self._lanes = self.streams.on(device)
         self.open = True
         try:
             yield
         finally:
             self.open = False
-
-    def forget(self) -> None:
-        """Let go of the streams, as their graphs are gone."""
-        self._streams = []
 
     def __call__(self, parts: Sequence[Callable[[], T]], sizes: Sequence[int]) -> list[T]:
         """What the parts return, in their order.
@@ -86,14 +106,14 @@ class Lanes:
         if not self.open:
             return [part() for part in parts]
         begun = torch.cuda.current_stream()
-        first, *others = self._streams
+        first, *others = self._lanes
         found: dict[int, T] = {}
-        for stream in self._streams:
+        for stream in self._lanes:
             stream.wait_stream(begun)
         for place, index in enumerate(sorted(range(len(parts)), key=lambda i: -sizes[i])):
             with torch.cuda.stream(first if sizes[index] > LARGE else others[place % len(others)]):
                 found[index] = parts[index]()
-        for stream in self._streams:
+        for stream in self._lanes:
             begun.wait_stream(stream)
         return [found[index] for index in range(len(parts))]
 
@@ -106,19 +126,27 @@ def form(tensor: Tensor) -> Hashable:
 class Replays:
     """Functions of tensors as CUDA graphs: many small kernels, slow to launch, become one.
 
-    One is captured at its third call with tensors of the same form, which are copied to fixed places from then on. All
-    graphs have one stream of their own: those that are captured on one stream share cuBLAS's workspace, and these are
-    replayed beside others. So they must not be replayed beside each other.
+    One is captured at its third call with tensors of the same form, which are copied to fixed places from then on. The
+    graphs share their memory, so they must not be replayed beside each other.
 
     Args:
         what: What they do, for a warning.
         enabled: Capture.
+        stream: Where to: for graphs that are replayed beside others', another than theirs.
+        memory: Bytes that the places may take; what does not fit is run. None for any.
     """
 
-    def __init__(self, what: str, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        what: str,
+        enabled: bool,
+        stream: Callable[[torch.device], torch.cuda.Stream],
+        memory: int | None = None,
+    ) -> None:
         self.what = what
         self.enabled = enabled
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = stream
+        self._memory = memory
         self._pool: tuple[int, int] | None = None
         self._seen: Counter[Hashable] = Counter()
         self._places: dict[Hashable, Tensor] = {}
@@ -132,29 +160,34 @@ class Replays:
             function: Is given the tensors.
             *given: The tensors.
         """
-        if not (self.enabled and given[0].is_cuda):
+        if not (self.enabled and given[0].is_cuda) or torch.cuda.is_current_stream_capturing():
             return function(*given)
         key = key, *map(form, given)
-        if key not in self._captured:
-            self._seen[key] += 1
-            if self._seen[key] < 3 or len(self._captured) >= MOST or not self._capture(key, function, given):
-                return function(*given)
+        if key not in self._captured and not self._capture(key, function, given):
+            return function(*given)
         graph, places, returned = self._captured[key]
         torch._foreach_copy_(places, list(given))
         graph.replay()
         return tuple(r.clone() if isinstance(r, Tensor) else r for r in returned)
 
     def _capture(self, key: Hashable, function: Callable[..., tuple[Any, ...]], given: Sequence[Tensor]) -> bool:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(given[0].device)
+        """Capture a function whose turn it is; whether that was done."""
+        if len(self._seen) > MOST:
+            self._seen.clear()
+        self._seen[key] += 1
+        if self._seen[key] < 3 or len(self._captured) >= MOST:
+            return False
+        new = {(index, form(t)): t for index, t in enumerate(given) if (index, form(t)) not in self._places}
+        if self._memory is not None and sum(map(_bytes, (*self._places.values(), *new.values()))) > self._memory:
+            return False
+        self._places.update({place: torch.empty_like(t) for place, t in new.items()})
+        places = [self._places[index, form(t)] for index, t in enumerate(given)]
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        for index, tensor in enumerate(given):
-            self._places.setdefault((index, form(tensor)), torch.empty_like(tensor))
-        places = [self._places[index, form(tensor)] for index, tensor in enumerate(given)]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with capturing(graph, pool=self._pool, stream=self._stream):
+            with capturing(graph, pool=self._pool, stream=self._stream(given[0].device)):
                 returned = function(*places)
         except RuntimeError as error:
             self.enabled = False
@@ -163,3 +196,7 @@ class Replays:
             return False
         self._captured[key] = graph, places, returned
         return True
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

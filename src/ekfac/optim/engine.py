@@ -20,6 +20,7 @@ from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim.accumulate import BlockSums, average_factors, reduced_zeros, world_size
+from ekfac.optim.capturing import Replays
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.gradients import largest_magnitudes, stacked_gradient
 from ekfac.optim.intake import Intake
@@ -58,7 +59,8 @@ class Engine(Intake):
     ) -> None:
         super().__init__(model, parameters, settings, method, state)
         self.elementwise = elementwise
-        self.refresher = Refresher(settings.cuda_graphs, self.lanes)
+        turns = Replays("a refresh", settings.cuda_graphs, lambda device: self._streams.on(device)[1])
+        self.refresher = Refresher(turns, self.lanes)
         self.verdicts = Verdicts()
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.

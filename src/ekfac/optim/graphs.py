@@ -116,7 +116,7 @@ class StepGraphs:
         self._captured.clear()
         self._places.clear()
         self._pool = self._stream = None
-        self._optimizer.engine.lanes.forget()
+        self._optimizer.engine.lanes.streams.forget()
 
     def _fits_damping(self) -> bool:
         """Whether inverses, where there are any, were made for the damping that stands in the groups now."""

@@ -23,7 +23,7 @@ from ekfac.curvature.layers import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
 from ekfac.optim.aside import Aside
-from ekfac.optim.capturing import Lanes, Replays
+from ekfac.optim.capturing import Lanes, Replays, Streams
 from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
@@ -87,7 +87,11 @@ class Intake:
         self._aside_used = False
         self.aside = Aside(settings.cuda_graphs)
         self.lanes = Lanes()
-        self._replays = Replays("taking statistics", settings.cuda_graphs)
+        #: For what is replayed during a backward pass, and for refreshes, which may run beside it.
+        self._streams = Streams(2)
+        self._replays = Replays(
+            "taking statistics", settings.cuda_graphs, lambda device: self._streams.on(device)[0], settings.memory_limit
+        )
         self.capture = Capture(
             model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
         )
@@ -316,7 +320,7 @@ class Intake:
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
-        if block in self.stash or sum(t.numel() * t.element_size() for t in tensors) > s.memory_limit:
+        if block in self.stash or not self.graphs_possible:
             return FactorSums(*taken())
         return FactorSums(*self._replays((block, n, *(c.layer for c in calls)), taken, *tensors))
 

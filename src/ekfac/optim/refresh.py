@@ -104,13 +104,13 @@ class Refresher:
     """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several.
 
     Args:
-        cuda_graphs: Capture warm refreshes in CUDA graphs.
+        replays: Replays warm refreshes.
         lanes: Are open while a whole step is captured.
     """
 
-    def __init__(self, cuda_graphs: bool = True, lanes: Lanes | None = None) -> None:
-        self._lanes = lanes or Lanes()
-        self._replays = Replays("a refresh", cuda_graphs)
+    def __init__(self, replays: Replays, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._replays = replays
         self.fallbacks: Counter[str] = Counter()
         self.refreshes = 0
         self.warm_refreshes = 0
