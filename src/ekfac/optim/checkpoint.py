@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.coverage import fits
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.engine import Engine
-from ekfac.optim.intake import fits
 
 VERSION = 4
 

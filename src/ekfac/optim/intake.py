@@ -1,4 +1,4 @@
-"""What is covered, and what the backward passes since the last step have left of it: the engine up to the step.
+"""What the backward passes since the last step have left of the covered blocks: the engine up to the step.
 
 Statistics are taken as soon as a layer's calls are complete, so that these can go; where the step itself can use the
 calls better they wait for it in the stash.
@@ -7,7 +7,7 @@ calls better they wait for it in the stash.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,26 +17,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature import statistics
-from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture import Capture
 from ekfac.curvature.layers import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
 from ekfac.optim.aside import Aside
 from ekfac.optim.capturing import Lanes, Replays, Streams
+from ekfac.optim.coverage import Coverage
 from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.refresh import TRIES, Schedule
 from ekfac.optim.rows import may_use_rows, rows_are_cheaper
 from ekfac.optim.rules import State
 
-Members = tuple[bool, tuple[nn.Parameter, ...]]
 
-
-class Intake:
-    """Assigns parameters to blocks, and gathers the statistics of the blocks that a step will need.
+class Intake(Coverage):
+    """Gathers the statistics of the blocks that a step will need.
 
     Args:
         model: The model; its forward counts examples.
@@ -54,30 +52,9 @@ class Intake:
         method: Method,
         state: MutableMapping[Tensor, State],
     ) -> None:
-        self.model = model
-        self.settings = settings
-        self.method = method
-        self.state = state
-        self.schedule = Schedule(settings.refresh_every, settings.deterministic)
-        self.applied_steps = 0
-        #: Grows whenever tensors that a captured step may hold on to were replaced.
-        self.generation = 0
-        #: What the optimizer was given, and those of them that are trained now: the others are frozen.
-        self.offered: list[nn.Parameter] = []
-        self.parameters: list[nn.Parameter] = []
-        #: Blocks as they have been at some time, and the state of those that are frozen now.
-        self._known: dict[Members, Block] = {}
-        self.put_away: dict[Members, State] = {}
+        super().__init__(model, settings, method, state)
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self._accumulators: dict[nn.Parameter, Node] = {}
-        self.blocks: list[Block] = []
-        #: The covered blocks, numbered.
-        self._index: dict[Block, int] = {}
-        #: The place of each parameter's layer among all of the model, frozen ones too.
-        self._layer_of: dict[nn.Parameter, int] = {}
-        self._layout: tuple[bool, ...] = ()
-        #: Parameters whose layers turned out never to be called.
-        self.silent: set[nn.Parameter] = set()
         self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
@@ -98,62 +75,12 @@ class Intake:
         self.watch = GradientWatch([])
         self.set_parameters(parameters)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the trained parameters are."""
-        return (self.parameters or self.offered)[0].device
-
-    # --- what is covered ------------------------------------------------------------------------------------------
-
-    def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
-        """The blocks that these parameters would be assigned to."""
-        s = self.settings
-        return find_blocks(
-            self.model,
-            parameters,
-            include=s.include,
-            exclude=s.exclude,
-            sua=s.sua,
-            max_factor_dim=s.max_factor_dim,
-            identity=s.basis == "identity",
-            unsupported=s.unsupported,
-            silent=self.silent,
-        )
-
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
-        offered = list(parameters)
-        found = self.blocks_of(offered)
-        new = {b for b in found if members(b) not in self._known}
-        blocks = [self._known.setdefault(members(b), b) for b in found]
-        for block in self.blocks:
-            if block not in blocks:
-                self.put_away[members(block)] = self._pop_state(block)
-        for block in blocks:
-            if members(block) in self.put_away:
-                self.state[block.key].update(self.put_away.pop(members(block)))
-            elif not fits(block, self.state.get(block.key, {})):
-                self._pop_state(block)
-        self.offered = offered
-        self.parameters = [p for p in offered if p.requires_grad]
-        #: All of the model's, those that are trained here first.
-        self._everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
-        self.blocks = blocks
-        self.generation += 1
-        self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
-        self._layer_of = layers_in_order(self.model)
-        self.fingerprints.unprobed |= {b for b in new if b.covered}
-        self._layout = tuple(p.requires_grad for p in offered)
-        self.capture.attach(blocks)
+        """Train these parameters from now on."""
+        self.fingerprints.unprobed |= self.assign(parameters)
+        self.capture.attach(self.blocks)
         self.watch.attach(self.parameters)
-        self.sums = {b: s for b, s in self.sums.items() if b in set(blocks)}
-
-    def _pop_state(self, block: Block) -> State:
-        """Take a block's state away; momentum, which belongs to the parameter, stays."""
-        state = dict(self.state.pop(block.key, {}))
-        if "momentum_buffer" in state:
-            self.state[block.key]["momentum_buffer"] = state.pop("momentum_buffer")
-        return state
+        self.sums = {b: s for b, s in self.sums.items() if b in set(self.blocks)}
 
     def _before_forward(self) -> bool:
         """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
@@ -187,48 +114,6 @@ class Intake:
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
             return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad
-
-    # --- what this step will need ---------------------------------------------------------------------------------
-
-    def _due(self, block: Block) -> bool:
-        """Whether this step begins with a full solve for the block's basis."""
-        if not block.covered:
-            return False
-        state = self.state.get(block.key, {})
-        return (
-            not self.method.ready(state) or state.get("strayed", 0) >= TRIES or self.schedule.solve(self.applied_steps)
-        )
-
-    def _renews(self, block: Block) -> bool:
-        """Whether this step uses a basis that is not known before it."""
-        return self._due(block) or (block.covered and self.schedule.turns_within(self.applied_steps))
-
-    @property
-    def masks_turns(self) -> bool:
-        """Whether a step that turns bases may be found later to be one that changes nothing.
-
-        Not where the next forward pass would have taken something else, had that been known.
-        """
-        s = self.settings
-        return (
-            self.method.masks_turns
-            and not self.method.needs_examples
-            and s.factor_every in (None, 1)
-            and s.factor_decay > 0
-        )
-
-    def _turns(self, block: Block) -> tuple[int, int]:
-        """How many iterations the two sides of the block's basis get after this step."""
-        if strayed := self.state.get(block.key, {}).get("strayed", 0):
-            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
-        return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
-
-    def wants_factors(self, block: Block) -> bool:
-        """Whether this step takes its batch into the block's A and B."""
-        every, layer = self.settings.factor_every, self._layer_of[block.key]
-        if self.settings.factor_decay > 0 and self.schedule.takes_factors(self.applied_steps, layer, every):
-            return True
-        return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 
     def _wanted(self, block: Block) -> bool:
         return (
@@ -408,11 +293,6 @@ class Intake:
             and all(b in self.capture.fired for b in self._index)
         )
 
-    def _turns_small(self) -> bool:
-        """Whether bases may be turned in a graph, which keeps what that takes: some eight matrices in float64."""
-        widest = max((side for b in self._index for side in (b.shape.inputs, b.shape.out)), default=0)
-        return self.masks_turns and 8 * 8 * widest**2 <= self.settings.memory_limit
-
     def _take_stash(self) -> None:
         def take(block: Block) -> None:
             for calls, n in self.stash[block]:
@@ -442,26 +322,3 @@ class Intake:
         if scaler is None or not scaler.is_enabled():
             return 1.0
         return scaler.scale(torch.ones((), device=self.device))
-
-
-def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The place of each parameter's layer among those of a model that have parameters of their own."""
-    layers = [parameters for m in model.modules() if (parameters := list(m.parameters(recurse=False)))]
-    return {p: place for place, parameters in reversed(list(enumerate(layers))) for p in parameters}
-
-
-def members(block: Block) -> Members:
-    """What makes a block the same as one before."""
-    return block.covered, tuple(block.parameters.values())
-
-
-def fits(block: Block, state: Mapping[str, Any]) -> bool:
-    """Whether a block's state, from a checkpoint say, is laid out as the block is."""
-    s, A, shape = state.get("s"), state.get("A"), block.shape
-    if isinstance(s, Tensor) and tuple(s.shape) != (shape.groups, shape.out, shape.columns):
-        return False
-    if A is None:
-        return True
-    return block.covered and tuple(A.shape) == (shape.groups, shape.inputs) + (
-        () if block.diagonal_A else (shape.inputs,)
-    )
