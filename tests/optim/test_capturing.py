@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ekfac.optim import capturing
-from ekfac.optim.capturing import Lanes, Replays, Streams
+from ekfac.optim.capturing import Lanes, Replays, own_stream
 
 
 class OnGPU(torch.Tensor):
@@ -31,6 +32,8 @@ class Doubling:
         self.calls = 0
         self.captured: list[tuple[Tensor, Tensor]] = []
         self.fails = False
+        #: Whose graph it is.
+        self.of: Replays | None = None
 
     def __call__(self, x: Tensor) -> tuple[Any, ...]:
         if self.fails:
@@ -40,8 +43,10 @@ class Doubling:
         return self.captured[-1][1], "constant"
 
     def replay(self) -> None:
-        x, doubled = self.captured[-1]
-        doubled.copy_(2 * x)
+        assert self.of is not None
+        (x, _), ((_, [place], (returned, _)),) = self.captured[-1], self.of._captured.values()
+        assert x is place
+        returned.copy_(2 * x)
 
 
 @pytest.fixture
@@ -58,15 +63,17 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Doubling:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the user's")
+    monkeypatch.setattr(capturing, "own_stream", lambda device: "a stream")
     return found
 
 
 def replays(memory: int | None = None, enabled: bool = True) -> Replays:
-    return Replays("doubling", enabled, lambda device: "a stream", memory)  # type: ignore[return-value, arg-type]
+    return Replays("doubling", enabled, memory)
 
 
 def test_the_third_call_is_captured_and_later_ones_are_replayed(function: Doubling) -> None:
-    of = replays()
+    of = function.of = replays()
     kept = []
     for value in range(6):
         doubled, constant = of("key", function, on_gpu(value, 1.0))
@@ -86,15 +93,36 @@ def test_other_forms_and_keys_are_other_graphs(function: Doubling, other: Callab
     assert function.calls == 8 and not of._captured
 
 
-def test_what_does_not_fit_runs(function: Doubling) -> None:
-    of = replays(memory=20)
+def test_what_does_not_fit_runs(function: Doubling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Doubling, "replay", lambda self: None)
+    of = replays(memory=30)
     for _ in range(5):
         of("key", function, on_gpu(1.0, 2.0, 3.0))
     assert function.calls == 3
     for _ in range(5):
         of("key", function, on_gpu(1.0, 2.0, 3.0, 4.0))
         of("another", function, on_gpu(1.0, 2.0, 3.0))
-    assert function.calls == 3 + 5 + 3, "12 and 16 bytes are more than 20; the same form has the same place"
+    assert function.calls == 3 + 5 + 3, "12 bytes and as many for the answer; the same form has the same places"
+    of.clear()
+    for _ in range(5):
+        of("key", function, on_gpu(1.0, 2.0, 3.0, 4.0))
+    assert function.calls == 11 + 1, "seen often enough before"
+
+
+def test_another_stream_waits_for_the_last_replay(function: Doubling, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Named(str):
+        def wait_stream(self, other: str) -> None:
+            waits.append((self, other))
+
+    now = ["a", "a", "a", "a", "b", "b", "a"]
+    given = iter([Named(name) for name in now[2:]])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(given))
+    of = function.of = replays()
+    for _ in now:
+        of("key", function, on_gpu(1.0))
+    assert waits == [("b", "a"), ("a", "b")]
 
 
 def test_a_function_that_cannot_be_captured_runs_from_then_on(function: Doubling) -> None:
@@ -122,13 +150,18 @@ def test_nothing_is_captured_within_a_capture_or_on_the_cpu(
     assert function.calls == 15
 
 
-def test_streams_are_made_together_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = iter(range(100))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(given))
-    streams = Streams(3)
-    assert streams.on(torch.device("cuda")) == streams.on(torch.device("cuda")) == [0, 1, 2]
-    streams.forget()
-    assert streams.on(torch.device("cuda")) == [3, 4, 5]
+def test_graphs_that_live_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, address: int) -> None:
+            self.cuda_stream = address
+
+    given = itertools.cycle(range(4))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(given)))
+    device = torch.device("cuda")
+    first, second, third = (own_stream(device) for _ in range(3))
+    assert [s.cuda_stream for s in (first, second, third)] == [0, 1, 2]
+    del second
+    assert [own_stream(device).cuda_stream for _ in range(3)] == [3, 1, 3], "not 0 and 2, which are held on to"
 
 
 def test_lanes_that_are_not_open_run_their_parts_in_order() -> None:

@@ -49,6 +49,10 @@ class Stream:
 
     destroyed: int = 0
 
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
+
 
 @dataclass
 class Pool:
@@ -154,7 +158,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", stood_in.graph_pool_handle)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the user's")
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -269,12 +273,15 @@ def test_a_replayed_step_that_must_change_nothing_turns_no_basis(
     model = nn.Linear(6, 6).double()
     opt = ekfac.EKFAC(model, lr=1e-3, scaling=rule, **({} if on_refresh is None else {"on_refresh": on_refresh}))
     assert replayed(model, opt, 5) == 2
-    before = copy.deepcopy((opt.state[model.weight], model.weight.detach()))
+    opt.engine.settle()
+    before, turned = copy.deepcopy((opt.state[model.weight], model.weight.detach())), opt.stats()["warm_refreshes"]
     opt.zero_grad()
     model(torch.full((16, 6), float("nan")).double()).sum(1).mean().backward()
     opt.step()
+    opt.engine.settle()
     after = opt.state[model.weight], model.weight.detach()
     assert opt._graphs.replays == 3, "the step was replayed"
+    assert opt.stats()["warm_refreshes"] == turned
     for name in (n for n, value in before[0].items() if isinstance(value, Tensor) and n != "products"):
         assert torch.equal(before[0][name], after[0][name]), name
     assert torch.equal(before[1], after[1])
@@ -284,6 +291,19 @@ def test_a_replayed_step_that_must_change_nothing_turns_no_basis(
 def test_steps_whose_turns_a_graph_does_not_hold_are_run(recording: Torch, options: dict[str, Any]) -> None:
     model = small()[0]
     assert replayed(model, ekfac.EKFAC(model, lr=1e-3, **options), EARLY) == 0
+
+
+def test_a_layer_that_leaves_training_is_another_step(recording: Torch) -> None:
+    """Frozen batch-norm reads other statistics: what was captured of it in training would be wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6)).double()
+    opt = ekfac.EKFAC(model, deterministic=True, refresh_every=100)
+    captured = []
+    for training in (True, False, True):
+        model[1].train(training)
+        replayed(model, opt, 8)
+        captured.append(len(opt._graphs._captured))
+    assert captured == [1, 2, 2]
 
 
 def test_sums_at_other_places() -> None:

@@ -797,52 +797,44 @@ def test_bad_arguments_of_fisher(options: dict[str, Any], message: str) -> None:
         ekfac.fisher(mlp(), [(X, Y)], "categorical", **options)
 
 
-class Convolutions(nn.Module):
-    """Three convolutions; what the second gives is kept."""
+class Branches(nn.Module):
+    """Two convolutions side by side and one of both; what the second gives is kept."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.c = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))
+        self.a, self.b, self.c = (nn.Conv1d(n, 2, 3, padding=1) for n in (2, 2, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.middle = self.b(torch.tanh(self.a(x)))
-        out: Tensor = self.c(torch.tanh(self.middle))
+        a, self.kept = self.a(x), self.b(x)
+        out: Tensor = self.c(torch.cat([a, self.kept], 1))
         return out
 
 
-def convolved(loss: Callable[[int, Convolutions, Tensor], Tensor], hook_all: bool = False) -> tuple[list[Tensor], int]:
-    """Weights after steps of which few take statistics, and how many calls were hooked."""
-    model, x = Convolutions().double(), torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0)).double()
+def branched(by: str, hook_all: bool = False) -> tuple[list[Tensor], list[int]]:
+    """Weights after steps of which few take statistics, and how many examples each counted."""
+    model, x = Branches().double(), torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0)).double()
     opt = EKFAC(model, factor_every=5, refresh_every=1000)
     opt.engine.applied_steps = START
-    hooked = 0
-    arrived = opt.engine.capture.arrived
-
-    def counted(*arguments: Any) -> None:
-        nonlocal hooked
-        hooked += 1
-        arrived(*arguments)
-
-    opt.engine.capture.arrived = counted  # type: ignore[method-assign]
-    for step in range(16):
-        if hook_all:
-            opt.engine.capture.fired.clear()
+    examples = []
+    for step in range(12):
         opt.zero_grad()
-        loss(step, model, model(x)).backward()
+        for part in {"output": "o", "branch": "ob"[step > 0], "turns": "ob"[step % 2], "both": "ob"}[by]:
+            if hook_all:
+                opt.engine.capture.fired.clear()
+            output = model(x)
+            (output if part == "o" else model.kept).square().sum((1, 2)).mean().backward()
+        examples.append(opt.engine.capture.examples)
+        if hook_all:
+            opt.engine.capture.fired.update(opt.engine.blocks)
         opt.step()
-    return [p.detach() for p in model.parameters()], hooked
+    return [p.detach() for p in model.parameters()], examples
 
 
-@pytest.mark.parametrize("by", ["output", "middle", "turns"])
-def test_layers_of_which_nothing_is_wanted_are_left_alone(by: str) -> None:
-    """And steps are the same, also where the backward pass begins in the middle of the model."""
-
-    def loss(step: int, model: Convolutions, output: Tensor) -> Tensor:
-        inside = by == "middle" or (by == "turns" and step > 0 and step % 2)
-        return (model.middle if inside else output).square().sum((1, 2, 3)).mean()
-
-    (found, hooked), (expected, every) = convolved(loss), convolved(loss, hook_all=True)
-    assert hooked < every if by == "output" else hooked <= every
+@pytest.mark.parametrize("by", ["output", "branch", "turns", "both"])
+def test_steps_that_want_nothing_of_their_layers_count_all_examples(by: str) -> None:
+    """Wherever in the model the backward pass begins."""
+    (found, examples), (expected, _) = branched(by), branched(by, hook_all=True)
+    assert examples == [16 if by == "both" else 8] * 12
     for p, q in zip(found, expected, strict=True):
         assert torch.equal(p, q)

@@ -204,3 +204,29 @@ def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None
         opt.step()
     assert len(known[True]) == len(known[False]) == 1
     assert known[True] != known[False]
+
+
+def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(7, 3).double()
+    opt = ekfac.EKFAC(model)
+    model(torch.randint(7, (16,))).square().sum(1).mean().backward()
+    opt.step()
+    engine, (block,) = opt.engine, opt.engine.blocks
+    turned = engine.refresher.warm_refreshes
+    for turns, answers in (((1, 0), 0), ((0, 1), 1), ((1, 1), 1)):
+        engine._turn_eigenbasis(block, 1e-8, turns)
+        assert len(engine.refresher.heard()) == answers
+    assert engine.refresher.warm_refreshes == turned + 3
+    assert opt.stats()["residual_drift"] >= 0
+
+
+@pytest.mark.parametrize("ok", [0.0, 1.0])
+def test_a_turn_of_a_step_that_changes_nothing_does_not_count(ok: float) -> None:
+    opt = trained(3)
+    engine = opt.engine
+    engine.refresher.heard()
+    turned, U = engine.refresher.warm_refreshes, opt.state[engine.blocks[0].key]["U_A"].clone()
+    engine._turn_eigenbasis(engine.blocks[0], 1e-8, (1, 1), torch.tensor(ok, dtype=torch.float64))
+    assert len(engine.refresher.heard()) == engine.refresher.warm_refreshes - turned == ok
+    assert torch.equal(opt.state[engine.blocks[0].key]["U_A"], U) == (ok == 0)

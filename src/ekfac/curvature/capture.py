@@ -80,8 +80,6 @@ class Capture:
         self._current: Record | None = None
         self._latest: Record | None = None
         self._depth = 0
-        #: Whether the last backward pass came by what the model returned: then examples count without the layers.
-        self._by_output = False
         #: The backward pass that reached a record last.
         self._task = -1
         self._handles: list[RemovableHandle] = []
@@ -194,8 +192,6 @@ class Capture:
                 output.register_hook(functools.partial(self._refuse, block))
                 continue
             x = inputs[0] if self.wanted(block) else None
-            if x is None and self._by_output and record.calls and block in self.fired:
-                continue  # its gradient would tell nothing new, and a hook takes a tenth of a millisecond
             if x is not None:
                 if x.dim() == 1 and isinstance(module, nn.Linear):
                     raise ValueError(
@@ -252,7 +248,6 @@ class Capture:
         """A backward pass has come to the output of a forward."""
         self._latest, self._task = record, torch._C._current_graph_task_id()
         if self._counts(None):
-            self._by_output = True
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
@@ -269,9 +264,11 @@ class Capture:
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
+        if given.x is None and record.reached and block in self.fired and not self.aside:
+            self._latest, self._task = record, torch._C._current_graph_task_id()
+            return  # nothing that is not known
         if not self._counts(block):
             return
-        self._by_output &= record.reached or record.reached_aside
         self._reach(record)
         self.fired.add(block)
         x = given.x

@@ -15,7 +15,7 @@ An example's gradient is the sum over positions ``s`` of ``delta_s h_s^T``, with
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,6 +65,12 @@ class Layer(ABC):
     def supports(cls, module: nn.Module) -> bool:
         """Whether this class can represent the module exactly."""
         return True
+
+    @property
+    def mode(self) -> Hashable:
+        """What the layer makes of a call depends on besides the call: whether it trains, and where its buffers lie."""
+        buffers = self.module._buffers.values()
+        return self.module.training, *(b.data_ptr() for b in buffers if b is not None)
 
     @abstractmethod
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:

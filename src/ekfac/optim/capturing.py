@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -49,28 +51,31 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
             gc.enable()
 
 
-class Streams:
-    """A few streams that are made together: torch has but 32, which it gives out in turns, the first ones again then.
+#: The streams that graphs are captured on, by device and address, as long as somebody holds on to them.
+_CAPTURED_ON: WeakValueDictionary[tuple[torch.device, int], torch.cuda.Stream] = WeakValueDictionary()
 
-    Graphs that are captured on one stream share cuBLAS's workspace, so two that run at once need different ones.
 
-    Args:
-        count: How many.
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other live graphs are captured on.
+
+    Graphs that are captured on one stream share cuBLAS's workspace: two of them must not run at once, and when one is
+    destroyed torch frees it. And torch has but 32 streams, which it gives out in turns.
     """
+    for _ in range(32):
+        stream = torch.cuda.Stream(device)
+        if (device, stream.cuda_stream) not in _CAPTURED_ON:
+            break
+    _CAPTURED_ON[device, stream.cuda_stream] = stream
+    return stream
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._made: list[torch.cuda.Stream] = []
 
-    def on(self, device: torch.device) -> list[torch.cuda.Stream]:
-        """The streams."""
-        if not self._made:
-            self._made = [torch.cuda.Stream(device) for _ in range(self._count)]
-        return self._made
+@functools.cache
+def lanes_of(device: torch.device) -> list[torch.cuda.Stream]:
+    """The streams of all branches: for good, as torch never frees the workspaces of streams that a capture forks to.
 
-    def forget(self) -> None:
-        """Let go of them, as their graphs are gone."""
-        self._made = []
+    They are of another priority than all that graphs are captured on, and so never one of those.
+    """
+    return [torch.cuda.Stream(device, priority=-1) for _ in range(LANES)]
 
 
 class Lanes:
@@ -81,7 +86,6 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        self.streams = Streams(LANES)
         self._lanes: list[torch.cuda.Stream] = []
         #: Whether a graph is being captured.
         self.open = False
@@ -89,7 +93,7 @@ class Lanes:
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[None]:
         """While a graph is being captured."""
-        self._lanes = self.streams.on(device)
+        self._lanes = lanes_of(device)
         self.open = True
         try:
             yield
@@ -126,31 +130,33 @@ def form(tensor: Tensor) -> Hashable:
 class Replays:
     """Functions of tensors as CUDA graphs: many small kernels, slow to launch, become one.
 
-    One is captured at its third call with tensors of the same form, which are copied to fixed places from then on. The
-    graphs share their memory, so they must not be replayed beside each other.
+    One is captured at its third call with tensors of the same form. From then on these are copied to fixed places, and
+    what it returns from others; graphs share both, and all memory, as they are replayed one after another.
 
     Args:
         what: What they do, for a warning.
         enabled: Capture.
-        stream: Where to: for graphs that are replayed beside others', another than theirs.
         memory: Bytes that the places may take; what does not fit is run. None for any.
     """
 
-    def __init__(
-        self,
-        what: str,
-        enabled: bool,
-        stream: Callable[[torch.device], torch.cuda.Stream],
-        memory: int | None = None,
-    ) -> None:
+    def __init__(self, what: str, enabled: bool, memory: int | None = None) -> None:
         self.what = what
         self.enabled = enabled
-        self._stream = stream
         self._memory = memory
-        self._pool: tuple[int, int] | None = None
         self._seen: Counter[Hashable] = Counter()
-        self._places: dict[Hashable, Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, ...]]] = {}
+        self._places: dict[Hashable, Tensor] = {}
+        self._capture_on: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
+        #: Where one was replayed last.
+        self._stream: torch.cuda.Stream | None = None
+
+    def clear(self) -> None:
+        """Let go of all graphs and their memory."""
+        if self._captured:
+            torch.cuda.synchronize()
+        for kept in (self._captured, self._places, self._capture_on):
+            kept.clear()
+        self._stream = None
 
     def __call__(self, key: Hashable, function: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
         """What the function returns: tensors, and what does not change from call to call.
@@ -165,6 +171,10 @@ class Replays:
         key = key, *map(form, given)
         if key not in self._captured and not self._capture(key, function, given):
             return function(*given)
+        stream = torch.cuda.current_stream(given[0].device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
         graph, places, returned = self._captured[key]
         torch._foreach_copy_(places, list(given))
         graph.replay()
@@ -172,30 +182,45 @@ class Replays:
 
     def _capture(self, key: Hashable, function: Callable[..., tuple[Any, ...]], given: Sequence[Tensor]) -> bool:
         """Capture a function whose turn it is; whether that was done."""
-        if len(self._seen) > MOST:
-            self._seen.clear()
-        self._seen[key] += 1
-        if self._seen[key] < 3 or len(self._captured) >= MOST:
+        if key in self._seen or len(self._seen) < MOST:
+            self._seen[key] += 1
+        if self._seen[key] < 3:
             return False
-        new = {(index, form(t)): t for index, t in enumerate(given) if (index, form(t)) not in self._places}
+        new = {place: t for place, t in _numbered("given", given) if place not in self._places}
         if self._memory is not None and sum(map(_bytes, (*self._places.values(), *new.values()))) > self._memory:
             return False
         self._places.update({place: torch.empty_like(t) for place, t in new.items()})
-        places = [self._places[index, form(t)] for index, t in enumerate(given)]
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        places = [self._places[place] for place, _ in _numbered("given", given)]
+        device = given[0].device
+        if device not in self._capture_on:
+            self._capture_on[device] = own_stream(device), torch.cuda.graph_pool_handle()
+        stream, pool = self._capture_on[device]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with capturing(graph, pool=self._pool, stream=self._stream(given[0].device)):
-                returned = function(*places)
+            with capturing(graph, pool=pool, stream=stream):
+                returned = tuple(self._placed(place, r) for place, r in _numbered("returned", function(*places)))
         except RuntimeError as error:
             self.enabled = False
+            self.clear()
             warnings.warn(f"cuda_graphs: {self.what} cannot be captured and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             return False
         self._captured[key] = graph, places, returned
         return True
+
+    def _placed(self, place: Hashable, value: Any) -> Any:
+        """A tensor copied to its place; what is none as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        if place not in self._places:
+            self._places[place] = torch.empty_like(value)
+        return self._places[place].copy_(value)
+
+
+def _numbered(what: str, values: Sequence[Any]) -> list[tuple[Hashable, Any]]:
+    """Values with their places' names."""
+    return [((what, i, form(v) if isinstance(v, Tensor) else None), v) for i, v in enumerate(values)]
 
 
 def _bytes(tensor: Tensor) -> int:

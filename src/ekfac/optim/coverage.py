@@ -154,12 +154,14 @@ class Coverage:
         return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
 
     def _turns_small(self) -> bool:
-        """Whether bases may be turned in a graph, which keeps what that takes: some eight matrices in float64."""
-        sides = [(b.shape.inputs, b.diagonal_A) for b in self._index] + [
-            (b.shape.out, b.diagonal_B) for b in self._index
-        ]
-        widest = max((side for side, diagonal in sides if not diagonal), default=0)
-        return self.masks_turns and 8 * 8 * widest**2 <= self.settings.memory_limit
+        """Whether bases may be turned in a graph, which keeps what that takes: some eight float64 matrices a lane."""
+        most = max((max(block.factor_numbers()) for block in self._index), default=0)
+        return self.masks_turns and 8 * 8 * most <= self.settings.memory_limit
+
+
+def widest(block: Block) -> int:
+    """The numbers of the largest of a block's matrices: its gradient, A or B."""
+    return max(block.shape.numel, *block.factor_numbers())
 
 
 def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:

@@ -64,7 +64,7 @@ class EigenMethod:
         """Turn the basis towards the factors' own and take the rule's state along."""
         old = self.basis(block, state)
         assert old is not None
-        self._take(state, old, refresher.turn(block, A, B, old, turns), ok)
+        self._take(state, old, refresher.turn(block, A, B, old, turns, ok), ok)
 
     def _take(self, state: State, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
         s = None

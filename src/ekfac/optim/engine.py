@@ -21,6 +21,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim.accumulate import BlockSums, average_factors, reduced_zeros, world_size
 from ekfac.optim.capturing import Replays
+from ekfac.optim.coverage import widest
 from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.gradients import largest_magnitudes, stacked_gradient
 from ekfac.optim.intake import Intake
@@ -59,8 +60,7 @@ class Engine(Intake):
     ) -> None:
         super().__init__(model, parameters, settings, method, state)
         self.elementwise = elementwise
-        turns = Replays("a refresh", settings.cuda_graphs, lambda device: self._streams.on(device)[1])
-        self.refresher = Refresher(turns, self.lanes)
+        self.refresher = Refresher(Replays("a refresh", settings.cuda_graphs), self.lanes)
         self.verdicts = Verdicts()
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.
@@ -85,7 +85,7 @@ class Engine(Intake):
         for block, near in self.refresher.heard(wait or world_size() > 1):
             state = self.state.get(block.key, {})
             if self.method.ready(state):
-                state["near"] = near
+                state["near"] = near and state.get("near", True)
 
     def _skipped(self) -> None:
         """Count a step that changed nothing; say so if there has been nothing else for a while."""
@@ -179,7 +179,7 @@ class Engine(Intake):
         self._update_factors(work)
         known = [b for b in self.blocks if b not in work.unknown]
         blocks = [b for b in known if any(p.grad is not None for p in b.parameters.values())]
-        return self.lanes([partial(self._direct, b, work, update) for b in blocks], [b.shape.numel for b in blocks])
+        return self.lanes([partial(self._direct, b, work, update) for b in blocks], list(map(widest, blocks)))
 
     def _direct(self, block: Block, work: Work, update: Update) -> Direction:
         """A block's own part of :meth:`compute`, which no other's depends on."""
@@ -216,6 +216,11 @@ class Engine(Intake):
         with self.aside.work(self.device):
             for block, turns in turning:
                 self._turn_eigenbasis(block, update.damping_of(block), turns)
+
+    def close(self) -> None:
+        """Remove all hooks from the model and let go of what was captured."""
+        super().close()
+        self.refresher.close()
 
     def _delta_square(self, n: float | Tensor) -> float | Tensor:
         """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.

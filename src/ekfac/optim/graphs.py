@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
-from ekfac.optim.capturing import capturing, form
+from ekfac.optim.capturing import capturing, form, own_stream
 from ekfac.optim.refresh import START
 from ekfac.optim.work import Work
 
@@ -116,7 +116,6 @@ class StepGraphs:
         self._captured.clear()
         self._places.clear()
         self._pool = self._stream = None
-        self._optimizer.engine.lanes.streams.forget()
 
     def _fits_damping(self) -> bool:
         """Whether inverses, where there are any, were made for the damping that stands in the groups now."""
@@ -136,7 +135,7 @@ class StepGraphs:
             groups.append((damping, g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"],
                            g["maximize"], len(g["params"])))  # fmt: skip
         calls = tuple(
-            (block.name, n, engine.wants_factors(block), *(form(t) for c in calls for t in (c.x, c.d)))
+            (block.name, n, engine.wants_factors(block), *((c.layer.mode, form(c.x), form(c.d)) for c in calls))
             for block, kept in engine.stash.items()
             for calls, n in kept
         )
@@ -166,7 +165,7 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = own_stream(device)
         known = dict(self._places)
         gradients, calls, sums = (
             [_place(known, (kind, i, form(t)), t) for i, t in enumerate(tensors)]

@@ -23,8 +23,8 @@ from ekfac.curvature.layers import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.accumulate import BlockSums, Expected, reduce_over_processes, world_size
 from ekfac.optim.aside import Aside
-from ekfac.optim.capturing import Lanes, Replays, Streams
-from ekfac.optim.coverage import Coverage
+from ekfac.optim.capturing import Lanes, Replays
+from ekfac.optim.coverage import Coverage, widest
 from ekfac.optim.fingerprints import Fingerprints
 from ekfac.optim.gradients import GradientWatch
 from ekfac.optim.method import Method
@@ -64,11 +64,7 @@ class Intake(Coverage):
         self._aside_used = False
         self.aside = Aside(settings.cuda_graphs)
         self.lanes = Lanes()
-        #: For what is replayed during a backward pass, and for refreshes, which may run beside it.
-        self._streams = Streams(2)
-        self._replays = Replays(
-            "taking statistics", settings.cuda_graphs, lambda device: self._streams.on(device)[0], settings.memory_limit
-        )
+        self._replays = Replays("taking statistics", settings.cuda_graphs, settings.memory_limit)
         self.capture = Capture(
             model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
         )
@@ -207,7 +203,7 @@ class Intake(Coverage):
         tensors = [t for call in calls for t in (call.x, call.d)]
         if block in self.stash or not self.graphs_possible:
             return FactorSums(*taken())
-        return FactorSums(*self._replays((block, n, *(c.layer for c in calls)), taken, *tensors))
+        return FactorSums(*self._replays((block, n, *((c.layer, c.layer.mode) for c in calls)), taken, *tensors))
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
@@ -241,6 +237,7 @@ class Intake(Coverage):
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
         self.aside.join()
+        self._replays.clear()
         self.drop()
         self.capture.close()
         self.watch.close()
@@ -298,7 +295,7 @@ class Intake(Coverage):
             for calls, n in self.stash[block]:
                 self._take(block, calls, n, hold=True)
 
-        self.lanes([partial(take, block) for block in self.stash], [block.shape.numel for block in self.stash])
+        self.lanes([partial(take, block) for block in self.stash], list(map(widest, self.stash)))
 
     def _expected(self, block: Block) -> Expected:
         aside = self._aside_used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter
@@ -29,6 +30,8 @@ PATIENCE = 5
 #: step, and when so many in a row have done so by a full solve.
 TOLERANCE = 0.5
 TRIES = 3
+#: Stands for the residual where no side was iterated.
+NOTHING = -1.0
 #: So many first steps turn all bases, with the step's own batch among the factors: while these still gain rank, a basis
 #: that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each after
 #: GROWTH times as many steps: the first bases are stale almost at once.
@@ -168,10 +171,13 @@ class Refresher:
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
-    def turn(self, block: Block, A: Tensor, B: Tensor, old: Basis, turns: tuple[int, int]) -> Basis:
+    def turn(
+        self, block: Block, A: Tensor, B: Tensor, old: Basis, turns: tuple[int, int], ok: Tensor | None = None
+    ) -> Basis:
         """The basis in use, turned towards the factors' own by orthogonal iteration; nothing waits for the device.
 
-        A side without iterations keeps its basis; its eigenvalues follow the factor all the same.
+        A side without iterations keeps its basis; its eigenvalues follow the factor all the same. Where ``ok`` is 0 the
+        new basis will not be used, and does not count.
         """
         started = time.perf_counter()
         residuals = []
@@ -189,7 +195,9 @@ class Refresher:
                 residuals.append(torch.where(warm.good, warm.residual, torch.inf))
         (U_A, S_A), (U_B, S_B) = sides
         new = Basis(block.shape, U_A, U_B, S_A, S_B)
-        found = torch.stack(residuals).max() if residuals else S_A.new_zeros(())
+        found = torch.stack(residuals).max() if residuals else S_A.new_full((), NOTHING)
+        if ok is not None:
+            found = torch.where(ok > 0, found, torch.nan)
         if self._lanes.open:
             self.captured[block] = found
         else:
@@ -209,9 +217,12 @@ class Refresher:
         return WarmBasis(*self._replays(iterations, iterate, matrix, U))
 
     def note(self, blocks: list[Block], residuals: Tensor) -> None:
-        """Count blocks that were turned, and have the host read their residuals when these are there."""
+        """Count blocks that were turned, and have the host read their residuals when these are there.
+
+        One is NaN where the basis was left as it was, and NOTHING where no side was iterated.
+        """
         self.warm_refreshes += len(blocks)
-        self._drifted(torch.where(torch.isfinite(residuals), residuals, torch.zeros_like(residuals)).max())
+        self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max())
         if residuals.device.type != "cuda":
             self._pending.append((blocks, residuals, None))
             return
@@ -235,11 +246,18 @@ class Refresher:
             if event is not None and not event.query():
                 waiting.append((blocks, residuals, event))
             else:
-                near = (residuals <= TOLERANCE).tolist()
-                found += list(zip(blocks, near, strict=True))
+                for block, residual in zip(blocks, residuals.tolist(), strict=True):
+                    if math.isnan(residual):
+                        self.warm_refreshes -= 1
+                    elif residual != NOTHING:
+                        found.append((block, residual <= TOLERANCE))
         self._pending = waiting
         return found
 
     def forget(self) -> None:
         """Drop answers that the host has not read."""
         self._pending = []
+
+    def close(self) -> None:
+        """Let go of what was captured."""
+        self._replays.clear()
