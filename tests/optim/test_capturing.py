@@ -164,6 +164,24 @@ def test_graphs_that_live_have_streams_of_their_own(monkeypatch: pytest.MonkeyPa
     assert [own_stream(device).cuda_stream for _ in range(3)] == [3, 1, 3], "not 0 and 2, which are held on to"
 
 
+def test_lanes_of_an_optimizer_that_is_gone_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: object())
+    device = torch.device("cuda", 5)
+
+    def opened(lanes: Lanes) -> list[object]:
+        for _ in range(2):
+            with lanes.opened(device):
+                assert lanes.open
+            assert not lanes.open
+        return list(lanes._lanes)
+
+    one, other = Lanes(), Lanes()
+    first, second = opened(one), opened(other)
+    assert len(set(first + second)) == 2 * capturing.LANES, "two that live may be replayed side by side"
+    del one
+    assert opened(Lanes()) == first
+
+
 def test_lanes_that_are_not_open_run_their_parts_in_order() -> None:
     done: list[int] = []
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
 
 #: The streams that graphs are captured on, by device and address, as long as somebody holds on to them.
-_CAPTURED_ON: WeakValueDictionary[tuple[torch.device, int], torch.cuda.Stream] = WeakValueDictionary()
+_CAPTURED_ON: weakref.WeakValueDictionary[tuple[torch.device, int], torch.cuda.Stream] = weakref.WeakValueDictionary()
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
@@ -69,20 +68,16 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-@functools.cache
-def lanes_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """The streams of all branches: for good, as torch never frees the workspaces of streams that a capture forks to.
-
-    They are of another priority than all that graphs are captured on, and so never one of those.
-    """
-    return [torch.cuda.Stream(device, priority=-1) for _ in range(LANES)]
+#: Lanes of optimizers that are gone. Torch never frees the workspaces of streams that a capture forks to.
+_FREE: dict[torch.device, list[list[torch.cuda.Stream]]] = {}
 
 
 class Lanes:
     """Runs independent parts of a step: one after the other, or while a graph is captured as branches side by side.
 
     Each branch has a stream, and with it memory and cuBLAS's workspace, of its own. What a part makes may be used when
-    all are done; what it reads must be there until then.
+    all are done; what it reads must be there until then. The streams are of another priority than those that graphs
+    are captured on, and so never one of these.
     """
 
     def __init__(self) -> None:
@@ -93,7 +88,10 @@ class Lanes:
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[None]:
         """While a graph is being captured."""
-        self._lanes = lanes_of(device)
+        if not self._lanes:
+            free = _FREE.setdefault(device, [])
+            self._lanes = free.pop() if free else [torch.cuda.Stream(device, priority=-1) for _ in range(LANES)]
+            weakref.finalize(self, free.append, self._lanes).atexit = False
         self.open = True
         try:
             yield
@@ -192,15 +190,15 @@ class Replays:
         self._places.update({place: torch.empty_like(t) for place, t in new.items()})
         places = [self._places[place] for place, _ in _numbered("given", given)]
         device = given[0].device
-        if device not in self._capture_on:
-            self._capture_on[device] = own_stream(device), torch.cuda.graph_pool_handle()
-        stream, pool = self._capture_on[device]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
+            if device not in self._capture_on:
+                self._capture_on[device] = own_stream(device), torch.cuda.graph_pool_handle()
+            stream, pool = self._capture_on[device]
             with capturing(graph, pool=pool, stream=stream):
                 returned = tuple(self._placed(place, r) for place, r in _numbered("returned", function(*places)))
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the function can do without
             self.enabled = False
             self.clear()
             warnings.warn(f"cuda_graphs: {self.what} cannot be captured and runs without: {error}", RuntimeWarning,

@@ -162,10 +162,6 @@ class StepGraphs:
         opt = self._optimizer
         engine = opt.engine
         device = engine.device
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        if self._stream is None:
-            self._stream = own_stream(device)
         known = dict(self._places)
         gradients, calls, sums = (
             [_place(known, (kind, i, form(t)), t) for i, t in enumerate(tensors)]
@@ -178,6 +174,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
+            if self._pool is None or self._stream is None:
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), own_stream(device)
             _point(engine.parameters, gradients)
             engine.stash = _with_places(engine.stash, calls)
             places = iter(sums)
@@ -190,7 +188,7 @@ class StepGraphs:
             assert engine.ok is not None
             self._places = known
             return CapturedStep(graph, (gradients, calls, sums), rates, engine.ok, list(turned), residuals)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             self._forget()
