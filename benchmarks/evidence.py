@@ -34,6 +34,7 @@ Job = tuple[str, TrainConfig]
 
 EPOCHS, SEEDS, BATCHES = 20, range(5), (200, 500)
 SEARCH_EPOCHS = 5
+EVERY_STEP_EPOCHS = 3
 AE: dict[str, Any] = {"task": "autoencoder", "dataset": "mnist"}
 
 
@@ -107,19 +108,26 @@ def mnist_best(results: Path, each_norm: bool = True) -> list[TrainConfig]:
     return [made(AE, optimizer="ekfac-default"), *best_of(results / "mnist" / "search", SEARCH_EPOCHS, each_norm)]
 
 
+def mnist_final(results: Path, each_norm: bool = True) -> list[TrainConfig]:
+    """Those for 20 epochs, and KFAC that inverts at every step for fewer."""
+    best = mnist_best(results, each_norm)
+    every = [replace(c, refresh_every=1, epochs=EVERY_STEP_EPOCHS) for c in best if c.optimizer == "kfac"]
+    return [*(replace(c, epochs=EPOCHS) for c in best), *every]
+
+
 def mnist_seeds(results: Path) -> Iterator[Job]:
-    """All methods for 20 epochs, five seeds."""
-    for config in mnist_best(results):
+    """All methods, five seeds."""
+    for config in mnist_final(results):
         for batch in BATCHES:
             for seed in SEEDS:
-                yield "mnist/seeds", replace(config, epochs=EPOCHS, batch_size=batch, seed=seed)
+                yield "mnist/seeds", replace(config, batch_size=batch, seed=seed)
 
 
 def mnist_finals(results: Path) -> Iterator[Job]:
     """The same, one seed, timed; rivals with batch-norm or without, whichever was better."""
-    for config in mnist_best(results, each_norm=False):
+    for config in mnist_final(results, each_norm=False):
         for batch in BATCHES:
-            yield "mnist/finals", replace(config, epochs=EPOCHS, batch_size=batch)
+            yield "mnist/finals", replace(config, batch_size=batch)
 
 
 def mnist_frequency(results: Path) -> Iterator[Job]:
@@ -127,13 +135,15 @@ def mnist_frequency(results: Path) -> Iterator[Job]:
     for config in mnist_best(results):
         if config.optimizer in ("kfac", "ekfac", "ekfac-ra"):
             for every in (1, 50, 100, 500):
-                yield "mnist/frequency", replace(config, refresh_every=every, epochs=3 if every == 1 else EPOCHS)
+                epochs = EVERY_STEP_EPOCHS if every == 1 else EPOCHS
+                yield "mnist/frequency", replace(config, refresh_every=every, epochs=epochs)
 
 
 def mnist_frequency_finals(results: Path) -> Iterator[Job]:
-    """The same, timed; every 50 steps is among the other finals."""
+    """The same, timed, but for what is among the other finals."""
+    final = mnist_final(results)
     for place, config in mnist_frequency(results):
-        if config.refresh_every != 50:
+        if config not in final:
             yield f"{place}/finals", config
 
 

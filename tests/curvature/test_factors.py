@@ -10,7 +10,7 @@ from torch import nn
 
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import find_blocks
-from ekfac.curvature.layers import Call
+from ekfac.curvature.layers import Call, Layer
 
 
 @pytest.mark.parametrize("width", [3, 255, 256, 257, 300, 511])
@@ -93,3 +93,13 @@ def test_example_by_example_is_the_same_sum(
         twice.mirror()
         torch.testing.assert_close(twice.A, 2 * A)
         torch.testing.assert_close(twice.B, 2 * B)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_a_kind_need_not_say_of_its_inputs_comes_from_their_positions(bias: bool) -> None:
+    torch.manual_seed(0)
+    (block,) = find_blocks(nn.Linear(3, 2, bias=bias).double())
+    x, d = torch.randn(5, 4, 3).double(), torch.randn(5, 4, 2).double()
+    (found, entries), (expected, count) = Layer.squared_inputs(block.layer, x, d), block.layer.squared_inputs(x, d)
+    torch.testing.assert_close(found, expected)
+    assert entries == count == 20 * (3 + bias)

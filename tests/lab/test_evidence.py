@@ -109,6 +109,7 @@ def test_what_only_the_grid_has_is_shown_as_such_and_is_no_part_of_a_claim(recor
     assert "batch 500" not in SOURCES["claim-epoch"](record)
     picture = next(one for one in pictures(record) if one.suffix == "-500")
     assert len(picture.runs) == 2, "one setting a method, the same as in the table"
+    assert len(picture.grid) == 6, "all others of the grid, for the plane"
 
 
 def test_a_comparison_of_one_method_is_no_picture(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -16,7 +17,7 @@ from ekfac.cli import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import load_dataset
-from ekfac.lab.figures import FIGURES, Request, drift, make, measure, quick, rescaling, sensitivity, style
+from ekfac.lab.figures import FIGURES, Request, correlation, drift, make, measure, quick, rescaling, sensitivity, style
 from ekfac.lab.figures.measures import Measures
 from ekfac.lab.runs import Run
 
@@ -366,3 +367,14 @@ def test_every_figure_can_be_made_quickly(tmp_path: Path) -> None:
     assert {one.name for one in made} == ALL
     assert all(file.stat().st_size > 10_000 for one in made for file in one.files)
     assert all(len(one.files) == 2 for one in made)
+
+
+@pytest.mark.parametrize("figure", [rescaling, correlation])
+def test_what_was_measured_is_drawn_again_without_the_data(
+    figure: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = figure.__name__.rsplit(".", 1)[-1]
+    (first,) = make([name], tmp_path / "a", quick=True, measures=tmp_path / "m.json", formats=("png",))
+    monkeypatch.setattr(figure, "measure", lambda request: pytest.fail("it was measured before"))
+    (again,) = make([name], tmp_path / "b", quick=True, measures=tmp_path / "m.json", formats=("png",))
+    assert first.files[0].read_bytes() == again.files[0].read_bytes()

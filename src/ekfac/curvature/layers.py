@@ -109,7 +109,7 @@ class Layer(ABC):
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum of h h^T over examples, positions and taps, and the number of its terms, from the input itself."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has direct_inputs, so it must have input_sum_directly")
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum of h h^T over examples (and positions and taps), added to ``into``, and the number of its terms."""
@@ -117,7 +117,8 @@ class Layer(ABC):
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
         """Sum of h^2 over all positions and the number of its entries; for kinds that a tied weight may join."""
-        raise NotImplementedError
+        h, _ = self.positions(x, d, len(x))
+        return square_sum(h), h.numel()
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
         """Sum over examples of the squared gradient in the basis, ``[G, O, C]``."""
@@ -129,7 +130,7 @@ class Layer(ABC):
 
     def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
         """:meth:`scaling_sum` from a call's own tensors, where h need not be written out."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has direct_scaling, so it must have scaling_sum_directly")
 
     def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Terms of ``sum_n rows^T (delta h^T) columns``: the factors ``delta·rows`` and ``h·columns``."""

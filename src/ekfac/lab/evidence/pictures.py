@@ -10,14 +10,18 @@ from ekfac.lab.evidence.record import MISSING, Record
 from ekfac.lab.figures import comparison, make
 from ekfac.lab.runs import Run
 
+# Figures that are drawn again from what they measured.
+MEASURED = ("rescaling", "correlation", "error")
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, the runs that it is drawn from, and what is added to its name."""
+    """A figure, the runs that it is drawn from, what is added to its name, and runs for its plane of settings."""
 
     figure: str
     runs: Sequence[Run]
     suffix: str = ""
+    grid: Sequence[Run] = ()
 
 
 def pictures(record: Record) -> list[Picture]:
@@ -25,7 +29,8 @@ def pictures(record: Record) -> list[Picture]:
     found = []
     for size in record.batch_sizes:
         runs = [run for curve in record.shown(size).values() for run in curve.runs]
-        found.append(Picture("autoencoder", runs, f"-{size}"))
+        grid = [run for run in record.grid if run.config.batch_size == size and run not in runs]
+        found.append(Picture("autoencoder", runs, f"-{size}", grid))
     found.append(Picture("frequency", record.frequency))
     found.append(Picture("sensitivity", record.grid))
     compared = record.runs("comparison")
@@ -44,14 +49,14 @@ def draw(record: Record, images: str | Path, say: Callable[[str], None] = lambda
     files: list[Path] = []
     measures = record.measures.file
     todo = pictures(record)
-    if record.measures.get("error") is not None:
-        todo.append(Picture("error", ()))
+    todo += [Picture(name, ()) for name in MEASURED if record.measures.get(name) is not None]
     for picture in todo:
         say(f"drawing {picture.figure}{picture.suffix}")
         (made,) = make(
             [picture.figure],
             images,
             runs=picture.runs,
+            grid=picture.grid,
             dataset="mnist",
             measures=measures,
             formats=("png",),

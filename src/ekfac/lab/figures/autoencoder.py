@@ -36,8 +36,8 @@ def draw(request: Request) -> Figure:
 
     Where no run was timed, there is no panel over time.
     """
-    finished = curves(run for run in request.runs if run.status != "unfinished")
-    groups, best = by_method(finished), best_of_each(finished)
+    best = best_of_each(curves(run for run in request.runs if run.status != "unfinished"))
+    groups = by_method(curves(run for run in (*request.runs, *request.grid) if run.status != "unfinished"))
     planes = {name: _one_batch_size(group) for name, group in groups.items() if has_plane(_one_batch_size(group))}
     more = len(best) > len(PAPER)
     height = 3.9 if more else 2.8

@@ -25,6 +25,7 @@ class Request:
         dataset: Dataset of what is computed.
         data_dir: Folder of the data files.
         measures: What was measured before, and what is measured now.
+        grid: Runs that only show how a method answers to its settings.
     """
 
     runs: Sequence[Run] = ()
@@ -32,15 +33,12 @@ class Request:
     dataset: str = "mnist-5k"
     data_dir: str | Path | None = None
     measures: Measures = field(default_factory=Measures)
-
-    def keep(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep what a figure measured."""
-        return self.measures.put(name, values, self.dataset, self.quick)
+    grid: Sequence[Run] = ()
 
     def measured(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return what was measured for a figure before, else measure and keep it."""
         found = self.measures.get(name, self.dataset, self.quick)
-        return self.keep(name, compute()) if found is None else found
+        return self.measures.put(name, compute(), self.dataset, self.quick) if found is None else found
 
 
 @dataclass(frozen=True)

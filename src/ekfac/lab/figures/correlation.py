@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+from typing import Any
+
+import numpy
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -16,6 +20,25 @@ UNITS, INPUTS = 5, 50
 
 def draw(request: Request) -> Figure:
     """Draw |correlation| of 250 parameters of the 2nd layer: 5 units by 50 inputs; 5 by 50 axes in the eigenbasis."""
+    found = request.measured("correlation", lambda: measure(request))
+    figure, panels = style.panels(1, 2, height=3.0, width=6.5)
+    names = {"parameter_space": "in parameter space", "eigenbasis": "in the eigenbasis (KFE)"}
+    for axis, (name, heading) in zip(panels, names.items(), strict=True):
+        shades = numpy.frombuffer(base64.b64decode(found["shades"][name]), numpy.uint8)
+        size = shades.reshape(UNITS * INPUTS, UNITS * INPUTS) / 255
+        image = axis.imshow(size, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        axis.set_title(f"{heading}\nmean off the diagonal {found[name]:.3f}")
+        axis.set_xticks(range(0, 251, 50))
+        axis.set_yticks(range(0, 251, 50))
+        axis.grid(False)
+        axis.set_xlabel("coordinate")
+    figure.colorbar(image, ax=panels, label="|correlation| of gradients", shrink=0.85, aspect=25)
+    figure.suptitle(f"MNIST classifier ({request.dataset}): {UNITS * INPUTS} parameters of the 2nd layer")
+    return figure
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Return the mean size off the diagonal in both bases, and both matrices in the 256 shades of the picture."""
     steps, examples = (150, 1000) if request.quick else (300, 4000)
     subject = Subject("classifier", request)
     subject.steps(steps)
@@ -29,24 +52,16 @@ def draw(request: Request) -> Figure:
     axes_in = torch.arange(shape[1] - INPUTS, shape[1]).flip(0)
     places = (axes_out[:, None] * shape[1] + axes_in).flatten()
     matrices = {
-        "in parameter space": ekfac.correlation(G, {f"{layer}.weight": weight}),
-        "in the eigenbasis (KFE)": ekfac.correlation(G, {layer: places}, basis=kfac),
+        "parameter_space": ekfac.correlation(G, {f"{layer}.weight": weight}),
+        "eigenbasis": ekfac.correlation(G, {layer: places}, basis=kfac),
     }
-    figure, panels = style.panels(1, 2, height=3.0, width=6.5)
-    means = {name: mean_off_diagonal(matrix) for name, matrix in matrices.items()}
-    numbers = dict(zip(("parameter_space", "eigenbasis"), means.values(), strict=True))
-    request.keep("correlation", {**numbers, "steps": steps, "examples": examples})
-    for axis, (name, matrix) in zip(panels, matrices.items(), strict=True):
-        size = matrix.abs().cpu()
-        image = axis.imshow(size.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
-        axis.set_title(f"{name}\nmean off the diagonal {means[name]:.3f}")
-        axis.set_xticks(range(0, 251, 50))
-        axis.set_yticks(range(0, 251, 50))
-        axis.grid(False)
-        axis.set_xlabel("coordinate")
-    figure.colorbar(image, ax=panels, label="|correlation| of gradients", shrink=0.85, aspect=25)
-    figure.suptitle(f"MNIST classifier ({request.dataset}): {UNITS * INPUTS} parameters of the 2nd layer")
-    return figure
+    shades = {name: (matrix.abs().clamp(max=1) * 255).round().byte().cpu() for name, matrix in matrices.items()}
+    return {
+        **{name: mean_off_diagonal(matrix) for name, matrix in matrices.items()},
+        "steps": steps,
+        "examples": examples,
+        "shades": {name: base64.b64encode(shade.numpy().tobytes()).decode() for name, shade in shades.items()},
+    }
 
 
 def mean_off_diagonal(matrix: Tensor) -> float:

@@ -33,6 +33,7 @@ def make(
     out: str | Path,
     *,
     runs: Sequence[Run] = (),
+    grid: Sequence[Run] = (),
     quick: bool = False,
     dataset: str = "mnist-5k",
     data_dir: str | Path | None = None,
@@ -48,6 +49,7 @@ def make(
         names: Which; ``["all"]`` for every one. With ``all``, those that no run is for are left out.
         out: Folder for the files, and for the small runs of ``quick``.
         runs: Recorded runs.
+        grid: More of them, for a figure that shows how methods answer to their settings.
         quick: Make small runs for the figures that need some, and compute the others on less data.
         dataset: Dataset of the figures that are computed.
         data_dir: Folder of the data files.
@@ -85,7 +87,7 @@ def make(
             made.append(Made(name, reason="no run is for it"))
             continue
         say(f"drawing {name}")
-        request = Request(found.get(name, ()), quick, dataset, data_dir, kept)
+        request = Request(found.get(name, ()), quick, dataset, data_dir, kept, grid)
         try:
             made.append(Made(name, draw_to(folder / f"{name}{suffix}", spec, request, formats)))
         except LabError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -25,25 +26,17 @@ def draw(request: Request) -> Figure:
     An arrow ends in a bar at right angles. Where the scaling is the true second moment along the arrow, q^T G q, the
     bar touches the ellipse; KFAC's do not.
     """
-    model, data = two_parameters(request)
-    operators = {
-        "full": fisher(model, data, "full"),
-        "diagonal": fisher(model, data, "diagonal"),
-        "KFAC": fisher(model, data, "kfac"),
-        "EKFAC": fisher(model, data, "ekfac"),
-    }
-    G = operators["full"].dense().double()
+    found = request.measured("rescaling", lambda: measure(request))
+    G = torch.tensor(found["G"], dtype=torch.float64)
     colors = {"full": style.GREEN, "diagonal": style.ORANGE, "KFAC": style.RED, "EKFAC": style.BLUE}
     figure, axes = style.panels(1, 4, height=2.1)
     reach = 0.0
-    errors: dict[str, float] = {}
-    for axis, (name, operator) in zip(axes, operators.items(), strict=True):
-        directions, values = axes_of(operator)
+    for axis, (name, color) in zip(axes, colors.items(), strict=True):
+        directions, values = (torch.tensor(part, dtype=torch.float64) for part in found["axes"][name])
         _ellipse(axis, G)
-        _arrows(axis, directions, values, colors[name])
+        _arrows(axis, directions, values, color)
         reach = max(reach, float(values.max().sqrt()), float(torch.linalg.eigvalsh(G).max().sqrt()))
-        errors[name] = float(ekfac.relative_error(operators["full"], operator)) if name != "full" else 0.0
-        axis.set_title(f"{name}\nerror {errors[name]:.0%}")
+        axis.set_title(f"{name}\nerror {found['error'][name]:.0%}")
         axis.set_xlabel(r"$\nabla_{\theta_1}$")
     axes[0].set_ylabel(r"$\nabla_{\theta_2}$")
     for axis in axes:
@@ -52,11 +45,23 @@ def draw(request: Request) -> Figure:
         axis.set_aspect("equal")
         axis.set_xticks([0])
         axis.set_yticks([0])
-    request.keep("rescaling", errors)
     figure.suptitle(
         f"Rescaling of a gradient: a logistic unit on two patches of a digit: is it a {LABEL}? ({request.dataset})"
     )
     return figure
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Return the Fisher, and of each approximation the axes, what it divides by along them, and its error."""
+    model, data = two_parameters(request)
+    names = {"full": "full", "diagonal": "diagonal", "KFAC": "kfac", "EKFAC": "ekfac"}
+    operators = {name: fisher(model, data, kind) for name, kind in names.items()}
+    G = operators["full"]
+    return {
+        "G": G.dense().double().tolist(),
+        "axes": {name: [part.tolist() for part in axes_of(operator)] for name, operator in operators.items()},
+        "error": {name: float(ekfac.relative_error(G, operator)) for name, operator in operators.items()},
+    }
 
 
 def two_parameters(request: Request) -> tuple[nn.Linear, Split]:
