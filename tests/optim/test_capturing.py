@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ekfac.optim import capturing
-from ekfac.optim.capturing import Lanes, Replays, own_stream
+from ekfac.optim.capturing import Lanes, OwnStream, Replays
 
 
 class OnGPU(torch.Tensor):
@@ -64,7 +65,7 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Doubling:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the user's")
-    monkeypatch.setattr(capturing, "own_stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=0))
     return found
 
 
@@ -152,16 +153,18 @@ def test_nothing_is_captured_within_a_capture_or_on_the_cpu(
 
 def test_graphs_that_live_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
+        __slots__ = ("cuda_stream",)  # not to be referred to weakly, which is not safe with torch's
+
         def __init__(self, address: int) -> None:
             self.cuda_stream = address
 
     given = itertools.cycle(range(4))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(given)))
     device = torch.device("cuda")
-    first, second, third = (own_stream(device) for _ in range(3))
-    assert [s.cuda_stream for s in (first, second, third)] == [0, 1, 2]
+    first, second, third = (OwnStream(device) for _ in range(3))
+    assert [s.stream.cuda_stream for s in (first, second, third)] == [0, 1, 2]
     del second
-    assert [own_stream(device).cuda_stream for _ in range(3)] == [3, 1, 3], "not 0 and 2, which are held on to"
+    assert [OwnStream(device).stream.cuda_stream for _ in range(3)] == [3, 1, 3], "not 0 and 2, which are held on to"
 
 
 def test_lanes_of_an_optimizer_that_is_gone_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

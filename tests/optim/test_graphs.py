@@ -3,6 +3,9 @@
 import copy
 import gc
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +113,31 @@ def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: in
     assert replays >= 10, "statistics of every batch, and yet replayed"
     for p, q in zip(found, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+
+
+TRAINS_AND_ENDS = """
+import torch
+from torch import nn
+import ekfac
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5)).cuda()
+opt = ekfac.EKFAC(model, memory_limit=50_000)
+for _ in range(30):
+    opt.zero_grad()
+    model(torch.randn(24, 3, 6, 6, device="cuda")).square().mean().backward()
+    opt.step()
+assert opt._graphs.replays and opt.engine._replays._captured
+if {closed}:
+    opt.close()
+    assert not (opt._graphs._captured or opt.engine._replays._captured)
+"""
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_ends_well(closed: bool) -> None:
+    """Python wipes what is freed: who still refers to a stream that is gone would crash."""
+    ends = [sys.executable, "-c", TRAINS_AND_ENDS.format(closed=closed)]
+    done = subprocess.run(ends, env={**os.environ, "PYTHONMALLOC": "debug"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_graph_that_is_garbage_does_not_spoil_the_next_capture() -> None:

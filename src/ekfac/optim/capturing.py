@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,22 +50,23 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
             gc.enable()
 
 
-#: The streams that graphs are captured on, by device and address, as long as somebody holds on to them.
-_CAPTURED_ON: weakref.WeakValueDictionary[tuple[torch.device, int], torch.cuda.Stream] = weakref.WeakValueDictionary()
-
-
-def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other live graphs are captured on.
+class OwnStream:
+    """A stream that no other live graphs are captured on, as long as somebody holds on to this.
 
     Graphs that are captured on one stream share cuBLAS's workspace: two of them must not run at once, and when one is
     destroyed torch frees it. And torch has but 32 streams, which it gives out in turns.
     """
-    for _ in range(32):
-        stream = torch.cuda.Stream(device)
-        if (device, stream.cuda_stream) not in _CAPTURED_ON:
-            break
-    _CAPTURED_ON[device, stream.cuda_stream] = stream
-    return stream
+
+    #: By device and address. Weakly to this, never to the stream: in some versions torch lets a stream go without
+    #: telling those who refer to it weakly, and Python's collector then stumbles over them when the process ends.
+    _live: ClassVar[weakref.WeakValueDictionary[tuple[torch.device, int], OwnStream]] = weakref.WeakValueDictionary()
+
+    def __init__(self, device: torch.device) -> None:
+        for _ in range(32):
+            self.stream = torch.cuda.Stream(device)
+            if (device, self.stream.cuda_stream) not in self._live:
+                break
+        self._live[device, self.stream.cuda_stream] = self
 
 
 #: Lanes of optimizers that are gone. Torch never frees the workspaces of streams that a capture forks to.
@@ -144,7 +145,7 @@ class Replays:
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, ...]]] = {}
         self._places: dict[Hashable, Tensor] = {}
-        self._capture_on: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
+        self._capture_on: dict[torch.device, tuple[OwnStream, tuple[int, int]]] = {}
         #: Where one was replayed last.
         self._stream: torch.cuda.Stream | None = None
 
@@ -194,9 +195,9 @@ class Replays:
         torch.cuda.synchronize()
         try:
             if device not in self._capture_on:
-                self._capture_on[device] = own_stream(device), torch.cuda.graph_pool_handle()
-            stream, pool = self._capture_on[device]
-            with capturing(graph, pool=pool, stream=stream):
+                self._capture_on[device] = OwnStream(device), torch.cuda.graph_pool_handle()
+            own, pool = self._capture_on[device]
+            with capturing(graph, pool=pool, stream=own.stream):
                 returned = tuple(self._placed(place, r) for place, r in _numbered("returned", function(*places)))
         except Exception as error:  # whatever it is, the function can do without
             self.enabled = False

@@ -359,8 +359,9 @@ class EKFAC(Grouped):
         exchange.seed(self.engine, operator)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks from the model and let go of captured steps."""
         self.engine.close()
+        self._graphs.forget()
 
     def __enter__(self) -> Self:
         return self

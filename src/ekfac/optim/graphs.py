@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers import Call
-from ekfac.optim.capturing import capturing, form, own_stream
+from ekfac.optim.capturing import OwnStream, capturing, form
 from ekfac.optim.refresh import START
 from ekfac.optim.work import Work
 
@@ -69,7 +69,7 @@ class StepGraphs:
         self._places: dict[Hashable, Tensor] = {}
         self._pool: tuple[int, int] | None = None
         self._generation: Hashable = None
-        self._stream: torch.cuda.Stream | None = None
+        self._own: OwnStream | None = None
         self.replays = 0
 
     def step(self) -> bool:
@@ -84,7 +84,7 @@ class StepGraphs:
         generation = engine.generation, engine.applied_steps >= START
         if generation != self._generation:
             # The tensors that captured steps read were replaced, or other kinds of steps follow.
-            self._forget()
+            self.forget()
             self._seen.clear()
             self._refused.clear()
             self._generation = generation
@@ -106,7 +106,7 @@ class StepGraphs:
         self._replay(captured)
         return True
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let go of all captured steps, never of some: with any graph torch frees what others of its stream work in.
 
         And of their memory and stream: a pool is not opened again once its graphs are gone or one of them was spoilt.
@@ -115,7 +115,7 @@ class StepGraphs:
             torch.cuda.synchronize()
         self._captured.clear()
         self._places.clear()
-        self._pool = self._stream = None
+        self._pool = self._own = None
 
     def _fits_damping(self) -> bool:
         """Whether inverses, where there are any, were made for the damping that stands in the groups now."""
@@ -174,13 +174,13 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            if self._pool is None or self._stream is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), own_stream(device)
+            if self._pool is None or self._own is None:
+                self._pool, self._own = torch.cuda.graph_pool_handle(), OwnStream(device)
             _point(engine.parameters, gradients)
             engine.stash = _with_places(engine.stash, calls)
             places = iter(sums)
             engine.sums = {block: gathered.at(places) for block, gathered in engine.sums.items()}
-            with engine.lanes.opened(device), capturing(graph, pool=self._pool, stream=self._stream):
+            with engine.lanes.opened(device), capturing(graph, pool=self._pool, stream=self._own.stream):
                 engine.mask_on_device(work)
                 opt.compute(work, rates)
                 turned = engine.refresher.captured
@@ -191,7 +191,7 @@ class StepGraphs:
         except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be captured and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
-            self._forget()
+            self.forget()
             return None
         finally:
             _point(engine.parameters, before[0])
