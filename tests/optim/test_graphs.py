@@ -120,7 +120,7 @@ import torch
 from torch import nn
 import ekfac
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5)).cuda()
-opt = ekfac.EKFAC(model, memory_limit=50_000)
+opt = ekfac.EKFAC(model, memory_limit=20_000)
 for _ in range(30):
     opt.zero_grad()
     model(torch.randn(24, 3, 6, 6, device="cuda")).square().mean().backward()
