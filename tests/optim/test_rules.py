@@ -221,10 +221,7 @@ def test_a_factor_that_is_not_finite_leaves_the_basis(broken: float) -> None:
     A = torch.eye(4, dtype=torch.float64)[None].clone()
     A[0, 1, 2] = broken
     U = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64))[0]
-    try:
-        warm = orthogonal_iteration(A, U)
-    except RuntimeError:  # LAPACK may refuse it outright
-        pytest.skip("this LAPACK raises on such a matrix")
+    warm = orthogonal_iteration(A, U)
     assert not bool(warm.good)
     assert torch.equal(warm.U, U) and bool(torch.isfinite(warm.values).all())
 
