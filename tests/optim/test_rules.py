@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.curvature.eigenbasis import _cholesky_qr, orthogonal_iteration
+from ekfac.curvature.eigensolvers import _cholesky_qr, orthogonal_iteration
 from ekfac.optim.methods.rules import RULES
 from helpers import batches_for, compare_with_oracle, mean_loss, mlp
 
