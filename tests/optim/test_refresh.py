@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac.optim.cuda.step_graphs import signature
+from ekfac.optim.executor import Answer
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import refresh
 from ekfac.optim.statistics.averages import factors_of
-from ekfac.optim.executor import Answer
 from ekfac.optim.statistics.schedule import EARLY, START, TRIES, Intervals, early_steps
 from ekfac.optim.types import BlockStep, EigenState, GroupRates
 
@@ -223,7 +223,7 @@ def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> 
     opt = ekfac.EKFAC(model)
     model(torch.randint(7, (16,))).square().sum(1).mean().backward()
     opt.step()
-    engine, (block,) = opt.engine, opt.engine.partition.blocks
+    engine = opt.engine
     turned = engine.refresher.warm_refreshes
     for iterations, answers in (((1, 0), 0), ((0, 1), 1), ((1, 1), 1)):
         refresh_warm(opt, iterations)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from ekfac.optim import options
-from ekfac.optim.factory import build_engine
+from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
+from ekfac.optim.methods.factory import eigen_methods, take_rule
+from ekfac.optim.methods.rules import Rule
 from ekfac.optim.optimizer import Optimizer
-from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.options import (
+    DAMPING,
+    Batch,
+    Coverage,
+    Damping,
+    EngineOptions,
+    Numerics,
+    Refresh,
+    StepSize,
+    with_old_names,
+)
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.lr_fraction import LRFraction
 
-#: Measured defaults; docs/tuning.md has the evidence.
+#: A measured default; docs/tuning.md has the evidence.
 LR = 0.01
-ANNEAL = 300.0
-TRUST = 1.0
-PACE = 0.03
 
 
 class EKFAC(Optimizer):
@@ -31,7 +40,7 @@ class EKFAC(Optimizer):
         &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2, \quad
             m \leftarrow \beta m + (1 - \beta) g \\
         &p = U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T, \quad
-            \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / \texttt{anneal}}
+            \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / 300}
 
     This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
     eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.methods.damping`).
@@ -53,23 +62,27 @@ class EKFAC(Optimizer):
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
         lr: Learning rate, a number or a one-element tensor.
-        anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
-            a schedule of your own.
-        pace: The share of lr that the first step takes, at most 1, under scaling="anchored"; later steps take more
-            while gradients keep agreeing with the last direction, less when they point back, up to lr. None for lr at
-            all times.
-        trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step, before
-            momentum: each layer's update is shortened to trust / L at the most. None for no bound.
+        betas: Decays of m and, for "adam", of s; the rule's own by default.
+        weight_decay: Weight decay.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
             how far the loss falls; then ``step`` needs a closure.
+        damping_mode: "spectral" (a fraction of each factor's largest eigenvalue), "relative" (of the layer's mean s),
+            "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only ``eps``.
+        scaling: "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in its
+            eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own, such
+            as ``ekfac.rules.Running(decay=0.99)``.
+        refresh_every: Renew the bases every so many applied steps.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
-        weight_decay: Weight decay.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
         maximize: Ascend instead.
-        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
-            s, as in the paper, that is twice the KL divergence of the step.
-        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+        step_size: What bounds the length of a step besides lr.
+        refresh: How bases are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
@@ -78,17 +91,23 @@ class EKFAC(Optimizer):
         *,
         params: Groups | None = None,
         lr: float | Tensor = LR,
-        anneal: float | None = ANNEAL,
-        pace: float | None = PACE,
-        trust: float | None = TRUST,
-        damping: Damping | AdaptiveDamping = options.DAMPING,
+        betas: tuple[float, float] | None = None,
+        weight_decay: float = 0.0,
+        damping: Damping | AdaptiveDamping = DAMPING,
+        damping_mode: str = "spectral",
+        scaling: str | Rule = "anchored",
+        refresh_every: int = 50,
         momentum: float = 0.0,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
-        kl_clip: float | None = None,
-        **arguments: Unpack[CurvatureArguments],
+        step_size: StepSize = StepSize(),
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **old: Any,
     ) -> None:
         update = {
             "lr": lr,
@@ -99,20 +118,24 @@ class EKFAC(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
-        length = {"kl_clip": kl_clip, "anneal": anneal, "trust": trust, "pace": pace}
-        also = options.keywords(EKFAC.__init__)
-        super().__init__(
-            model,
-            params,
-            update,
-            lambda parameters, state: build_engine(
-                type(self).__name__, model, parameters, state, dict(arguments), also, whole_steps=True
-            ),
-            {**update, **length, **arguments},
-            anneal=anneal,
-            lr_fraction=pace,
-            max_change=trust,
-            kl_clip=kl_clip,
-        )
-        if not self.engine.method.compares_gradients:
-            self.lr_fraction = LRFraction()
+        given = {
+            "betas": betas,
+            "damping_mode": damping_mode,
+            "scaling": scaling,
+            "refresh_every": refresh_every,
+            "step_size": step_size,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+        }
+        arguments = with_old_names(type(self).__name__, given, old, {*update, *given, "params"})
+
+        def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
+            methods = eigen_methods(rule, mode)
+            return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
+
+        rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")
+        others = {"scaling": rule, "damping_mode": mode, **arguments}
+        super().__init__(model, params, update, make_engine, others, step_size)

@@ -66,7 +66,7 @@ class Engine:
         self.options = options
         self.method = method
         self.elementwise = elementwise
-        self.partition = Partition(model, options, state, lambda block: self.method_of(block).state_class)
+        self.partition = Partition(model, options.coverage, state, lambda block: self.method_of(block).state_class)
         self.schedule = Schedule(options, method, self.partition)
         self.executor = Executor(options, whole_steps)
         self.refresher = Refresher(self.executor)
@@ -119,7 +119,7 @@ class Engine:
     def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Factors, bases, scalings, directions: the part of a step that the device does."""
         square = self.collector.delta_square(inputs.n_statistics)
-        average_factors(self.partition, inputs, square, self.options.factor_decay)
+        average_factors(self.partition, inputs, square, self.options.refresh.factor_decay)
         known = [b for b in self.partition.blocks if b not in inputs.unknown]
         blocks = [b for b in known if any(p in inputs.gradients for p in b.parameters.values())]
         parts = [partial(self.precondition_block, block, inputs, rates) for block in blocks]
@@ -164,7 +164,7 @@ class Engine:
 
     def _mean(self, inputs: StepInputs) -> float | Tensor:
         """What gradients are multiplied by to be those of a mean over examples."""
-        return world_size() / inputs.n if self.options.loss_reduction == "sum" else 1.0
+        return world_size() / inputs.n if self.options.batch.reduction == "sum" else 1.0
 
     # --- between steps --------------------------------------------------------------------------------------------
 

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.optim import options
 from ekfac.optim.engine import Engine
-from ekfac.optim.options import CurvatureArguments
+from ekfac.optim.options import FLAT, GROUPS, RULE_OPTIONS
 from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+#: Options that are the same for the whole model, so that no group can have its own.
+SAME_FOR_ALL = {*FLAT, *GROUPS, *RULE_OPTIONS, "betas", "scaling", "damping_mode", "refresh_every", "grad_scaler"}
 
 
 class Grouped(torch.optim.Optimizer):
@@ -119,7 +123,7 @@ class Grouped(torch.optim.Optimizer):
         for index, function in self._damping_functions.items():
             self.param_groups[index]["damping"] = options.damping("damping", function, applied)
         for group in self.param_groups:  # schedulers and users write into the groups
-            options.number("lr", group["lr"], least=0)
+            checks.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])
 
 
@@ -135,7 +139,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         if not isinstance(item, dict) or "params" not in item:
             shown = f"keys {list(item)}" if isinstance(item, dict) else f"type {type(item).__name__}"
             raise ValueError(f"params holds a group of {shown}. {allowed}")
-        if fixed := sorted(set(item) & CurvatureArguments.__annotations__.keys()):
+        if fixed := sorted(SAME_FOR_ALL & set(item)):
             raise ValueError(
                 f"params: a group cannot have a {fixed[0]} of its own, which is the same for the whole model"
             )
@@ -144,11 +148,11 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 def check_update_options(values: dict[str, Any]) -> None:
     """Check what belongs to the update of the parameters, for the defaults and for every group."""
-    options.number("lr", values["lr"], least=0)
+    checks.number("lr", values["lr"], least=0)
     options.damping("damping", values["damping"])
-    options.number("momentum", values["momentum"], least=0, below=1)
-    options.number("weight_decay", values["weight_decay"], least=0)
+    checks.number("momentum", values["momentum"], least=0, below=1)
+    checks.number("weight_decay", values["weight_decay"], least=0)
     for name in ("nesterov", "decoupled_weight_decay", "maximize"):
-        options.flag(name, values[name])
+        checks.flag(name, values[name])
     if values["nesterov"] and not values["momentum"]:
         raise ValueError(f"nesterov=True needs momentum > 0, not momentum={values['momentum']!r}")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim import options
 from ekfac.optim.base import Base, check_model
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
+from ekfac.optim.options import StepSize, check_group
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
@@ -32,11 +32,8 @@ class Optimizer(Base, Grouped):
         params: torch's parameter groups over the model's parameters; all of them by default.
         defaults: What a group has unless it says otherwise.
         make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
-        arguments: All arguments, for copies.
-        anneal: The learning rate falls as lr / sqrt(1 + t / anneal); None for no fall.
-        lr_fraction: The fraction of lr that the first step takes; None for all of it at all times.
-        max_change: Bound on the relative change of the weights in one step; None for none.
-        kl_clip: Bound on lr^2 times the inner product of gradient and direction; None for none.
+        arguments: All other arguments, for copies.
+        step_size: What bounds the length of a step.
     """
 
     def __init__(
@@ -46,24 +43,17 @@ class Optimizer(Base, Grouped):
         defaults: dict[str, Any],
         make_engine: Callable[[list[nn.Parameter], Any], Engine],
         arguments: dict[str, Any],
-        *,
-        anneal: float | None = None,
-        lr_fraction: float | None = None,
-        max_change: float | None = None,
-        kl_clip: float | None = None,
+        step_size: StepSize,
     ) -> None:
         check_model(model)
-        if anneal is not None:
-            options.number("anneal", anneal, above=0)
-        if max_change is not None:
-            options.number("trust", max_change, above=0)
-        self._arguments = arguments
-        self.anneal = anneal
-        self.max_change = max_change
-        self.lr_fraction = LRFraction(lr_fraction)
-        self.kl_clip = KLClip(kl_clip)
+        check_group("step_size", step_size)
+        self._arguments = {**defaults, **arguments, "step_size": step_size}
+        self.step_size = step_size
+        self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
         self.engine = make_engine(self._all_parameters(), self.state)
+        compares = self.engine.method.compares_gradients
+        self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
         try:
             self._check_damping_within_layers(self.engine.partition.blocks)
         except ValueError:
@@ -132,9 +122,10 @@ class Optimizer(Base, Grouped):
             )
 
     def _rates(self) -> Rates:
-        """The numbers of this step, by group: the annealed lr, damping, and what depends on them."""
+        """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
         t = self.engine.schedule.applied_steps
-        factor = 1.0 if self.anneal is None else (1 + t / self.anneal) ** -0.5
+        decay = self.step_size.decay_steps
+        factor = 1.0 if decay is None else (1 + t / decay) ** -0.5
         groups, fixed = [], []
         for g in self.param_groups:
             lr = g["lr"].reshape(()) if isinstance(g["lr"], Tensor) else g["lr"]
@@ -143,14 +134,14 @@ class Optimizer(Base, Grouped):
             fixed.append(
                 (g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"], len(g["params"]))
             )
-        return Rates(groups, self._group_index(), (tuple(fixed), self.kl_clip.bound, self.max_change))
+        return Rates(groups, self._group_index(), (tuple(fixed), self.step_size))
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
         fraction = self.lr_fraction.take(directions, inputs.ok)
         lrs = [group.lr * fraction for group in rates.groups]
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
-        steps, factors = bound_change(directions, lr_of, self.max_change)
+        steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
         self.lr_fraction.follow(directions, factors, inputs.ok)
         steps = self.kl_clip(steps, directions, lr_of)
         for group, lr in zip(self.param_groups, lrs, strict=True):

@@ -1,4 +1,4 @@
-"""Runs the parts of a step as fast as a GPU allows: whole steps as graphs, parallel streams, a host that never waits."""
+"""The parts of a step as fast as a GPU allows: whole steps as graphs, parallel streams, a host that never waits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class CudaExecutor(Executor):
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         super().__init__(options, whole_steps)
         self.mask = NonFiniteMask()
-        self.side = SideStream(options.cuda_graphs)
+        self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
         self.step_graphs = StepGraphs(self)
+        n = options.numerics
         self.replays = {
-            "a refresh": Replays("a refresh", options.cuda_graphs),
-            "taking statistics": Replays("taking statistics", options.cuda_graphs, options.memory_limit),
+            "a refresh": Replays("a refresh", n.cuda_graphs),
+            "taking statistics": Replays("taking statistics", n.cuda_graphs, n.memory_limit),
         }
         #: Bytes of the calls that are kept for the step.
         self._kept = 0
@@ -44,7 +45,7 @@ class CudaExecutor(Executor):
     def graphs_possible(self, device: torch.device) -> bool:
         """Tell whether a CUDA graph may hold what happens on a device."""
         o = self.options
-        return o.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and world_size() == 1
+        return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and world_size() == 1
 
     def replay(
         self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Callable[[StepInputs, Rates], None]
@@ -77,7 +78,7 @@ class CudaExecutor(Executor):
         if not (self.whole_steps and self.graphs_possible(calls[0].d.device)):
             return False
         size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
-        if self._kept + size > self.options.memory_limit:
+        if self._kept + size > self.options.numerics.memory_limit:
             return False
         self._kept += size
         return True

@@ -186,7 +186,7 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
 def refreshes_are_small(engine: Engine) -> bool:
     """Tell whether a graph may refresh bases: it keeps what that takes, some eight float64 matrices a stream."""
     most = max((max(block.factor_numbers()) for block in engine.partition.covered), default=0)
-    return engine.schedule.maskable and 8 * 8 * most <= engine.options.memory_limit
+    return engine.schedule.maskable and 8 * 8 * most <= engine.options.numerics.memory_limit
 
 
 def fits_damping(engine: Engine, rates: Rates) -> bool:

@@ -69,8 +69,8 @@ class InverseMethod:
             self._invert(block, state, A, B, float(damping), refresher, wait=False)
 
     def _invert(
-        self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float, refresher: Refresher | None = None,
-        wait: bool = True,
+        self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float,
+        refresher: Refresher | None = None, wait: bool = True,
     ) -> None:  # fmt: skip
         started = time.perf_counter()
         pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))

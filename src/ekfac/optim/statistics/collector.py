@@ -69,7 +69,7 @@ class Collector:
         self.separate = False
         self.capture = Capture(
             partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
-            options.batch_dim,
+            options.batch.dim,
         )  # fmt: skip
         self.watch = GradientWatch([])
 
@@ -163,7 +163,7 @@ class Collector:
     ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
         gathered = sums.setdefault(block, BlockSums())
-        memory = self._options.memory_limit
+        memory = self._options.numerics.memory_limit
         if self._schedule.takes_factors(block):
             gathered.add_factors(self._factor_sums(block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.aside:
@@ -184,7 +184,7 @@ class Collector:
 
         def taken(*tensors: Tensor) -> tuple[Any, ...]:
             given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
-            sums = statistics.factor_sums(block, given, n, o.sharing, o.memory_limit)
+            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, o.numerics.memory_limit)
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
@@ -328,7 +328,7 @@ class Collector:
         W processes it is N / W times. Under a sum it is the captured gradient itself.
         """
         scale = self.loss_scale()
-        if self._options.loss_reduction == "sum":
+        if self._options.batch.reduction == "sum":
             return 1 / (n * scale * scale)
         w = world_size()
         return n / (w * w * scale * scale)
@@ -360,7 +360,7 @@ class Collector:
             if isinstance(step.gradient, Rows) and step.gradient.one_each:
                 sums.add_scaling(step.gradient.scaling_sum(step.basis))
             else:
-                memory = self._options.memory_limit
+                memory = self._options.numerics.memory_limit
                 for calls, count in sums.held:
                     sums.add_scaling(statistics.scaling_sum(block, calls, count, step.basis, memory))
             sums.held = []

@@ -58,7 +58,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
     """Whether the gradient of a block can be known to be the product of its rows."""
     return (
         block.key.device.type == "cpu"
-        and options.loss_reduction == "mean"
+        and options.batch.reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
         and world_size() == 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block, find_blocks
-from ekfac.optim.options import EngineOptions
+from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
 Members = tuple[bool, tuple[nn.Parameter, ...]]
@@ -20,7 +20,7 @@ class Partition:
 
     Args:
         model: The model.
-        options: What is covered.
+        coverage: What is covered.
         state: Where each block keeps its tensors, by its first parameter: torch's ``optimizer.state``.
         state_class: What a block's state is.
     """
@@ -28,13 +28,13 @@ class Partition:
     def __init__(
         self,
         model: nn.Module,
-        options: EngineOptions,
+        coverage: Coverage,
         state: MutableMapping[Tensor, Any],
         state_class: Callable[[Block], type[BlockState]],
     ) -> None:
         self.model = model
         self.states = state
-        self._options = options
+        self._coverage = coverage
         self._state_class = state_class
         #: Grows whenever tensors that a CUDA graph may hold on to were replaced.
         self.generation = 0
@@ -64,16 +64,16 @@ class Partition:
 
     def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
         """The blocks that these parameters would be assigned to."""
-        o = self._options
+        c = self._coverage
         return find_blocks(
             self.model,
             parameters,
-            include=o.include,
-            exclude=o.exclude,
-            sua=o.sua,
-            max_factor_dim=o.max_factor_dim,
-            identity=o.basis == "identity",
-            unsupported=o.unsupported,
+            include=c.include,
+            exclude=c.exclude,
+            sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
+            max_factor_dim=c.max_factor_dim,
+            identity=c.basis == "identity",
+            unsupported=c.unsupported,
             silent=self.silent,
         )
 

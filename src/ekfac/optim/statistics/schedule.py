@@ -93,9 +93,9 @@ class Schedule:
     """
 
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
-        self.intervals = Intervals(options.refresh_every, options.deterministic)
+        self.intervals = Intervals(options.refresh_every, options.refresh.deterministic)
         self.applied_steps = 0
-        self._options = options
+        self._refresh = options.refresh
         self._method = method
         self._partition = partition
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
@@ -103,8 +103,8 @@ class Schedule:
         self.maskable = (
             method.masks_refreshes
             and not method.needs_examples
-            and options.factor_every in (None, 1)
-            and options.factor_decay > 0
+            and options.refresh.factor_every in (None, 1)
+            and options.refresh.factor_decay > 0
         )
 
     def solves(self, block: Block) -> bool:
@@ -128,8 +128,8 @@ class Schedule:
     def takes_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
         every, decay, layer = (
-            self._options.factor_every,
-            self._options.factor_decay,
+            self._refresh.factor_every,
+            self._refresh.factor_decay,
             self._partition.layer_of[block.key],
         )
         if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, every):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ekfac.optim import options
+from ekfac import checks
 from ekfac.optim.engine import Engine
 from ekfac.optim.statistics.sums import world_size
 
@@ -79,12 +79,12 @@ class AdaptiveDamping:
 
     def __post_init__(self) -> None:
         for name in ("start", "least", "most"):
-            options.number(name, getattr(self, name), above=0)
+            checks.number(name, getattr(self, name), above=0)
         if not self.least <= self.start <= self.most:
             raise ValueError(f"start={self.start!r} must lie between least={self.least!r} and most={self.most!r}")
-        options.integer("every", self.every, least=1)
-        options.number("omega", self.omega, above=0, below=1)
-        options.number("decay", self.decay, least=0, below=1)
+        checks.integer("every", self.every, least=1)
+        checks.number("omega", self.omega, above=0, below=1)
+        checks.number("decay", self.decay, least=0, below=1)
 
 
 class Adaptation:
@@ -198,7 +198,7 @@ class Comparison:
         slope, curved = self._model()
         torch.clear_autocast_cache()  # which holds the weights as they were
         loss, new_loss, examples = self._over_processes(self._loss, self._evaluate(), float(self._examples))
-        unit = self._sign / examples if self._engine.options.loss_reduction == "sum" else self._sign
+        unit = self._sign / examples if self._engine.options.batch.reduction == "sum" else self._sign
         slope *= unit
         hidden = abs(slope) + curved / 2 < self._rounding * abs(unit * loss)
         if not (hidden or self._adaptation.learn(unit * (loss - new_loss), slope, curved)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ekfac import checks
 from ekfac.optim.step_size.max_change import LearningRates, Steps
 from ekfac.optim.types import Direction
 
@@ -18,8 +17,6 @@ class KLClip:
     """
 
     def __init__(self, bound: float | None) -> None:
-        if bound is not None:
-            checks.number("kl_clip", bound, above=0)
         self.bound = bound
         #: How many steps were shortened, counted on the device.
         self.hits: Tensor | float = 0.0
