@@ -38,7 +38,11 @@ class Grouped(torch.optim.Optimizer):
         self.model = model
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self._adaptation: Adaptation | None = None
-        self._indexed: tuple[Any, dict[nn.Parameter, int]] | None = None
+        #: The group of every parameter that is trained, and what it was found for.
+        self._group_of: dict[nn.Parameter, int] = {}
+        self._indexed: tuple[int, ...] = ()
+        #: lr and damping of each group when they were last checked: schedulers and users write there.
+        self._checked: dict[int, tuple[Any, Any]] = {}
         self._group_defaults = defaults
         defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_update_options(defaults)
@@ -102,29 +106,26 @@ class Grouped(torch.optim.Optimizer):
                     f"damping={sorted(values)} within layer '{block.name}': the parameters of a layer must agree"
                 )
 
-    def _group_index(self) -> dict[nn.Parameter, int]:
-        """The group of every parameter that is trained."""
+    def _index(self) -> None:
+        """Find the group of every parameter that is trained."""
         partition = self.engine.partition
-        at = partition.generation, [len(group["params"]) for group in self.param_groups]
-        if self._indexed is None or self._indexed[0] != at:
-            trained = set(partition.parameters)
-            index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
-            self._check_damping_within_layers(partition.blocks)
-            self._indexed = at, index
-        return self._indexed[1]
+        trained = set(partition.parameters)
+        self._group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
+        self._check_damping_within_layers(partition.blocks)
 
     def _adapts(self) -> Adaptation | None:
         """What a group's damping adapts by, if any does."""
         return self._adaptation if self._adaptation in self._damping_functions.values() else None
 
-    def _current_damping(self) -> None:
-        """Write the current number of a damping function into its group, and check what stands in the groups."""
-        applied = self.engine.schedule.applied_steps
-        for index, function in self._damping_functions.items():
-            self.param_groups[index]["damping"] = options.damping("damping", function, applied)
-        for group in self.param_groups:  # schedulers and users write into the groups
-            checks.number("lr", group["lr"], least=0)
-            options.damping("damping", group["damping"])
+    def _check_group(self, index: int) -> None:
+        """Write the current number of a damping function into its group, and check what stands there."""
+        group = self.param_groups[index]
+        if index in self._damping_functions:
+            applied = self.engine.schedule.applied_steps
+            group["damping"] = options.damping("damping", self._damping_functions[index], applied)
+        checks.number("lr", group["lr"], least=0)
+        options.damping("damping", group["damping"])
+        self._checked[index] = group["lr"], group["damping"]
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:

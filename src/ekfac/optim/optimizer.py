@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ class Optimizer(Base, Grouped):
             closure: Clears the gradients, computes the loss, calls backward and returns the loss. It is called first,
                 and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
         """
-        engine, adaptation = self.engine, self._adapts()
-        comparison = None
+        engine, comparison = self.engine, None
+        adaptation = None if self._adaptation is None else self._adapts()
         if adaptation is not None:
             engine.settle()
             comparison = self._comparison(adaptation, closure)
@@ -81,9 +82,11 @@ class Optimizer(Base, Grouped):
                 loss = closure()
         if adaptation is None:
             engine.settle()  # not before the closure: it waits for the last step
-        self._check_scaler()
-        with no_autocast(engine.partition.device):
-            self._current_damping()
+        if hasattr(self, "found_inf"):
+            self._refuse_scaler()
+        device = self.param_groups[0]["params"][0].device
+        casts = torch.is_autocast_enabled(device.type)
+        with no_autocast(device) if casts else nullcontext():
             if comparison is not None:
                 comparison.before(loss)
             rates = self._rates()
@@ -91,7 +94,7 @@ class Optimizer(Base, Grouped):
         if done and comparison is not None:
             comparison.after()
         if done:
-            with no_autocast(engine.partition.device):
+            with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
         return loss
 
@@ -112,29 +115,35 @@ class Optimizer(Base, Grouped):
         # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
         return self.engine.options.grad_scaler is None
 
-    def _check_scaler(self) -> None:
-        if hasattr(self, "found_inf"):
-            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
-                self.__dict__.pop(name, None)
-            raise RuntimeError(
-                "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
-                f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
-            )
+    def _refuse_scaler(self) -> None:
+        for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
+            self.__dict__.pop(name, None)
+        raise RuntimeError(
+            "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
+            f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
+        )
 
     def _rates(self) -> Rates:
         """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
-        t = self.engine.schedule.applied_steps
-        decay = self.step_size.decay_steps
+        t, decay = self.engine.schedule.applied_steps, self.step_size.decay_steps
         factor = 1.0 if decay is None else (1 + t / decay) ** -0.5
         groups, fixed = [], []
-        for g in self.param_groups:
-            lr = g["lr"].reshape(()) if isinstance(g["lr"], Tensor) else g["lr"]
+        for index, g in enumerate(self.param_groups):
+            lr = g["lr"]
+            tensor = isinstance(lr, Tensor)
+            if tensor or index in self._damping_functions or self._checked.get(index) != (lr, g["damping"]):
+                self._check_group(index)
+            lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
             groups.append(GroupRates(lr * factor, g["damping"], l2, bool(g["maximize"])))
             fixed.append(
                 (g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"], len(g["params"]))
             )
-        return Rates(groups, self._group_index(), (tuple(fixed), self.step_size))
+        at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]
+        if at != self._indexed:
+            self._index()
+            self._indexed = at
+        return Rates(groups, self._group_of, (tuple(fixed), self.step_size))
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -143,7 +152,8 @@ class Optimizer(Base, Grouped):
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
         steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
         self.lr_fraction.follow(directions, factors, inputs.ok)
-        steps = self.kl_clip(steps, directions, lr_of)
+        if self.kl_clip.bound is not None:
+            steps = self.kl_clip(steps, directions, lr_of, inputs)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs.ok)
 
@@ -221,7 +231,7 @@ class Optimizer(Base, Grouped):
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         self.state.update(state)
-        self.engine.partition.states = self.state  # torch has put a new dict there
+        self.engine.partition.take_states(self.state)  # torch has put a new dict there
         self.kl_clip.hits = saved["kl_clip_hits"]
         self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)
         if self._adaptation is not None:

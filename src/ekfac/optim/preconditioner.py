@@ -149,6 +149,7 @@ class Preconditioner(Base):
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
+        self.engine.partition.take_states(self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)

@@ -122,16 +122,19 @@ class Capture:
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
         for record in self._records:
-            record.forget()
+            record.waiting = {}
+            record.listed = record.reached = record.reached_aside = record.kept = False
         self._records = []
         self._current, self._depth = None, 0
         self.examples = self.examples_aside = 0
-        self.held.reset()
+        if self.held.now:
+            self.held.reset()
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
         for record in self._records:
-            self._hand_on(record)
+            if record.waiting:
+                self._hand_on(record)
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class InverseMethod:
     """
 
     kind = "inverse"
+    derived = "inverse_A"
     approximation = "kfac"
     state_class = InverseState
     needs_examples = False
@@ -40,10 +41,6 @@ class InverseMethod:
     def __init__(self, pi_correction: bool) -> None:
         self.pi_correction = pi_correction
         self.keeps_factors = False
-
-    def ready(self, state: InverseState) -> bool:
-        """Tell whether the factors have been inverted."""
-        return "inverse_A" in state
 
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors and inverses, under SUA one more for the bias."""

@@ -96,7 +96,7 @@ def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = N
 
 def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
     """Count a step on the device; returns how many have been counted."""
-    if "count" not in state:
+    if not hasattr(state, "count"):
         state.count = torch.zeros((), dtype=torch.float64, device=like.device)
     return state.count.add_(1.0 if ok is None else ok)
 
@@ -114,7 +114,7 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
 def mean_gradient(state: EigenState, step: BlockStep, beta: float, count: Tensor) -> Tensor:
     """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
     g, ok = step.g, step.ok
-    if "m" not in state:
+    if not hasattr(state, "m"):
         state.m = torch.zeros_like(g)
     blend(state.m, g, 1 - beta, ok)
     weight = (1 - beta**count).clamp(min=1 - beta)
@@ -217,7 +217,7 @@ class Anchored(Running):
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         g, n = step.g, step.n
         root = step.damped(state.s).sqrt_()
-        if "m" in state:
+        if hasattr(state, "m"):
             step.products = products(g, state.m, root)
         mean = mean_gradient(state, step, self.betas[0], counted(state, g, step.ok))
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)

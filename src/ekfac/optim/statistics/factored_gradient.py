@@ -13,8 +13,8 @@ from torch import Tensor
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns
 from ekfac.curvature.layers.base import Call, LinearLayer
+from ekfac.optim.executor import world_size
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import world_size
 
 
 @dataclass

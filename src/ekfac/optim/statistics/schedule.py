@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.blocks import Block
-from ekfac.optim.methods.base import Method
+from ekfac.optim.executor import Answer
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.types import BlockState
+
+if TYPE_CHECKING:
+    from ekfac.optim.methods.base import Method
 
 #: So many first steps refresh all bases, with the step's own batch among the factors: while these still gain rank, a
 #: basis that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each
@@ -21,6 +27,13 @@ START = 300
 FRACTIONS = 4
 #: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
 TRIES = 3
+#: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
+TOLERANCE = 0.5
+#: Stands for what it leaves where no side was iterated.
+NOTHING = -1.0
+
+#: Stands for the state of a block that has none yet.
+NOTHING_YET = BlockState()
 
 
 @dataclass(frozen=True)
@@ -38,16 +51,9 @@ class Intervals:
     deterministic: bool
 
     @cached_property
-    def _early(self) -> frozenset[int]:
+    def early(self) -> frozenset[int]:
+        """The steps, by the number of applied ones before them, that refresh all bases, warm, before they use them."""
         return frozenset() if self.deterministic else early_steps(self.every)
-
-    def solves(self, applied: int) -> bool:
-        """Whether the step after this many applied ones begins with a full solve of all bases."""
-        return self.deterministic and applied % self.every == 0
-
-    def warm_within(self, applied: int) -> bool:
-        """Whether the step after this many applied ones refreshes all bases, warm, before it uses them."""
-        return applied in self._early
 
     def warm_after(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
@@ -95,6 +101,9 @@ class Schedule:
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
         self.intervals = Intervals(options.refresh_every, options.refresh.deterministic)
         self.applied_steps = 0
+        self.warm_refreshes = 0
+        #: What warm refreshes have left off the diagonal, one number a block, and the host has not read.
+        self.pending: list[tuple[list[Block], Answer]] = []
         self._refresh = options.refresh
         self._method = method
         self._partition = partition
@@ -107,43 +116,73 @@ class Schedule:
             and options.refresh.factor_decay > 0
         )
 
-    def solves(self, block: Block) -> bool:
-        """Whether this step begins with a full solve for the block's basis."""
-        if not block.covered:
-            return False
-        state = self._partition.peek(block)
-        return not self._method.ready(state) or state.strayed >= TRIES or self.intervals.solves(self.applied_steps)
+    def due(self, blocks: Iterable[Block]) -> set[Block]:
+        """The covered blocks whose bases this step solves for in full, before it uses them."""
+        states, i = self._partition.states, self.intervals
+        if i.deterministic and self.applied_steps % i.every == 0:
+            return {block for block in blocks if block.covered}
+        found = set()
+        for block in blocks:
+            state = states.get(block.key, NOTHING_YET)
+            if block.covered and (not hasattr(state, self._method.derived) or state.strayed >= TRIES):
+                found.add(block)
+        return found
+
+    @property
+    def warm(self) -> bool:
+        """Whether this step refreshes all bases that it does not solve for, warm, before it uses them."""
+        return self.applied_steps in self.intervals.early
 
     def renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
-        return self.solves(block) or (block.covered and self.intervals.warm_within(self.applied_steps))
+        return block.covered and (self.warm or bool(self.due([block])))
+
+    def takes_factors(self, block: Block) -> bool:
+        """Whether this step takes its batch into the block's A and B."""
+        decay, layer = self._refresh.factor_decay, self._partition.layer_of[block.key]
+        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, self._refresh.factor_every):
+            return True
+        return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
 
     def iterations_after(self, block: Block) -> tuple[int, int]:
         """How many iterations the two sides of the block's basis get after this step."""
-        if strayed := self._partition.peek(block).strayed:
+        if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         covered = self._partition.covered
         return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered))
 
-    def takes_factors(self, block: Block) -> bool:
-        """Whether this step takes its batch into the block's A and B."""
-        every, decay, layer = (
-            self._refresh.factor_every,
-            self._refresh.factor_decay,
-            self._partition.layer_of[block.key],
-        )
-        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, every):
-            return True
-        return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
+    def poll(self, wait: bool) -> None:
+        """Read how warm refreshes went.
 
-    def waits(self, block: Block) -> bool:
-        """Whether this step begins with something for which the host waits: a solve."""
-        return self.solves(block) if self.maskable else self.renews(block)
+        Args:
+            wait: Wait for answers that are not there yet, so that all processes have them at the same step.
+        """
+        waiting = []
+        for blocks, answer in self.pending:
+            if answer.late and not answer.ready(wait):
+                waiting.append((blocks, answer))
+                continue
+            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
+                self.warm_refreshes += not math.isnan(residual)
+                state = self._partition.states.get(block.key, NOTHING_YET)
+                if hasattr(state, self._method.derived) and not math.isnan(residual) and residual != NOTHING:
+                    state.near = residual <= TOLERANCE and getattr(state, "near", True)
+        self.pending = waiting
 
-    def count_strays(self) -> None:
-        """Count what is known of warm refreshes: between two steps, as what a step captures depends on it."""
+    def advance(self) -> list[tuple[Block, tuple[int, int]]]:
+        """Count this step, and what is known of warm refreshes: before the next one, whose hooks depend on it.
+
+        Returns:
+            The blocks to refresh after this step, warm, and the iterations of their two sides.
+        """
+        found = []
         for block in self._partition.covered:
-            state = self._partition.peek(block)
-            if "near" in state:
+            state = self._partition.states.get(block.key, NOTHING_YET)
+            if hasattr(state, "near"):
                 state.strayed = 0 if state.near else state.strayed + 1
-                del state["near"]
+                del state.near
+            iterations = self.iterations_after(block)
+            if any(iterations) and hasattr(state, self._method.derived):
+                found.append((block, iterations))
+        self.applied_steps += 1
+        return found

@@ -13,7 +13,8 @@ from torch import distributed as dist
 
 from ekfac import checks
 from ekfac.optim.engine import Engine
-from ekfac.optim.statistics.sums import world_size
+from ekfac.optim.executor import world_size
+from ekfac.optim.types import StepInputs
 
 #: Ratios above the first let damping fall, ratios below the second let it rise.
 GOOD, POOR = 0.75, 0.25
@@ -184,16 +185,17 @@ class Comparison:
         self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
         engine = self._engine
         watch = engine.collector.watch
-        live = [p for p in engine.partition.parameters if p.grad is not None]
-        ratios = watch.rescaling(live, *watch.sizes(live), loss_scale=1.0)
-        self._gradients = {p: p.grad * ratios[p] if p in ratios else p.grad for p in live if p.grad is not None}
-        self._theta = {p: p.detach().clone() for p in live}
-        self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live}
+        live = StepInputs({p: p.grad for p in engine.partition.parameters if p.grad is not None}, {}, {})
+        watch.sizes(live)
+        ratios = watch.rescaling(live, loss_scale=1.0)
+        self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}
+        self._theta = {p: p.detach().clone() for p in live.gradients}
+        self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live.gradients}
         self._examples = engine.collector.capture.examples
 
     def after(self) -> None:
         """Evaluate the loss again, and let damping learn unless rounding hides the change; it may undo the step."""
-        if self._engine.read_verdict():  # a gradient was not finite, and nothing has changed
+        if self._engine.settle():  # a gradient was not finite, and nothing has changed
             return
         slope, curved = self._model()
         torch.clear_autocast_cache()  # which holds the weights as they were
