@@ -12,10 +12,9 @@ from ekfac.curvature.eigenbasis import (
     Basis,
     carry_moment,
     carry_second_moment,
-    eigh_with_fallback,
-    is_eigendecomposition,
 )
-from ekfac.curvature.shapes import BlockShape
+from ekfac.curvature.eigensolvers import eigh_with_fallback, is_eigendecomposition
+from ekfac.curvature.layers.shapes import BlockShape
 from oracle import carried
 
 

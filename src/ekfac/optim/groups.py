@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim import options
-from ekfac.optim.adaptive import Adaptation, AdaptiveDamping
 from ekfac.optim.engine import Engine
 from ekfac.optim.options import CurvatureArguments
+from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -81,13 +81,13 @@ class Grouped(torch.optim.Optimizer):
         try:
             (group,) = as_groups([param_group])
             super().add_param_group(self._named_group(group, self._group_defaults, index))
-            self._check_damping_within_layers(self.engine.blocks_of(self._all_parameters()))
+            self._check_damping_within_layers(self.engine.partition.blocks_of(self._all_parameters()))
         except ValueError:
             del self.param_groups[index:]
             self._damping_functions.pop(index, None)
             self._adaptation = self._adapts()
             raise
-        self.engine.set_parameters(self._all_parameters())
+        self.engine.collector.set_parameters(self._all_parameters())
 
     def _check_damping_within_layers(self, blocks: list[Block]) -> None:
         group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -100,11 +100,12 @@ class Grouped(torch.optim.Optimizer):
 
     def _group_index(self) -> dict[nn.Parameter, int]:
         """The group of every parameter that is trained."""
-        at = self.engine.generation, [len(group["params"]) for group in self.param_groups]
+        partition = self.engine.partition
+        at = partition.generation, [len(group["params"]) for group in self.param_groups]
         if self._indexed is None or self._indexed[0] != at:
-            trained = set(self.engine.parameters)
+            trained = set(partition.parameters)
             index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
-            self._check_damping_within_layers(self.engine.blocks)
+            self._check_damping_within_layers(partition.blocks)
             self._indexed = at, index
         return self._indexed[1]
 
@@ -114,9 +115,9 @@ class Grouped(torch.optim.Optimizer):
 
     def _current_damping(self) -> None:
         """Write the current number of a damping function into its group, and check what stands in the groups."""
-        self.engine.settle()
+        applied = self.engine.schedule.applied_steps
         for index, function in self._damping_functions.items():
-            self.param_groups[index]["damping"] = options.damping("damping", function, self.engine.applied_steps)
+            self.param_groups[index]["damping"] = options.damping("damping", function, applied)
         for group in self.param_groups:  # schedulers and users write into the groups
             options.number("lr", group["lr"], least=0)
             options.damping("damping", group["damping"])

@@ -1,0 +1,47 @@
+"""Steps that must change nothing because a gradient was not finite, found out without stalling a GPU.
+
+To ask would make the host wait for the backward pass. So the step goes on with a 0-dim ``ok`` on the device that masks
+every change, and the host reads the answer one step later.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ekfac.optim.executor import Answer
+
+
+class PinnedAnswer(Answer):
+    """A tensor on its way to the host."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(torch.empty(value.shape, dtype=value.dtype, pin_memory=True))
+        self.value.copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def ready(self, wait: bool) -> bool:
+        if wait:
+            self._event.synchronize()
+        return bool(self._event.query())
+
+
+class NonFiniteMask:
+    """Masks steps with gradients that are not finite, and keeps the answer that the host has not read yet."""
+
+    def __init__(self) -> None:
+        self._pending: Answer | None = None
+
+    def mask(self, sizes: list[Tensor]) -> Tensor:
+        """1 on the device if all is finite, else 0."""
+        return torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
+
+    def expect(self, ok: Tensor) -> None:
+        """Have the host read a mask one step later."""
+        self._pending = PinnedAnswer(ok)
+
+    def was_skipped(self) -> bool:
+        """Tell whether the last step was masked; waits for its answer, which is long there."""
+        answer, self._pending = self._pending, None
+        return answer is not None and answer.ready(wait=True) and bool(answer.value == 0)

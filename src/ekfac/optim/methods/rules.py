@@ -1,0 +1,318 @@
+"""Scaling rules: what is done with the projected mini-batch gradient g in the basis. One small class each.
+
+A rule is a dataclass whose fields are its options, with its own defaults; what it learns is in the block's state. All
+rules follow one protocol, so the engine does not know which one is in use. A new rule is one class, which may be given
+as it is, ``EKFAC(model, scaling=Mine())``, and one line in ``RULES`` if it is to have a name.
+
+State is changed in place, by :func:`blend`, :func:`overwrite` and :func:`counted`, and nothing waits for the device:
+so a CUDA graph can hold the step, and a step with a gradient that is not finite changes nothing (``step.ok``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ekfac import checks
+from ekfac.optim.types import BlockState, BlockStep, EigenState
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """One way to turn the projected gradient into a direction."""
+
+    #: What the rule keeps; a rule with further tensors names a subclass.
+    state_class: ClassVar[type[EigenState]] = EigenState
+    #: Whether the rule needs s* of this step's examples.
+    needs_examples: ClassVar[bool] = False
+    #: Whether s is S_B x S_A by definition, so that a new basis always brings a new s.
+    follows_factors: ClassVar[bool] = False
+    #: Whether an L2 penalty counts as part of the gradient whose square is taken, as in torch's own optimizers.
+    squares_penalty: ClassVar[bool] = False
+    #: Whether the rule compares the gradient with the last direction.
+    compares_gradients: ClassVar[bool] = False
+    #: Names of means that live in the basis and are carried to the next one.
+    moments: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name == "restart":
+                checks.flag(option.name, value)
+            elif option.name == "eps":
+                checks.number(option.name, value, above=0)
+            elif option.name == "betas":
+                checks.decays(option.name, value)
+            elif option.name in ("decay", "alpha"):
+                checks.number(option.name, value, least=0, below=1)
+
+    def elementwise(self) -> Rule:
+        """Return the rule for parameters that no layer covers."""
+        return self
+
+    def restarts(self) -> bool:
+        """Tell whether s starts anew in a new basis; otherwise it is carried there."""
+        return self.follows_factors
+
+    def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
+        """Begin with what is known of s: S_B x S_A of a new basis, or N g^2 of the first gradient without one."""
+        overwrite(state, "s", bounded(known), ok)
+
+    @abstractmethod
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        """Take in ``step.seen``, the gradient as backward left it, and ``step.s_star`` where the rule needs it."""
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        """g / damped s."""
+        return step.g / step.damped(state.s)
+
+    def second_moment(self, state: EigenState) -> Tensor:
+        """s in the units of the Fisher matrix."""
+        return state.s
+
+
+# --- changes of state ---------------------------------------------------------------------------------------------
+
+
+def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | None) -> None:
+    """target <- (1 - weight) target + weight value, in place; untouched where ``ok`` is 0."""
+    if ok is not None:
+        weight = ok * weight
+    target.lerp_(value, weight.to(target) if isinstance(weight, Tensor) else weight)
+
+
+def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = None) -> None:
+    """Write a tensor over the one that is there: a CUDA graph holds on to its address. Not where ``ok`` is 0."""
+    there = state.get(name)
+    if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
+        there.copy_(value if ok is None else torch.where(ok > 0, value, there))
+    else:
+        state[name] = value
+
+
+def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
+    """Count a step on the device; returns how many have been counted."""
+    if "count" not in state:
+        state.count = torch.zeros((), dtype=torch.float64, device=like.device)
+    return state.count.add_(1.0 if ok is None else ok)
+
+
+def bounded(square: Tensor) -> Tensor:
+    """A second moment, in place, kept from overflowing: infinity would never fade from a running average."""
+    return square.clamp_(max=torch.finfo(square.dtype).max ** 0.75)
+
+
+def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
+    """N g^2."""
+    return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
+
+
+def mean_gradient(state: EigenState, step: BlockStep, beta: float, count: Tensor) -> Tensor:
+    """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
+    g, ok = step.g, step.ok
+    if "m" not in state:
+        state.m = torch.zeros_like(g)
+    blend(state.m, g, 1 - beta, ok)
+    weight = (1 - beta**count).clamp(min=1 - beta)
+    return state.m / weight.to(g) if ok is None else state.m * (ok / weight).to(g)
+
+
+# --- EKFAC's rules ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KroneckerRule(Rule):
+    """A rule whose s begins at S_B x S_A.
+
+    Attributes:
+        decay: Weight of the past in s.
+        restart: Restart s at S_B x S_A in every new basis; otherwise it is carried there.
+    """
+
+    decay: float = 0.95
+    restart: bool = False
+
+    def restarts(self) -> bool:
+        return self.restart or self.follows_factors
+
+
+@dataclass(frozen=True)
+class Running(KroneckerRule):
+    """EKFAC-ra: starts at S_B x S_A, then s <- rho s + (1 - rho) N g^2, with rho the ``decay``.
+
+    It restarts, as N g^2 overshoots while all examples pull the same way: measured, it is far better to forget it.
+    """
+
+    restart: bool = True
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        blend(state.s, squared(step.seen, step.n), 1 - self.decay, step.ok)
+
+
+@dataclass(frozen=True)
+class PerExample(KroneckerRule):
+    """EKFAC: s* of this step's examples, afresh (``decay=0``, Algorithm 1) or as a bias-corrected average."""
+
+    decay: float = 0.0
+
+    needs_examples = True
+
+    def elementwise(self) -> Rule:
+        """EKFAC-ra: N g^2 of a single batch is no scale to divide by."""
+        return Running(decay=self.decay or Running.decay)
+
+    def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
+        super().start(state, known, ok)
+        overwrite(state, "count", torch.zeros((), dtype=torch.float64, device=known.device), ok)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        s_star = step.s_star
+        if s_star is None:
+            return
+        # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
+        weight = (1 - self.decay) / (1 - self.decay ** counted(state, s_star, step.ok)).clamp(min=1 - self.decay)
+        blend(state.s, bounded(s_star), weight if self.decay else 1.0, step.ok)
+
+
+@dataclass(frozen=True)
+class Kronecker(KroneckerRule):
+    """KFAC, seen in its eigenbasis: s = S_B x S_A until the next refresh, which brings a new s whatever ``restart``.
+
+    ``decay`` is for parameters that no layer covers, which get EKFAC-ra.
+    """
+
+    follows_factors = True
+
+    def elementwise(self) -> Rule:
+        """EKFAC-ra."""
+        return Running(decay=self.decay or Running.decay)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        """Learn nothing between refreshes."""
+
+
+@dataclass(frozen=True)
+class Anchored(Running):
+    """Adam's step with EKFAC-ra's second moment, anchored at KFAC's eigenvalues at every refresh.
+
+    s as in :class:`Running`; m <- beta_1 m + (1 - beta_1) g; the direction is m / sqrt(s / N), which has the size of
+    Adam's, with the bias of m corrected.
+
+    Attributes:
+        decay: rho of s.
+        restart: Restart s in a new basis.
+        betas: beta_1 is the first; the second is not used.
+    """
+
+    decay: float = 0.98
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    compares_gradients = True
+    moments = ("m",)
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        g, n = step.g, step.n
+        root = step.damped(state.s).sqrt_()
+        if "m" in state:
+            step.products = products(g, state.m, root)
+        mean = mean_gradient(state, step, self.betas[0], counted(state, g, step.ok))
+        return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
+
+
+def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
+    """x.y, x.x and y.y of x = g / sqrt(s) and y = m / sqrt(s), and of x = g and y = m: ``[2, 3]``."""
+    g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
+    pairs = ((g / root, m / root), (g, m))
+    return torch.stack([torch.dot(*p) for x, y in pairs for p in ((x, y), (x, x), (y, y))]).view(2, 3)
+
+
+# --- torch's rules ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchRule(Rule):
+    """One of torch's own, on the coordinates: s is of g^2, starts at zero, and knows no damping but ``eps``."""
+
+    squares_penalty = True
+
+    def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
+        overwrite(state, "s", torch.zeros_like(known), ok)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        n = step.n if isinstance(step.n, Tensor) else torch.full((), step.n, dtype=torch.float64, device=step.g.device)
+        overwrite(state, "examples", n, step.ok)
+
+    def second_moment(self, state: EigenState) -> Tensor:
+        return state.s * state.examples.to(state.s) if "examples" in state else state.s
+
+
+@dataclass(frozen=True)
+class Adam(TorchRule):
+    """torch's Adam: m and v = s are averages of g and g^2, both corrected for their start at 0."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    moments = ("m",)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        super().observe(state, step)
+        blend(state.s, squared(step.seen), 1 - self.betas[1], step.ok)
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        count = counted(state, step.g, step.ok)
+        mean = mean_gradient(state, step, self.betas[0], count)
+        root = (1 - self.betas[1] ** count).clamp(min=1 - self.betas[1]).sqrt().to(step.g)
+        return mean / (state.s.sqrt() / root).add_(self.eps)
+
+    def second_moment(self, state: EigenState) -> Tensor:
+        s = super().second_moment(state)
+        if "count" in state:
+            s = s / (1 - self.betas[1] ** state.count).clamp(min=1 - self.betas[1]).to(s)
+        return s
+
+
+@dataclass(frozen=True)
+class RMSProp(TorchRule):
+    """torch's RMSprop: v = s <- alpha v + (1 - alpha) g^2."""
+
+    alpha: float = 0.99
+    eps: float = 1e-8
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        super().observe(state, step)
+        blend(state.s, squared(step.seen), 1 - self.alpha, step.ok)
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        return step.g / state.s.sqrt().add_(self.eps)
+
+
+@dataclass(frozen=True)
+class Adagrad(TorchRule):
+    """torch's Adagrad: s is the sum of all g^2 so far."""
+
+    eps: float = 1e-10
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        super().observe(state, step)
+        square = squared(step.seen)
+        state.s.add_(square if step.ok is None else square * step.ok.to(square))
+        bounded(state.s)
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        return step.g / state.s.sqrt().add_(self.eps)
+
+
+RULES: dict[str, type[Rule]] = {
+    "anchored": Anchored,
+    "running": Running,
+    "per_example": PerExample,
+    "kronecker": Kronecker,
+    "adam": Adam,
+    "rmsprop": RMSProp,
+    "adagrad": Adagrad,
+}

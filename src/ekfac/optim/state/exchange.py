@@ -1,0 +1,101 @@
+"""Between an optimizer's state and curvature as an object: hand out what was learnt, or start from it."""
+
+from __future__ import annotations
+
+import torch
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.fisher import eigenvectors, order_of, plain_basis
+from ekfac.curvature.operators.operator import Curvature
+from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
+from ekfac.curvature.operators.vectors import Layout
+from ekfac.optim.engine import Engine
+from ekfac.optim.statistics.averages import factors_of
+
+
+@torch.no_grad()
+def curvature(engine: Engine) -> Curvature:
+    """A snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
+    engine.settle()
+    states = [engine.partition.peek(block) for block in engine.partition.blocks]
+    if not any("s" in state or "A" in state for state in states):
+        raise RuntimeError("there is no curvature yet: it is learnt in the first step")
+    weight = max((float(state.get("factor_weight", 0.0)) for state in states), default=0.0)
+    parts = [_part(engine, block) for block in engine.partition.blocks]
+    return Curvature(engine.method.approximation, _layout(engine), parts, round(weight))
+
+
+def _part(engine: Engine, block: Block) -> Part:
+    state = engine.partition.peek(block)
+    found = engine.method_of(block).part(block, state)
+    if found is not None:
+        return found
+    names = tuple(block.parameter_names.values())
+    if not block.covered:
+        return DiagonalPart(block.name, names, plain_basis(block, 0.0).kronecker().reshape(-1))
+    if "A" not in state:  # no gradient has reached this layer
+        basis = plain_basis(block, 0.0)
+    else:
+        A, B = factors_of(state)
+        U_A, S_A = eigenvectors(block, "A", A, block.diagonal_A)
+        U_B, S_B = eigenvectors(block, "B", B, block.diagonal_B)
+        basis = Basis(block.shape, U_A, U_B, S_A, S_B)
+    return EigenPart(block.name, names, basis, basis.kronecker(), order_of(block))
+
+
+@torch.no_grad()
+def seed(engine: Engine, operator: Curvature) -> None:
+    """Start from a KFAC or EKFAC operator: its factors enter the running averages as a batch of its examples would.
+
+    Everything is checked before anything is changed.
+    """
+    given = {part.parameters: part for part in operator.parts}
+    matched: list[tuple[Block, Part]] = []
+    for block in engine.partition.blocks:
+        part = given.pop(tuple(block.parameter_names.values()), None)
+        if part is None:
+            raise ValueError(f"the operator has no block for '{block.name}'. Its blocks: {', '.join(operator.layers)}")
+        if not block.covered:
+            fits = isinstance(part, DiagonalPart) and part.numel == block.shape.numel
+        else:
+            fits = (
+                isinstance(part, EigenPart)
+                and part.basis.shape == block.shape
+                and (part.basis.U_A is None, part.basis.U_B is None) == (block.diagonal_A, block.diagonal_B)
+            )
+        if not fits:
+            raise ValueError(
+                f"the operator's block '{part.name}' does not fit this optimizer's, which is {block.describe()}. "
+                "Allowed: a 'kfac' or 'ekfac' operator of the same model, made with the same sua, include, exclude and "
+                "max_factor_dim"
+            )
+        matched.append((block, part))
+    if given:
+        raise ValueError(
+            f"the operator has blocks that are not trained here: {', '.join(p.name for p in given.values())}"
+        )
+    engine.settle(wait=True)
+    engine.collector.drop()
+    engine.refresher.forget()
+    engine.partition.generation += 1
+    for block, part in matched:
+        _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))
+
+
+def _seed_block(engine: Engine, block: Block, part: Part, weight: float) -> None:
+    method, states = engine.method_of(block), engine.partition.states
+    before = states.get(block.key, {})
+    state = states[block.key] = method.state_class({n: before[n] for n in ("momentum_buffer",) if n in before})
+    if isinstance(part, EigenPart):
+        A, B = part.factors()
+        state.A, state.B = A * weight, B * weight
+        state.factor_weight = torch.tensor(weight, dtype=block.dtype, device=A.device)
+    method.seed(block, state, part)
+
+
+def _layout(engine: Engine) -> Layout:
+    """The trained parameters in the order of ``named_parameters()``."""
+    trained = {name for block in engine.partition.blocks for name in block.parameter_names.values()}
+    shapes = {name: tuple(p.shape) for name, p in engine.model.named_parameters() if name in trained}
+    return Layout(tuple(shapes), tuple(shapes.values()))

@@ -1,0 +1,64 @@
+"""Whether ``.grad`` is what the layers' calls account for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+
+from ekfac.curvature import fingerprint
+from ekfac.curvature.blocks import Block
+from ekfac.optim.statistics.factored_gradient import Rows
+from ekfac.optim.statistics.gradients import GradientWatch
+from ekfac.optim.statistics.sums import world_size
+from ekfac.optim.types import StepInputs
+
+#: Gradients that are touched before every step, by clipping say, are given up on after so many.
+TRIES = 20
+
+
+class Fingerprints:
+    """Compares ``.grad`` with what the layers' calls account for."""
+
+    def __init__(self) -> None:
+        #: Blocks that have not been compared yet.
+        self.unverified: set[Block] = set()
+        #: How often somebody had touched the gradients of a block before they could be compared.
+        self._touched: Counter[Block] = Counter()
+        self._vectors: dict[Block, fingerprint.Vectors] = {}
+
+    def vectors(self, block: Block) -> fingerprint.Vectors:
+        """u and v of a block, made once."""
+        if block not in self._vectors:
+            self._vectors[block] = fingerprint.vectors_of(block)
+        return self._vectors[block]
+
+    def agree(self, block: Block, rows: Rows, gradients: list[Tensor]) -> bool:
+        """Tell whether the gradient of a linear layer is the product of its rows, up to rounding."""
+        vectors = self.vectors(block)
+        found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
+        return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
+
+    def verify(self, inputs: StepInputs, watch: GradientWatch, loss_scale: float | Tensor) -> None:
+        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block."""
+        for block in list(self.unverified):
+            of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
+            if of_calls is None:
+                continue
+            parameters = list(block.parameters.values())
+            if any(p not in inputs.gradients or watch.touched(p) for p in parameters):
+                self._touched[block] += 1
+                if self._touched[block] == TRIES:
+                    self.unverified.discard(block)
+                continue
+            # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
+            gradients = [inputs.gradients[p] * loss_scale for p in parameters]
+            if fingerprint.differs(block, gradients, of_calls / world_size(), self.vectors(block)):
+                raise RuntimeError(
+                    f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
+                    "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "
+                    "weight_decay), or a hook on it or a change of .grad.data has altered it. So its curvature cannot "
+                    f"be captured: exclude=['{block.name}'], or take statistics in opt.statistics() from another loss. "
+                    "Where a GradScaler is in use, pass it as grad_scaler="
+                )
+            self.unverified.discard(block)

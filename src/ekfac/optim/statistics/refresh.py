@@ -1,0 +1,168 @@
+"""How a basis is renewed: by a full solve, or warm, from the basis in use; and what is done when a solver fails."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature import factors
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.eigensolvers import (
+    WarmBasis,
+    eigh_with_fallback,
+    off_diagonal_residual,
+    orthogonal_iteration,
+    rayleigh,
+)
+from ekfac.optim.executor import Answer, Executor
+
+#: After this many refreshes in a row without a usable answer the layer is reported by an error.
+PATIENCE = 5
+#: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
+TOLERANCE = 0.5
+#: Stands for the residual where no side was iterated.
+NOTHING = -1.0
+
+
+class Refresher:
+    """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several.
+
+    Args:
+        executor: Runs what a warm refresh computes.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.fallbacks: Counter[str] = Counter()
+        self.refreshes = 0
+        self.warm_refreshes = 0
+        self.seconds = 0.0
+        self.drift: Tensor | None = None
+        self._warned: set[str] = set()
+        #: Residuals of warm refreshes, one a block, that the host has not read.
+        self.pending: list[tuple[list[Block], Answer]] = []
+
+    # --- in full ----------------------------------------------------------------------------------------------------
+
+    def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
+        """U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
+        started = time.perf_counter()
+        with factors.full_precision(A.device):
+            U_A, S_A, kept_A = self._side(block, "A", A, block.diagonal_A, None if old is None else old.U_A)
+            U_B, S_B, kept_B = self._side(block, "B", B, block.diagonal_B, None if old is None else old.U_B)
+        failures = failures + 1 if kept_A or kept_B else 0
+        if failures >= PATIENCE:
+            raise RuntimeError(
+                f"layer '{block.name}': no eigendecomposition of its factors in {failures} refreshes in a row. "
+                "Its activations or gradients are likely not finite: lower lr, raise damping, or exclude the layer"
+            )
+        self.refreshes += 1
+        self.seconds += time.perf_counter() - started
+        return Basis(block.shape, U_A, U_B, S_A, S_B), failures
+
+    def _side(
+        self, block: Block, side: str, matrix: Tensor, diagonal: bool, old: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, bool]:
+        if diagonal:
+            return None, matrix.clamp(min=0), False
+        if old is not None:
+            self._drifted(off_diagonal_residual(matrix, old).max())
+        solved = eigh_with_fallback(matrix, old)
+        if solved.rung != "plain":
+            self.fallbacks[solved.rung] += 1
+            if solved.rung not in self._warned:
+                self._warned.add(solved.rung)
+                warnings.warn(
+                    f"layer '{block.name}': the eigendecomposition of {side} fell back to '{solved.rung}'; "
+                    "training goes on, and opt.stats() counts such cases",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return solved.U, solved.values, solved.rung == "kept"
+
+    def _drifted(self, residual: Tensor) -> None:
+        # In place: a warm refresh may run on a side stream, and memory that is freed there is not waited for.
+        if self.drift is None or self.drift.device != residual.device:
+            self.drift = residual.clone() if self.drift is None else self.drift.to(residual)
+        self.drift.copy_(torch.maximum(self.drift.to(residual), residual))
+
+    # --- warm -------------------------------------------------------------------------------------------------------
+
+    def warm(
+        self, block: Block, A: Tensor, B: Tensor, old: Basis, iterations: tuple[int, int], ok: Tensor | None = None
+    ) -> Basis:
+        """The basis in use, brought nearer to the factors' own by orthogonal iteration; nothing waits for the device.
+
+        A side without iterations keeps its basis; its eigenvalues follow the factor all the same. Where ``ok`` is 0 the
+        new basis will not be used, and does not count.
+        """
+        started = time.perf_counter()
+        residuals = []
+        sides: list[tuple[Tensor | None, Tensor]] = []
+        with factors.full_precision(A.device):
+            for matrix, U, count in ((A, old.U_A, iterations[0]), (B, old.U_B, iterations[1])):
+                if U is None:
+                    sides.append((None, matrix.clamp(min=0)))
+                    continue
+                if not count:
+                    sides.append((U, rayleigh(matrix, U).clamp(min=0)))
+                    continue
+                warm = self._iterate(matrix, U, count)
+                sides.append((warm.U, warm.values))
+                residuals.append(torch.where(warm.good, warm.residual, torch.inf))
+        (U_A, S_A), (U_B, S_B) = sides
+        new = Basis(block.shape, U_A, U_B, S_A, S_B)
+        found = torch.stack(residuals).max() if residuals else S_A.new_full((), NOTHING)
+        if ok is not None:
+            found = torch.where(ok > 0, found, torch.nan)
+        if self.executor.recorded is not None:  # a CUDA graph of the whole step, which enqueues it at every replay
+            self.executor.recorded[block] = found
+        else:
+            self.enqueue([block], found[None])
+            self.seconds += time.perf_counter() - started
+        return new
+
+    def _iterate(self, matrix: Tensor, U: Tensor, iterations: int) -> WarmBasis:
+        def iterate(matrix: Tensor, U: Tensor) -> tuple[Tensor, ...]:
+            warm = orthogonal_iteration(matrix, U, iterations)
+            return warm.U, warm.values, warm.residual, warm.good
+
+        return WarmBasis(*self.executor.call("a refresh", iterations, iterate, matrix, U))
+
+    def enqueue(self, blocks: list[Block], residuals: Tensor) -> None:
+        """Count warm refreshes, and have the host read their residuals when these are there.
+
+        One is NaN where the basis was left as it was, and NOTHING where no side was iterated.
+        """
+        self.warm_refreshes += len(blocks)
+        self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max())
+        self.pending.append((blocks, self.executor.answer(residuals)))
+
+    def poll(self, wait: bool = False) -> list[tuple[Block, bool]]:
+        """Blocks whose warm refresh is over, and whether it has brought the basis near the factors' own.
+
+        Args:
+            wait: Wait for answers that are not there yet, so that all processes have them at the same step.
+        """
+        waiting, found = [], []
+        for blocks, answer in self.pending:
+            if not answer.ready(wait):
+                waiting.append((blocks, answer))
+                continue
+            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
+                if math.isnan(residual):
+                    self.warm_refreshes -= 1
+                elif residual != NOTHING:
+                    found.append((block, residual <= TOLERANCE))
+        self.pending = waiting
+        return found
+
+    def forget(self) -> None:
+        """Drop answers that the host has not read."""
+        self.pending = []
