@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ekfac.optim import options
-from ekfac.optim.factory import build_engine
+from ekfac.optim.factory import build_engine, make_rule
 from ekfac.optim.groups import Groups
+from ekfac.optim.methods.belief import Belief
 from ekfac.optim.optimizer import Optimizer
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 from ekfac.optim.step_size.lr_fraction import LRFraction
+from ekfac.optim.step_size.rate import ANNEAL, WARMUP, RateCourse
 
 #: Measured defaults; docs/tuning.md has the evidence.
-LR = 0.01
-ANNEAL = 300.0
-TRUST = 1.0
-PACE = 0.03
+LR = 0.004
+WEIGHT_DECAY = 0.3
+#: The learning rate of the rules that divide by s, as the paper's do.
+PAPER_LR = 0.01
 
 
 class EKFAC(Optimizer):
@@ -26,17 +30,15 @@ class EKFAC(Optimizer):
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
 
     .. math::
-        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad s = S_B S_A^T
+        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
-        &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2, \quad
-            m \leftarrow \beta m + (1 - \beta) g \\
-        &p = U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T, \quad
-            \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / \texttt{anneal}}
+        &g = U_B^T G U_A, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) ((g - m)^2 + \kappa m^2) \\
+        &\theta \leftarrow \theta (1 - \eta \lambda) - \eta \, U_B \, (m / \sqrt{s}) \, U_A^T
 
-    This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
-    eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.methods.damping`).
-    ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has g / (s + \epsilon) in place of the fraction;
-    other rules are in :mod:`ekfac.optim.methods.rules`.
+    This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they
+    mean in AdamW, and torch's schedulers are obeyed. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which
+    has g / (s + \epsilon) in place of the fraction; other rules are in :mod:`ekfac.optim.methods.rules`.
 
     Example:
         >>> import torch, ekfac
@@ -52,9 +54,13 @@ class EKFAC(Optimizer):
         model: The model; its forward counts the examples.
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
-        lr: Learning rate, a number or a one-element tensor.
-        anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
-            a schedule of your own.
+        lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,
+            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it.
+        betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
+            schedulers find them.
+        weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.
+        total_steps: The length of the training: the rate then falls to zero along a cosine, after a warm-up.
+        anneal: Let the rate fall as lr / sqrt(1 + t / anneal) over steps t; None for no built-in course at all.
         pace: The share of lr that the first step takes, at most 1, under scaling="anchored"; later steps take more
             while gradients keep agreeing with the last direction, less when they point back, up to lr. None for lr at
             all times.
@@ -64,7 +70,6 @@ class EKFAC(Optimizer):
             how far the loss falls; then ``step`` needs a closure.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
-        weight_decay: Weight decay.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
         maximize: Ascend instead.
         kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
@@ -77,42 +82,62 @@ class EKFAC(Optimizer):
         model: nn.Module,
         *,
         params: Groups | None = None,
-        lr: float | Tensor = LR,
-        anneal: float | None = ANNEAL,
-        pace: float | None = PACE,
-        trust: float | None = TRUST,
+        lr: float | Tensor | None = None,
+        betas: tuple[float, float] | None = None,
+        weight_decay: float | None = None,
+        total_steps: int | None = None,
+        anneal: float | str | None = "auto",
+        pace: float | None = None,
+        trust: float | None = None,
         damping: Damping | AdaptiveDamping = options.DAMPING,
         momentum: float = 0.0,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
         kl_clip: float | None = None,
         **arguments: Unpack[CurvatureArguments],
     ) -> None:
-        update = {
-            "lr": lr,
+        rule = make_rule({**arguments, "betas": betas})
+        adaptive = isinstance(rule, Belief)
+        update: dict[str, Any] = {
+            "lr": (LR if adaptive else PAPER_LR) if lr is None else lr,
             "damping": damping,
             "momentum": momentum,
             "nesterov": nesterov,
-            "weight_decay": weight_decay,
+            "weight_decay": (WEIGHT_DECAY if adaptive else 0.0) if weight_decay is None else weight_decay,
+            "decay_vectors": weight_decay is not None,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
-        length = {"kl_clip": kl_clip, "anneal": anneal, "trust": trust, "pace": pace}
+        if hasattr(rule, "betas"):
+            update["betas"] = tuple(rule.betas)
+        own = {
+            "lr": lr, "betas": betas, "weight_decay": weight_decay, "total_steps": total_steps, "anneal": anneal,
+            "trust": trust, "pace": pace, "damping": damping, "momentum": momentum, "nesterov": nesterov,
+            "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize, "kl_clip": kl_clip,
+        }  # fmt: skip
         also = options.keywords(EKFAC.__init__)
         super().__init__(
             model,
             params,
             update,
             lambda parameters, state: build_engine(
-                type(self).__name__, model, parameters, state, dict(arguments), also, whole_steps=True
+                type(self).__name__, model, parameters, state, {**arguments, "betas": betas}, also, whole_steps=True
             ),
-            {**update, **length, **arguments},
-            anneal=anneal,
+            {**own, **arguments},
+            course=course_of(anneal, total_steps, automatic=lr is None and adaptive),
             lr_fraction=pace,
             max_change=trust,
             kl_clip=kl_clip,
         )
         if not self.engine.method.compares_gradients:
             self.lr_fraction = LRFraction()
+
+
+def course_of(anneal: Any, total_steps: int | None, automatic: bool) -> RateCourse:
+    """The built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall."""
+    if total_steps is not None:
+        return RateCourse(WARMUP, None, total_steps)
+    if anneal == "auto":
+        return RateCourse(WARMUP, ANNEAL) if automatic else RateCourse()
+    return RateCourse(0, anneal)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda.executor import CudaExecutor as Executor  # or, slower: from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
@@ -119,11 +120,13 @@ class Engine:
     def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Factors, bases, scalings, directions: the part of a step that the device does."""
         square = self.collector.delta_square(inputs.n_statistics)
-        average_factors(self.partition, inputs, square, self.options.factor_decay)
+        exact = self.options.deterministic
+        average_factors(self.partition, inputs, square, self.options.factor_decay, bounded=not exact)
         known = [b for b in self.partition.blocks if b not in inputs.unknown]
         blocks = [b for b in known if any(p in inputs.gradients for p in b.parameters.values())]
         parts = [partial(self.precondition_block, block, inputs, rates) for block in blocks]
-        return self.executor.parallel(parts, list(map(widest, blocks)))
+        with (no_autocast if exact else tensor_cores)(self.partition.device):
+            return self.executor.parallel(parts, list(map(widest, blocks)))
 
     def precondition_block(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
         """Algorithm 1 for one block, which no other's depends on."""
@@ -148,7 +151,8 @@ class Engine:
             state.pop("near", None)
             self.method.refresh(block, state, A, B, float(damping), self.refresher)
         else:
-            self.method.warm_refresh(block, state, A, B, damping, self.refresher, (1, 1), inputs.ok)
+            iterations = self.schedule.iterations_within(block)
+            self.method.warm_refresh(block, state, A, B, damping, self.refresher, iterations, inputs.ok)
 
     def _block_step(self, block: Block, inputs: StepInputs, rates: Rates) -> BlockStep:
         """What is preconditioned: ``.grad``, or the rows that it is the product of where these are cheaper."""

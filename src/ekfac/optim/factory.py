@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from ekfac.optim import options
 from ekfac.optim.engine import Engine
+from ekfac.optim.methods.belief import Belief
 from ekfac.optim.methods.damping import DAMPING_MODES
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.methods.rules import RULES, Rule
 from ekfac.optim.options import EngineOptions
+
+RULES["belief"] = Belief
 
 #: Arguments that are a rule's own options, and their names there.
 RULE_OPTIONS = {"scaling_decay": "decay", "on_refresh": "restart", "betas": "betas", "alpha": "alpha", "eps": "eps"}
@@ -21,7 +24,7 @@ RULE_OPTIONS = {"scaling_decay": "decay", "on_refresh": "restart", "betas": "bet
 
 def make_rule(arguments: dict[str, Any]) -> Rule:
     """The rule that ``scaling`` names, with those of the arguments that it has; or the rule itself."""
-    scaling = arguments.get("scaling", "anchored")
+    scaling = arguments.get("scaling", "belief")
     given = {name: arguments[name] for name in RULE_OPTIONS if arguments.get(name) is not None}
     if isinstance(scaling, Rule):
         if given:

@@ -54,6 +54,8 @@ class Grouped(torch.optim.Optimizer):
         for p in parameters:
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
+        if "weight_decay" in group:
+            group.setdefault("decay_vectors", True)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):
@@ -148,6 +150,8 @@ def check_update_options(values: dict[str, Any]) -> None:
     options.damping("damping", values["damping"])
     options.number("momentum", values["momentum"], least=0, below=1)
     options.number("weight_decay", values["weight_decay"], least=0)
+    if "betas" in values:
+        options.decays("betas", values["betas"])
     for name in ("nesterov", "decoupled_weight_decay", "maximize"):
         options.flag(name, values[name])
     if values["nesterov"] and not values["momentum"]:

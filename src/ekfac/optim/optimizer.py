@@ -21,6 +21,7 @@ from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
+from ekfac.optim.step_size.rate import RateCourse, is_scheduled
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
@@ -33,7 +34,7 @@ class Optimizer(Base, Grouped):
         defaults: What a group has unless it says otherwise.
         make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
         arguments: All arguments, for copies.
-        anneal: The learning rate falls as lr / sqrt(1 + t / anneal); None for no fall.
+        course: What lr is multiplied by over the steps, in groups that no scheduler of torch's has in hand.
         lr_fraction: The fraction of lr that the first step takes; None for all of it at all times.
         max_change: Bound on the relative change of the weights in one step; None for none.
         kl_clip: Bound on lr^2 times the inner product of gradient and direction; None for none.
@@ -47,18 +48,16 @@ class Optimizer(Base, Grouped):
         make_engine: Callable[[list[nn.Parameter], Any], Engine],
         arguments: dict[str, Any],
         *,
-        anneal: float | None = None,
+        course: RateCourse | None = None,
         lr_fraction: float | None = None,
         max_change: float | None = None,
         kl_clip: float | None = None,
     ) -> None:
         check_model(model)
-        if anneal is not None:
-            options.number("anneal", anneal, above=0)
         if max_change is not None:
             options.number("trust", max_change, above=0)
         self._arguments = arguments
-        self.anneal = anneal
+        self.course = course or RateCourse()
         self.max_change = max_change
         self.lr_fraction = LRFraction(lr_fraction)
         self.kl_clip = KLClip(kl_clip)
@@ -134,16 +133,21 @@ class Optimizer(Base, Grouped):
     def _rates(self) -> Rates:
         """The numbers of this step, by group: the annealed lr, damping, and what depends on them."""
         t = self.engine.schedule.applied_steps
-        factor = 1.0 if self.anneal is None else (1 + t / self.anneal) ** -0.5
+        factor = self.course.factor(t)
         groups, fixed = [], []
         for g in self.param_groups:
             lr = g["lr"].reshape(()) if isinstance(g["lr"], Tensor) else g["lr"]
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
-            groups.append(GroupRates(lr * factor, g["damping"], l2, bool(g["maximize"])))
-            fixed.append(
-                (g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"], len(g["params"]))
-            )
+            lr = lr * factor if self._on_course(g) else lr
+            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas")))
+            names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
+            fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
         return Rates(groups, self._group_index(), (tuple(fixed), self.kl_clip.bound, self.max_change))
+
+    def _on_course(self, group: dict[str, Any]) -> bool:
+        """Tell whether the built-in course has a group's rate: nobody schedules it, nor has changed the default."""
+        untouched = self._arguments.get("lr") is not None or group["lr"] == self.defaults["lr"]
+        return not is_scheduled(group) and (untouched or self.course.total_steps is not None)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -167,9 +171,10 @@ class Optimizer(Base, Grouped):
         mu = group["momentum"]
         if ok is not None:
             lr = lr * ok
-        if group["weight_decay"] and group["decoupled_weight_decay"]:
+        decayed = parameters if group["decay_vectors"] else [p for p in parameters if p.dim() > 1]
+        if decayed and group["weight_decay"] and group["decoupled_weight_decay"]:
             shrink = 1 - lr * group["weight_decay"]
-            torch._foreach_mul_(parameters, shrink.to(parameters[0]) if isinstance(shrink, Tensor) else shrink)
+            torch._foreach_mul_(decayed, shrink.to(decayed[0]) if isinstance(shrink, Tensor) else shrink)
         if mu:
             velocities = []
             for p, step in zip(parameters, p_steps, strict=True):
@@ -228,6 +233,9 @@ class Optimizer(Base, Grouped):
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:  # of a version that did not have them all
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         self.state.clear()
         self.state.update(state)
         self.engine.partition.states = self.state  # torch has put a new dict there

@@ -26,7 +26,7 @@ class Preconditioner(Base):
 
     .. math::
         A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
-        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T
+        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s}) \, U_A^T
 
     with m the running mean of g, as in :class:`EKFAC`'s default: a gradient of the size of Adam's steps, which has its
     momentum already. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
@@ -45,21 +45,33 @@ class Preconditioner(Base):
     Args:
         model: The model; its forward counts the examples.
         damping: epsilon, a positive number or a function of the step.
+        betas: Decays of rules that have them, such as the default; see :class:`EKFAC`.
         **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
     """
 
     def __init__(
-        self, model: nn.Module, *, damping: Damping = options.DAMPING, **arguments: Unpack[CurvatureArguments]
+        self,
+        model: nn.Module,
+        *,
+        damping: Damping = options.DAMPING,
+        betas: tuple[float, float] | None = None,
+        **arguments: Unpack[CurvatureArguments],
     ) -> None:
         check_model(model)
         options.damping("damping", damping)
-        self._arguments: dict[str, Any] = {"damping": damping, **arguments}
+        self._arguments: dict[str, Any] = {"damping": damping, "betas": betas, **arguments}
         self.model = model
         self.damping = damping
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         parameters = list(model.parameters())
         self.engine = build_engine(
-            "Preconditioner", model, parameters, self.state, dict(arguments), also=("damping",), whole_steps=False
+            "Preconditioner",
+            model,
+            parameters,
+            self.state,
+            {**arguments, "betas": betas},
+            also=("damping",),
+            whole_steps=False,
         )
 
     def step(self) -> bool:

@@ -135,12 +135,13 @@ class InverseState(BlockState):
 
 @dataclass(frozen=True)
 class GroupRates:
-    """The numbers of one parameter group in one step: floats, or in a CUDA graph tensors."""
+    """The numbers of one parameter group in one step: floats, or in a CUDA graph tensors (all but beta_2)."""
 
     lr: float | Tensor
     damping: float | Tensor
     l2: float = 0.0
     maximize: bool = False
+    betas: tuple[float | Tensor, float] | None = None
 
 
 @dataclass(frozen=True)

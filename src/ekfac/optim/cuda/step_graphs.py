@@ -123,7 +123,12 @@ class StepGraphs:
         device, known = engine.partition.device, dict(self._places)
         placed = at_places(inputs, known)
         groups = [
-            replace(g, lr=_scalar(device), damping=_scalar(device) if engine.method.damping_is_free else g.damping)
+            replace(
+                g,
+                lr=_scalar(device),
+                damping=_scalar(device) if engine.method.damping_is_free else g.damping,
+                betas=None if g.betas is None else (_scalar(device), g.betas[1]),
+            )
             for g in rates.groups
         ]
         placed_rates = replace(rates, groups=groups)
@@ -157,6 +162,8 @@ class StepGraphs:
         for place, now in zip(recorded.rates.groups, rates.groups, strict=True):
             _fill(place.lr, now.lr)
             _fill(place.damping, now.damping)
+            if place.betas is not None and now.betas is not None:
+                _fill(place.betas[0], now.betas[0])
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
@@ -176,7 +183,7 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
         not collector.separate
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and not any(b in collector.fingerprints.unverified or schedule.solves(b) for b in partition.covered)
-        and (refreshes_are_small(engine) or not schedule.intervals.warm_within(schedule.applied_steps))
+        and (refreshes_are_small(engine) or not any(any(schedule.iterations_within(b)) for b in partition.covered))
         and all(p in inputs.gradients for p in partition.parameters)
         and not any(map(collector.watch.touched, partition.parameters))
         and all(b in collector.capture.fired for b in partition.covered)
@@ -211,7 +218,7 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
         for block, s in inputs.sums.items()
     )
     places = tuple((p.data_ptr(), g.stride()) for p, g in inputs.gradients.items())
-    refreshes = engine.schedule.intervals.warm_within(engine.schedule.applied_steps)
+    refreshes = tuple(map(engine.schedule.iterations_within, engine.partition.covered))
     return inputs.n, groups, rates.fixed, calls, sums, places, refreshes
 
 

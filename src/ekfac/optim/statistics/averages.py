@@ -8,8 +8,13 @@ from torch import Tensor
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.types import BlockState, StepInputs, as_scalar
 
+#: How many times the average's trace that of a batch may be.
+OUTLIER = 100.0
 
-def average_factors(partition: Partition, inputs: StepInputs, square: float | Tensor, decay: float) -> None:
+
+def average_factors(
+    partition: Partition, inputs: StepInputs, square: float | Tensor, decay: float, bounded: bool
+) -> None:
     """Take a step's sums into A and B. Numerators and denominator are kept apart.
 
     Args:
@@ -17,6 +22,8 @@ def average_factors(partition: Partition, inputs: StepInputs, square: float | Te
         inputs: What the step has gathered.
         square: What squared captured gradients, summed, are multiplied by to be the mean of squared delta_n.
         decay: Weight of the past.
+        bounded: Count a batch whose A or B is far larger than the average as one that is not quite so large, so that
+            an outlier does not fill the factors for hundreds of steps.
     """
     n, ok = inputs.n_statistics, inputs.ok
     totals: list[Tensor] = []
@@ -32,6 +39,8 @@ def average_factors(partition: Partition, inputs: StepInputs, square: float | Te
             weight, terms = n * (terms > 0), terms.clamp(min=1)
         A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
         W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+        if bounded and "A" in state:
+            A, B = (shortened(new, old, W, state.factor_weight) for new, old in ((A, state.A), (B, state.B)))
         # An input so large that its square is not finite would stay in the average for ever.
         bad = ~torch.isfinite(_trace(A) + _trace(B))
         bad = bad if inputs.bad is None else bad | inputs.bad
@@ -45,6 +54,13 @@ def average_factors(partition: Partition, inputs: StepInputs, square: float | Te
     if totals:
         torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
         torch._foreach_add_(totals, batch)
+
+
+def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
+    """A batch's factor, scaled down to OUTLIER times the average's trace where it is above that."""
+    limit = OUTLIER * _trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
+    factor = (limit / _trace(new)).clamp(max=1).nan_to_num(1.0)
+    return new * torch.where(limit > 0, factor, 1.0)
 
 
 def factors_of(state: BlockState) -> tuple[Tensor, Tensor]:

@@ -184,7 +184,8 @@ class Collector:
 
         def taken(*tensors: Tensor) -> tuple[Any, ...]:
             given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
-            sums = statistics.factor_sums(block, given, n, o.sharing, o.memory_limit)
+            sampled = not o.deterministic and block.dtype == torch.float32
+            sums = statistics.factor_sums(block, given, n, o.sharing, o.memory_limit, sampled=sampled)
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]

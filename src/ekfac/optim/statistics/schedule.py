@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 from ekfac.curvature.blocks import Block
@@ -16,9 +16,17 @@ from ekfac.optim.statistics.partition import Partition
 #: after GROWTH times as many steps: the first bases are stale almost at once.
 EARLY = 10
 GROWTH = 1.15
-START = 300
-#: Afterwards A and B are taken in so many fractions of the layers, one after another.
+START = 100
+#: So many first steps take their batches into A and B of all layers; later ones so many in an interval, in fractions
+#: of the layers, one after another.
+DENSE = 20
+BATCHES = 4
 FRACTIONS = 4
+#: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
+INTERVALS = {"cuda": 20}
+INTERVAL = 50
+#: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
+WIDE_SIDE = 1024
 #: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
 TRIES = 3
 
@@ -37,29 +45,34 @@ class Intervals:
     every: int
     deterministic: bool
 
-    @cached_property
-    def _early(self) -> frozenset[int]:
-        return frozenset() if self.deterministic else early_steps(self.every)
-
     def solves(self, applied: int) -> bool:
         """Whether the step after this many applied ones begins with a full solve of all bases."""
         return self.deterministic and applied % self.every == 0
 
-    def warm_within(self, applied: int) -> bool:
-        """Whether the step after this many applied ones refreshes all bases, warm, before it uses them."""
-        return applied in self._early
+    def warm_within(self, applied: int, stretch: int = 1) -> bool:
+        """Whether the step after this many applied ones refreshes a side, warm, before it uses it.
 
-    def warm_after(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
+        Args:
+            applied: How many steps have been applied.
+            stretch: How many times longer the side's interval is.
+        """
+        return not self.deterministic and applied in early_steps(self.every, stretch)
+
+    def warm_after(self, applied: int, index: int, blocks: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
-        A, B = (2 * index * self.every // max(1, 2 * blocks), (2 * index + 1) * self.every // max(1, 2 * blocks))
-        return int((applied + A) % self.every == 0), int((applied + B) % self.every == 0)
+        iterations = []
+        for side, stretch in enumerate(stretches):
+            interval = self.every * stretch
+            phase = (2 * index + side) * interval // max(1, 2 * blocks)
+            iterations.append(int((applied + phase) % interval == 0))
+        return iterations[0], iterations[1]
 
     def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
         """Whether A and B of a layer take in the batch of the step after this many applied ones.
 
-        At first they take in every batch, later twelve in an interval, not all layers the same, so that no step pays
+        At first they take in every batch, later four in an interval, not all layers the same, so that no step pays
         for all. There are a few fractions of layers, as every one is another step for a CUDA graph to hold.
 
         Args:
@@ -67,20 +80,27 @@ class Intervals:
             layer: The layer's place among all of the model.
             given: The user's own interval, at which all layers take in the same batches.
         """
-        if given is not None or applied < START:
+        if given is not None or applied < DENSE:
             return applied % (given or 1) == 0
-        interval = max(1, self.every // 12)
+        interval = max(1, self.every // BATCHES)
         fractions = 1 if self.deterministic else min(FRACTIONS, interval)
         return applied % interval == layer % fractions * interval // fractions
 
 
-def early_steps(every: int) -> frozenset[int]:
-    """The steps, by the number of applied ones before them, that refresh all bases before they use them."""
-    steps, at = set(range(min(every, EARLY))), float(EARLY)
+@cache
+def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
+    """The steps, by the number of applied ones before them, that refresh a side before they use it."""
+    steps, at = set(range(min(every, max(1, EARLY // stretch)))), float(EARLY)
     while at < START:
         steps.add(round(at))
-        at *= GROWTH
+        at *= GROWTH**stretch
     return frozenset(steps)
+
+
+def stretches(block: Block) -> tuple[int, int]:
+    """How many times longer than others' the intervals of a block's sides A and B are."""
+    A, B = (max(1, round((width / WIDE_SIDE) ** 2)) for width in (block.shape.inputs, block.shape.out))
+    return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
 
 class Schedule:
@@ -93,11 +113,11 @@ class Schedule:
     """
 
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
-        self.intervals = Intervals(options.refresh_every, options.deterministic)
         self.applied_steps = 0
         self._options = options
         self._method = method
         self._partition = partition
+        self._intervals: Intervals | None = None
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
         #: forward pass would have taken something else, had that been known.
         self.maskable = (
@@ -106,6 +126,14 @@ class Schedule:
             and options.factor_every in (None, 1)
             and options.factor_decay > 0
         )
+
+    @property
+    def intervals(self) -> Intervals:
+        """Which steps renew which bases."""
+        if self._intervals is None:  # the device is known when the partition has its parameters
+            every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
+            self._intervals = Intervals(every, self._options.deterministic)
+        return self._intervals
 
     def solves(self, block: Block) -> bool:
         """Whether this step begins with a full solve for the block's basis."""
@@ -116,14 +144,19 @@ class Schedule:
 
     def renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
-        return self.solves(block) or (block.covered and self.intervals.warm_within(self.applied_steps))
+        return self.solves(block) or (block.covered and any(self.iterations_within(block)))
+
+    def iterations_within(self, block: Block) -> tuple[int, int]:
+        """How many iterations the two sides of the block's basis get within this step, before it uses them."""
+        A, B = (int(self.intervals.warm_within(self.applied_steps, stretch)) for stretch in stretches(block))
+        return A, B
 
     def iterations_after(self, block: Block) -> tuple[int, int]:
         """How many iterations the two sides of the block's basis get after this step."""
         if strayed := self._partition.peek(block).strayed:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         covered = self._partition.covered
-        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered))
+        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered), stretches(block))
 
     def takes_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
