@@ -53,7 +53,7 @@ bench: setup
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
 figures: setup
-	$(PY) -m ekfac.lab.evidence --results results --docs docs
+	$(PY) -m ekfac.lab.show.evidence --results results --docs docs
 
 figures-quick: setup
 	$(VENV)/bin/ekfac figure all --quick --out figures

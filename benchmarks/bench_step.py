@@ -47,7 +47,7 @@ from contenders import (
     reason,
 )
 
-from ekfac.lab.runs import machine
+from ekfac.lab.training.runs import machine
 
 MIB = 2**20
 TURN = 10  # steps at a time

@@ -15,12 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import ekfac
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.data import Split, load_dataset
+from ekfac.lab.data.datasets import Split, load_dataset
 from ekfac.lab.optimizers import Trains, build_optimizer
 from ekfac.lab.registry import LabError
 from ekfac.lab.rivals import matrices
 from ekfac.lab.tasks import TASKS, Task
-from ekfac.optim.refresh import START
+from ekfac.optim.statistics.refresh import START
 
 WARM_UP = 40  # by then every kind of step has been captured; the start's turning of all bases goes on until step 300
 LR = 1e-4  # small: on random data, and for optimizers of other packages

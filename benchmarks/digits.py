@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data.datasets import load_dataset
 from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.tasks import TASKS
 

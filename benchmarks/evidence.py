@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
-from ekfac.lab.plan import worker_pool
-from ekfac.lab.runs import load_run, source_digest
-from ekfac.lab.training import Progress, train
+from ekfac.lab.search.plan import worker_pool
+from ekfac.lab.training.gather import find_runs
+from ekfac.lab.training.run import Progress, train
+from ekfac.lab.training.runs import load_run, source_digest
 
 Job = tuple[str, TrainConfig]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ekfac
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data.datasets import load_dataset
 
 TASKS = 5
 COLOURS = {"no penalty": "#999999", "diagonal (EWC)": "#0072B2", "EKFAC (rotated EWC)": "#D55E00"}

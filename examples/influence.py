@@ -23,7 +23,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 import ekfac
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data.datasets import load_dataset
 
 WEIGHT_DECAY = 1e-2
 SUBSETS, SIZE = 30, 50

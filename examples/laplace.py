@@ -20,7 +20,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn import functional as F
 
 import ekfac
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data.datasets import load_dataset
 
 ANGLES = (0, 15, 30, 45, 60)
 PRIORS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)

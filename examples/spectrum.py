@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ekfac
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data.datasets import load_dataset
 
 LOOKS = {
     "full": ("black", "-", 2.6),

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ekfac
-from ekfac import cli, diagnosis
-from ekfac.probe import Prices, Probe, Trial
+from ekfac.cli import main as cli
+from ekfac.diagnosis import doctor as diagnosis
+from ekfac.diagnosis.probe import Prices, Probe, Trial
 
 QUICK = {"steps": 10, "trial_steps": 3}
 
@@ -272,9 +273,9 @@ def test_a_bad_command_is_one_line(words, message, capsys):
 def test_it_is_imported_when_it_is_asked_for():
     code = (
         "import sys, ekfac\n"
-        "assert 'ekfac.diagnosis' not in sys.modules\n"
+        "assert 'ekfac.diagnosis.doctor' not in sys.modules\n"
         "assert callable(ekfac.doctor)\n"
-        "from ekfac.diagnosis import Diagnosis\n"
+        "from ekfac.diagnosis.doctor import Diagnosis\n"
         "assert callable(ekfac.doctor) and not hasattr(ekfac, 'nurse')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ import evidence
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
-from ekfac.lab.runs import load_run
+from ekfac.lab.training.runs import load_run
 from processes import alive, children, hear_ctrl_c, wait_until
 
 TINY = {"width": 8, "limit": 100, "epochs": 1, "dataset": "mnist-5k", "batch_size": 50, "device": "cpu"}

@@ -88,7 +88,7 @@ def test_the_wheel_imports_and_trains_with_torch_alone(bare):
 def test_training_runs_with_torch_and_numpy_and_says_what_is_left_out(bare, tmp_path):
     python, site = bare
     link("numpy", site)
-    from ekfac.lab import files
+    from ekfac.lab.data import files
 
     files.fetch("mnist-5k", tmp_path / "data", lambda text: None)
     tiny = ["classifier", "--width", "8", "--limit", "100", "--batch-size", "50", "--epochs", "2", "--device", "cpu"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ekfac.lab.data import load_dataset
+from ekfac.lab.data.datasets import load_dataset
 
 Batch = tuple[Tensor, Tensor]
 CONTEXT = 32

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from ekfac.curvature.fisher import fisher
 from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
 from ekfac.curvature.summary import summary
-from ekfac.optim.adaptive import AdaptiveDamping
 from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.kfac import KFAC
 from ekfac.optim.options import PAPER
 from ekfac.optim.preconditioner import Preconditioner
+from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 
 if TYPE_CHECKING:
-    from ekfac.diagnosis import doctor
+    from ekfac.diagnosis.doctor import doctor
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what is rarely needed when it is asked for."""
     if name == "doctor":
-        from ekfac.diagnosis import doctor
+        from ekfac.diagnosis.doctor import doctor
 
         return doctor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from ekfac.curvature.eigenbasis import (
     eigh_with_fallback,
     is_eigendecomposition,
 )
-from ekfac.curvature.shapes import BlockShape
+from ekfac.curvature.layers.shapes import BlockShape
 from oracle import carried
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import find_blocks
-from ekfac.curvature.layers import Call, Layer
+from ekfac.curvature.layers.base import Call, Layer
 
 
 @pytest.mark.parametrize("width", [3, 255, 256, 257, 300, 511])

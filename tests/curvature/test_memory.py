@@ -17,7 +17,7 @@ from allocations import allocated
 from ekfac.curvature import scaling, statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.eigenbasis import Basis
-from ekfac.curvature.layers import Call
+from ekfac.curvature.layers.base import Call
 from paper import EKFAC
 from zoo import GPT, token_loss
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ekfac.curvature.fisher as module_under_test
 from allocations import allocated
 from ekfac import fisher
-from ekfac.curvature import sweep
+from ekfac.curvature.fisher import passes as sweep
 from fisher_cases import flat_gradients, negative_log_likelihood
 
 DOUBLE = torch.float64

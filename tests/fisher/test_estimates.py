@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ekfac import fisher, relative_error
-from ekfac.curvature.likelihoods import LIKELIHOODS, Categorical, covariance_column
+from ekfac.curvature.fisher.likelihoods import LIKELIHOODS, Categorical, covariance_column
 from fisher_cases import Case, cases, dense_empirical, dense_exact, flat_gradients, negative_log_likelihood
 from oracle import dense_fisher
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from ekfac.lab import files
-from ekfac.lab.data import DATASETS
-from ekfac.lab.files import OfficialFile, Source
+from ekfac.lab.data import files
+from ekfac.lab.data.datasets import DATASETS
+from ekfac.lab.data.files import OfficialFile, Source
 
 # Parsed once a test process: the tensors are never changed in place.
 DATASETS._items["mnist-5k"] = functools.lru_cache(DATASETS.get("mnist-5k"))

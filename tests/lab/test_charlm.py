@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import ekfac
-from ekfac import cli
-from ekfac.lab import text
-from ekfac.lab.charlm import character_correct, character_cross_entropy, charlm
-from ekfac.lab.data import Dataset, Split, load_dataset
+from ekfac.cli import main as cli
+from ekfac.lab.data import text
+from ekfac.lab.data.datasets import Dataset, Split, load_dataset
+from ekfac.lab.networks.charlm import character_correct, character_cross_entropy, charlm
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import TASKS
-from ekfac.lab.training import TrainConfig, train
+from ekfac.lab.training.run import TrainConfig, train
 
 TINY = {"width": 8, "limit": 40, "batch_size": 20, "epochs": 1, "device": "cpu"}
 

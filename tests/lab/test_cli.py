@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import ekfac
-from ekfac import cli
-from ekfac.lab import demo, train
+from ekfac.cli import main as cli
+from ekfac.lab import train
 from ekfac.lab.optimizers import OPTIMIZERS
-from ekfac.lab.training import load_run
+from ekfac.lab.show import demo
+from ekfac.lab.training.run import load_run
 from lab.conftest import mnist_bytes
 
 
@@ -182,18 +183,18 @@ def _stop(*words, **more):
 @pytest.mark.parametrize(
     ("words", "where", "message"),
     [
-        (["doctor", "classifier"], "ekfac.lab.commands_doctor.examine", "nothing was written"),
-        (["demo"], "ekfac.lab.demo.race", "nothing was written"),
-        (["demo", "--out", "d"], "ekfac.lab.demo.race", "what each had done by then is recorded in d"),
-        (["figure", "all", "--out", "f"], "ekfac.lab.figures.make", "figures that were drawn by then are in f"),
+        (["doctor", "classifier"], "ekfac.cli.doctor.examine", "nothing was written"),
+        (["demo"], "ekfac.lab.show.demo.race", "nothing was written"),
+        (["demo", "--out", "d"], "ekfac.lab.show.demo.race", "what each had done by then is recorded in d"),
+        (["figure", "all", "--out", "f"], "ekfac.lab.show.figures.make", "figures that were drawn by then are in f"),
         (
             ["figure", "all", "--quick", "--out", "f"],
-            "ekfac.lab.figures.make",
+            "ekfac.lab.show.figures.make",
             "figures that were drawn by then are in f; the small runs in f/quick-runs are kept, and the same command "
             "goes on",
         ),
-        (["sweep", "classifier", "--out", "s"], "ekfac.lab.sweep.sweep", "the same command goes on"),
-        (["data", "fetch", "mnist-5k"], "ekfac.lab.files.fetch", None),
+        (["sweep", "classifier", "--out", "s"], "ekfac.lab.search.sweep.sweep", "the same command goes on"),
+        (["data", "fetch", "mnist-5k"], "ekfac.lab.data.files.fetch", None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -301,7 +302,7 @@ def test_no_arguments_show_the_help(capsys):
 def test_shell_completion_knows_the_names():
     environment = {**os.environ, "_EKFAC_COMPLETE": "complete_bash", "COMP_WORDS": "ekfac train au", "COMP_CWORD": "2"}
     answer = subprocess.run(
-        [sys.executable, "-c", "from ekfac.cli import main; main()"],
+        [sys.executable, "-c", "from ekfac.cli.main import main; main()"],
         env=environment,
         capture_output=True,
         text=True,

@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-from ekfac.lab import files
-from ekfac.lab.data import DATASETS, Dataset, Split, hold_out, load_dataset, register_dataset
+from ekfac.lab.data import files
+from ekfac.lab.data.datasets import DATASETS, Dataset, Split, hold_out, load_dataset, register_dataset
 from ekfac.lab.registry import LabError
 from lab.conftest import cifar_bytes, idx, mnist_bytes
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ekfac.lab import demo
-from ekfac.lab.chart import chart
-from ekfac.lab.runs import Run
-from ekfac.lab.training import TrainConfig, load_run
+from ekfac.lab.show import demo
+from ekfac.lab.show.chart import chart
+from ekfac.lab.training.run import TrainConfig, load_run
+from ekfac.lab.training.runs import Run
 
 SMALL = {"width": 8, "limit": 100, "batch_size": 50, "device": "cpu"}
 

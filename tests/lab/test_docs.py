@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import ekfac
-from ekfac import cli
-from ekfac.lab.training import load_run
-from ekfac.optim import damping, factory, rules
+from ekfac.cli import main as cli
+from ekfac.lab.training.run import load_run
+from ekfac.optim import factory
+from ekfac.optim.methods import damping, rules
 from ekfac.optim.options import CurvatureArguments, EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]

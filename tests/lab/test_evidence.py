@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from ekfac.cli import run
+from ekfac.cli.main import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.evidence import Record, fill, fill_pages
-from ekfac.lab.evidence.__main__ import main
-from ekfac.lab.evidence.pages import PAGES, SOURCES
-from ekfac.lab.evidence.pictures import draw, pictures
-from ekfac.lab.evidence.record import MISSING, tried, write
-from ekfac.lab.evidence.tables import final, lowest
-from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
+from ekfac.lab.show.evidence import Record, fill, fill_pages
+from ekfac.lab.show.evidence.__main__ import main
+from ekfac.lab.show.evidence.pages import PAGES, SOURCES
+from ekfac.lab.show.evidence.pictures import draw, pictures
+from ekfac.lab.show.evidence.record import MISSING, tried, write
+from ekfac.lab.show.evidence.tables import final, lowest
+from ekfac.lab.training.gather import find_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR = 45.0

@@ -13,13 +13,24 @@ import torch
 from matplotlib.figure import Figure
 
 import ekfac
-from ekfac.cli import run
+from ekfac.cli.main import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.data import load_dataset
-from ekfac.lab.figures import FIGURES, Request, correlation, drift, make, measure, quick, rescaling, sensitivity, style
-from ekfac.lab.figures.measures import Measures
-from ekfac.lab.runs import Run
+from ekfac.lab.data.datasets import load_dataset
+from ekfac.lab.show.figures import (
+    FIGURES,
+    Request,
+    correlation,
+    drift,
+    make,
+    measure,
+    quick,
+    rescaling,
+    sensitivity,
+    style,
+)
+from ekfac.lab.show.figures.measures import Measures
+from ekfac.lab.training.runs import Run
 
 ALL = {
     "rescaling",

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from ekfac.lab import files
-from ekfac.lab.files import DataError, Download, OfficialFile, Source
+from ekfac.lab.data import files
+from ekfac.lab.data.files import DataError, Download, OfficialFile, Source
 from lab.conftest import cifar_bytes, mnist_bytes
 
 

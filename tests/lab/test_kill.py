@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from ekfac.lab.training import load_run
+from ekfac.lab.training.run import load_run
 from lab.test_runs import same, timeless, weights
 
 EPOCHS = 30

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ekfac.lab import networks
-from ekfac.lab.networks import ResidualBlock
+from ekfac.lab.networks import paper as networks
+from ekfac.lab.networks.paper import ResidualBlock
 from ekfac.lab.tasks import TASKS, pixel_cross_entropy, pixel_entropy
 
 BUILDERS = {name: getattr(networks, name) for name in ("autoencoder", "classifier", "vgg11", "resnet34")}

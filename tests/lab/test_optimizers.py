@@ -9,7 +9,7 @@ from torch import nn
 from ekfac.lab.optimizers import OPTIMIZERS, build_optimizer, register_optimizer
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.tasks import TASKS
-from ekfac.lab.training import TrainConfig, train
+from ekfac.lab.training.run import TrainConfig, train
 
 SMALL = {"width": 8, "limit": 100, "batch_size": 50, "epochs": 2, "device": "cpu"}
 

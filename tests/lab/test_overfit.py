@@ -7,7 +7,7 @@ import torch
 
 import ekfac
 from ekfac.lab.tasks import TASKS
-from ekfac.lab.training import TrainConfig, train
+from ekfac.lab.training.run import TrainConfig, train
 
 
 def config(task: str, **more) -> TrainConfig:
@@ -15,7 +15,7 @@ def config(task: str, **more) -> TrainConfig:
         task,
         "ekfac-ra",
         dataset="mnist-5k-padded",
-        plugins=("ekfac.lab.padded",),
+        plugins=("ekfac.lab.data.padded",),
         limit=500,
         batch_size=100,
         refresh_every=20,

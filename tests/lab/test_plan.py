@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ekfac.lab import LabError, plan
+from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.gather import find_runs
-from ekfac.lab.space import Space, settings
+from ekfac.lab.search import plan
+from ekfac.lab.search.space import Space, settings
+from ekfac.lab.training.gather import find_runs
 from processes import alive, children, hear_ctrl_c, wait_until
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
@@ -75,7 +76,7 @@ def test_the_command_on_a_bare_machine(configs: list[TrainConfig], tmp_path: Pat
         "import sys\n"
         "for name in ('optuna', 'typer', 'rich', 'matplotlib', 'plotly', 'tensorboard', 'mlxtend'):\n"
         "    sys.modules[name] = None\n"
-        "from ekfac.lab.plan import main\n"
+        "from ekfac.lab.search.plan import main\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(main(sys.argv[1:]))\n"
     )
@@ -101,7 +102,7 @@ def test_bad_usage_of_the_command_is_one_line(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("how", ["killed", "Ctrl-C"])
 def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp_path: Path) -> None:
     plan.write_plan([replace(config, epochs=10_000) for config in configs[:2]], tmp_path / "plan.json")
-    words = ["-m", "ekfac.lab.plan", "plan.json", "--out", "done", "--workers", "2", "--devices", "cpu"]
+    words = ["-m", "ekfac.lab.search.plan", "plan.json", "--out", "done", "--workers", "2", "--devices", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
     process = subprocess.Popen(
         [sys.executable, *words],
@@ -129,7 +130,7 @@ def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp
 
 def test_a_plan_goes_out_and_its_results_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna")
-    from ekfac.cli import run
+    from ekfac.cli.main import run
 
     file, done, out = str(tmp_path / "plan.json"), str(tmp_path / "done"), str(tmp_path / "search")
     settings_words = ["--optimizer", "sgd", "--plugin", PLUGIN, "--lr", "0.1,0.01", "--random", "1"]

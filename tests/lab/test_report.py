@@ -13,10 +13,10 @@ import pytest
 
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.report import content, write_report
-from ekfac.lab.report.page import data, embedded
-from ekfac.lab.runs import Run, RunFolder
-from ekfac.lab.watch import make_server
+from ekfac.lab.show.report import content, write_report
+from ekfac.lab.show.report.page import data, embedded
+from ekfac.lab.show.watch import make_server
+from ekfac.lab.training.runs import Run, RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>'

@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from ekfac.lab import training
 from ekfac.lab.registry import LabError
-from ekfac.lab.runs import Run, RunFolder
 from ekfac.lab.train import closing
-from ekfac.lab.training import Progress, TrainConfig, launch, load_run, train
+from ekfac.lab.training import run as training
+from ekfac.lab.training.run import Progress, TrainConfig, launch, load_run, train
+from ekfac.lab.training.runs import Run, RunFolder
 
 SMALL = {"width": 8, "limit": 200, "batch_size": 50, "device": "cpu"}
 CLOCK = ("seconds", "images_per_second", "peak_memory")

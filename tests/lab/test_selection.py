@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.runs import Run
-from ekfac.lab.selection import (
+from ekfac.lab.search.selection import (
     best_final,
     best_validation,
     by_method,
@@ -17,6 +16,7 @@ from ekfac.lab.selection import (
     per_time,
     time_to_reach,
 )
+from ekfac.lab.training.runs import Run
 
 
 def made_up(

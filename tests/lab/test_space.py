@@ -7,7 +7,7 @@ import pytest
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import describe, key, method
-from ekfac.lab.space import DECADES, Space, settings
+from ekfac.lab.search.space import DECADES, Space, settings
 
 
 def test_the_papers_search_has_its_grid_first_then_twenty_points_around_each() -> None:

@@ -18,14 +18,15 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from ekfac.lab import LabError, plan
+from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
-from ekfac.lab.runs import Run
-from ekfac.lab.space import Space, settings
-from ekfac.lab.study import Trials, open_storage, without_password
-from ekfac.lab.sweep import Where, existing_studies, state, sweep
+from ekfac.lab.search import plan
+from ekfac.lab.search.space import Space, settings
+from ekfac.lab.search.study import Trials, open_storage, without_password
+from ekfac.lab.search.sweep import Where, existing_studies, state, sweep
+from ekfac.lab.training.gather import find_runs
+from ekfac.lab.training.runs import Run
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
@@ -39,7 +40,7 @@ def search(lrs: tuple[float, ...] = (0.1, 0.03, 0.01)) -> list[TrainConfig]:
 def command(out: Path, *more: str) -> list[str]:
     words = [
         "-c",
-        "from ekfac.cli import main; main()",
+        "from ekfac.cli.main import main; main()",
         "sweep",
         "tiny",
         "--optimizer",
@@ -100,11 +101,11 @@ def test_a_failed_trial_does_not_end_the_search_and_is_tried_again(
             raise MemoryError("no room")
         return real(config, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ekfac.lab.sweep.run_one", short_of_memory)
+    monkeypatch.setattr("ekfac.lab.search.sweep.run_one", short_of_memory)
     trials = sweep(configs, Where.of(tmp_path))["tiny-sgd"]
     assert trials.failures() == {key(configs[1]): "MemoryError: no room"}
     assert len(trials.runs()) == 2
-    monkeypatch.setattr("ekfac.lab.sweep.run_one", real)
+    monkeypatch.setattr("ekfac.lab.search.sweep.run_one", real)
     trials = sweep(configs, Where.of(tmp_path))["tiny-sgd"]
     assert trials.failures() == {} and len(trials.runs()) == 3
 
@@ -218,7 +219,7 @@ def test_a_trial_of_a_silent_machine_is_taken_over_and_one_of_a_living_machine_i
 
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
 def test_a_running_trial_gives_signs_of_life(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ekfac.lab.study.SIGN_OF_LIFE", 0.01)
+    monkeypatch.setattr("ekfac.lab.search.study.SIGN_OF_LIFE", 0.01)
     monkeypatch.setenv("EKFAC_TEST_SLEEP", "0.02")
     signs: list[float] = []
     real = Trials.finish
@@ -275,7 +276,7 @@ def test_a_storage_that_cannot_be_opened_is_one_clear_error(where: str) -> None:
 
 
 def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from ekfac.cli import run
+    from ekfac.cli.main import run
 
     for words in (
         ["sweep"],
@@ -296,7 +297,7 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], 
 
 
 def test_where_every_setting_diverges_no_best_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ekfac.cli import run
+    from ekfac.cli.main import run
 
     words = command(tmp_path, "--lr", "1e30")[3:]
     assert run([*words, "--json"]) == 0

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from ekfac.lab import training
-from ekfac.lab.data import Dataset, Split, load_dataset, register_dataset
+from ekfac.lab.data.datasets import Dataset, Split, load_dataset, register_dataset
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import Task, label_correct, label_cross_entropy, register_task
-from ekfac.lab.trainer import Trainer
-from ekfac.lab.training import Progress, TrainConfig, train
+from ekfac.lab.training import run as training
+from ekfac.lab.training.run import Progress, TrainConfig, train
+from ekfac.lab.training.trainer import Trainer
 
 SMALL = {"width": 8, "limit": 200, "batch_size": 50, "epochs": 2, "device": "cpu"}
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ekfac.cli import run
-from ekfac.lab import plan
+from ekfac.cli.main import run
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.gather import find_runs
 from ekfac.lab.labels import key
-from ekfac.lab.watch import leaders, make_server, view
+from ekfac.lab.search import plan
+from ekfac.lab.show.watch import leaders, make_server, view
+from ekfac.lab.training.gather import find_runs
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
 BASE = TrainConfig("tiny", "sgd", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4)

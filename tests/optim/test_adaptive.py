@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac import AdaptiveDamping
-from ekfac.optim.adaptive import Adaptation
+from ekfac.optim.step_size.adaptive_damping import Adaptation
 from helpers import half_square, mlp
 from paper import EKFAC, KFAC, Preconditioner
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ekfac.optim import capturing
-from ekfac.optim.capturing import Lanes, OwnStream, Replays
+from ekfac.optim.cuda import replay as capturing
+from ekfac.optim.cuda.replay import Lanes, OwnStream, Replays
 
 
 class OnGPU(torch.Tensor):

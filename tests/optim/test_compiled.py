@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from ekfac.curvature import hooks
+from ekfac.curvature.capture import hooks
 from paper import EKFAC, KFAC
 
 MAKERS = {

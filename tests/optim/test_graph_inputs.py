@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ekfac
-from ekfac.optim.accumulate import BlockSums
+from ekfac.optim.cuda.nonfinite import Verdicts
+from ekfac.optim.cuda.step_graphs import REPEATS, Rates
 from ekfac.optim.engine import Engine
-from ekfac.optim.graphs import REPEATS, Rates
-from ekfac.optim.intake import Intake
-from ekfac.optim.refresh import EARLY, START
-from ekfac.optim.skipping import Verdicts
-from ekfac.optim.work import Work
+from ekfac.optim.statistics.collector import Intake
+from ekfac.optim.statistics.refresh import EARLY, START
+from ekfac.optim.statistics.sums import BlockSums
+from ekfac.optim.types import Work
 
 
 class StandIn:

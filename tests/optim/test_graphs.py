@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ekfac
-from ekfac.optim.aside import Aside
-from ekfac.optim.capturing import capturing
+from ekfac.optim.cuda.replay import capturing
+from ekfac.optim.cuda.side_stream import Aside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs")]
 
@@ -221,7 +221,7 @@ def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed
 
 @pytest.mark.parametrize("rule", ["anchored", "running", "kronecker"])
 def test_many_layers_side_by_side(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ekfac.optim.capturing.LARGE", 40 * 41)
+    monkeypatch.setattr("ekfac.optim.cuda.replay.LARGE", 40 * 41)
 
     def trained(cuda_graphs: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ekfac
 from ekfac import EKFAC, KFAC
-from ekfac.optim.refresh import START
+from ekfac.optim.statistics.refresh import START
 from loops import X, Y, assert_same, loss_of, mlp, usual, weights
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ekfac
 import paper
-from ekfac.optim.skipping import Verdicts
+from ekfac.optim.cuda.nonfinite import Verdicts
 
 
 class Late(Verdicts):

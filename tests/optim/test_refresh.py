@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim import refresh
-from ekfac.optim.refresh import EARLY, START, Schedule, early_steps
-from ekfac.optim.rules import PerExample
+from ekfac.optim.methods.rules import PerExample
+from ekfac.optim.statistics import refresh
+from ekfac.optim.statistics.refresh import EARLY, START, Schedule, early_steps
 
 
 def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ekfac.optim import intake, rows
+from ekfac.optim.statistics import collector as intake
+from ekfac.optim.statistics import factored_gradient as rows
 from paper import EKFAC, KFAC
 
 MAKERS = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac.curvature.eigenbasis import _cholesky_qr, orthogonal_iteration
-from ekfac.optim.rules import RULES
+from ekfac.optim.methods.rules import RULES
 from helpers import batches_for, compare_with_oracle, mean_loss, mlp
 
 TORCH = {"adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim.rules import SAY, alignment, products
-from ekfac.optim.steplength import LATE_STEPS, PACE_RATE, PACE_STEPS, Pace
+from ekfac.optim.methods.rules import SAY, alignment, products
+from ekfac.optim.step_size.steplength import LATE_STEPS, PACE_RATE, PACE_STEPS, Pace
 
 
 def network() -> nn.Sequential:

@@ -11,16 +11,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ekfac.curvature.convolution import (
-    ConvolutionLayer,
-    Convs,
-    TransposedConvolutionLayer,
-    TransposedConvs,
-)
-from ekfac.curvature.embedding import EmbeddingLayer, TransposedEmbedding
-from ekfac.curvature.layers import ElementwiseLayer, Layer, LinearLayer
-from ekfac.curvature.norms import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer
-from ekfac.curvature.shapes import BlockShape
+from ekfac.curvature.layers.base import ElementwiseLayer, Layer, LinearLayer
+from ekfac.curvature.layers.convolution import ConvolutionLayer, Convs, TransposedConvolutionLayer, TransposedConvs
+from ekfac.curvature.layers.embedding import EmbeddingLayer, TransposedEmbedding
+from ekfac.curvature.layers.norms import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer
+from ekfac.curvature.layers.shapes import BlockShape
 
 #: Kinds of modules and the class that reads them. A subclass counts when it leaves ``forward`` as it is.
 KINDS: dict[type[nn.Module], type[Layer]] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ekfac.curvature.shapes import BlockShape
+from ekfac.curvature.layers.shapes import BlockShape
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ekfac.curvature.shapes import BlockShape
+from ekfac.curvature.layers.shapes import BlockShape
 
 #: Devices on which a product over very many rows is taken example by example, and summed.
 BY_EXAMPLE = ("cuda",)

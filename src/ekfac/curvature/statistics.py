@@ -11,7 +11,7 @@ from torch import Tensor
 from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
-from ekfac.curvature.layers import Call
+from ekfac.curvature.layers.base import Call
 from ekfac.curvature.scaling import chunks
 
 #: Further backward passes over the same forward: the same calls with other output gradients.

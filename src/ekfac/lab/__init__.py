@@ -1,10 +1,10 @@
 """The lab: the paper's experiments, and a place to try one's own.
 
-A user's file adds to it by what this module exports; :mod:`ekfac.lab.training` has ``train``,
+A user's file adds to it by what this module exports; :mod:`ekfac.lab.training.run` has ``train``,
 ``TrainConfig`` and ``load_run``.
 """
 
-from ekfac.lab.data import Dataset, Split, register_dataset
+from ekfac.lab.data.datasets import Dataset, Split, register_dataset
 from ekfac.lab.optimizers import of_parameters, register_optimizer
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import Task, label_correct, label_cross_entropy, register_task

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ekfac.lab.data import DATASETS
+from ekfac.lab.data.datasets import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.tasks import TASKS

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ekfac.lab import charlm, networks
+from ekfac.lab.networks import charlm
+from ekfac.lab.networks import paper as networks
 from ekfac.lab.registry import Registry
 
 

@@ -17,9 +17,9 @@ from ekfac.lab.boundary import writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
-from ekfac.lab.runs import Run
 from ekfac.lab.tasks import TASKS
-from ekfac.lab.training import Progress, launch
+from ekfac.lab.training.run import Progress, launch
+from ekfac.lab.training.runs import Run
 
 OPTIONAL = {"rich": "live display", "tensorboard": "TensorBoard events"}
 

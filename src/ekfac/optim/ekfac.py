@@ -14,16 +14,17 @@ from typing_extensions import Self, Unpack
 from ekfac.curvature.factors import no_autocast
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary
-from ekfac.optim import checkpoint, exchange, options
-from ekfac.optim.adaptive import Adaptation, AdaptiveDamping, Comparison
+from ekfac.optim import options
+from ekfac.optim.base import Grouped, Groups
+from ekfac.optim.cuda.step_graphs import Rates, StepGraphs
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import build_engine, check_model
-from ekfac.optim.graphs import Rates, StepGraphs
-from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import CurvatureArguments, Damping
-from ekfac.optim.stats import engine_stats
-from ekfac.optim.steplength import KLClip, Pace, trusted
-from ekfac.optim.work import Update, Work
+from ekfac.optim.state import checkpoint, exchange
+from ekfac.optim.state.stats import engine_stats
+from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping, Comparison
+from ekfac.optim.step_size.steplength import KLClip, Pace, trusted
+from ekfac.optim.types import Update, Work
 
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
@@ -46,9 +47,9 @@ class EKFAC(Grouped):
             \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / \texttt{anneal}}
 
     This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
-    eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.damping`).
+    eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.methods.damping`).
     ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has g / (s + \epsilon) in place of the fraction;
-    other rules are in :mod:`ekfac.optim.rules`.
+    other rules are in :mod:`ekfac.optim.methods.rules`.
 
     Example:
         >>> import torch, ekfac

@@ -19,19 +19,19 @@ from torch import distributed as dist
 from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.summary import Summary, summarise
-from ekfac.optim.accumulate import BlockSums, average_factors, reduced_zeros, world_size
-from ekfac.optim.capturing import Replays
-from ekfac.optim.coverage import widest
-from ekfac.optim.eigen import EigenMethod
-from ekfac.optim.gradients import largest_magnitudes, stacked_gradient
-from ekfac.optim.intake import Intake
-from ekfac.optim.method import Method, Step
+from ekfac.optim.cuda.nonfinite import Verdicts
+from ekfac.optim.cuda.replay import Replays
+from ekfac.optim.methods.base import Method, Step
+from ekfac.optim.methods.eigenbasis import EigenMethod
+from ekfac.optim.methods.rules import State
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.refresh import Refresher
-from ekfac.optim.rows import Rows, rows_of
-from ekfac.optim.rules import State
-from ekfac.optim.skipping import Verdicts
-from ekfac.optim.work import Direction, Update, Work, as_scalar
+from ekfac.optim.statistics.collector import Intake
+from ekfac.optim.statistics.factored_gradient import Rows, rows_of
+from ekfac.optim.statistics.gradients import largest_magnitudes, stacked_gradient
+from ekfac.optim.statistics.partition import widest
+from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.statistics.sums import BlockSums, average_factors, reduced_zeros, world_size
+from ekfac.optim.types import Direction, Update, Work, as_scalar
 
 #: After so many skipped steps without another between them the user hears of it.
 SKIPPED_IN_A_ROW = 20
@@ -65,7 +65,7 @@ class Engine(Intake):
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.
         self._skipped_at = (0, 0)
-        #: The mask of the step under way, see :mod:`ekfac.optim.skipping`.
+        #: The mask of the step under way, see :mod:`ekfac.optim.cuda.nonfinite`.
         self.ok: Tensor | None = None
 
     def method_of(self, block: Block) -> Method:

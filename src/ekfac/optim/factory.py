@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ekfac.optim import options
-from ekfac.optim.damping import DAMPING_MODES
-from ekfac.optim.eigen import EigenMethod
 from ekfac.optim.engine import Engine
+from ekfac.optim.methods.damping import DAMPING_MODES
+from ekfac.optim.methods.eigenbasis import EigenMethod
+from ekfac.optim.methods.rules import RULES, Running, State
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.rules import RULES, Running, State
 
 #: Decay of s where nothing else is said; "per_example" takes every batch afresh, as Algorithm 1 does.
 SCALING_DECAY = 0.95

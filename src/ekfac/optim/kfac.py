@@ -14,19 +14,19 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.optim import options
-from ekfac.optim.adaptive import AdaptiveDamping
-from ekfac.optim.damping import plain
-from ekfac.optim.eigen import EigenMethod
+from ekfac.optim.base import Groups
 from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.engine import Engine
 from ekfac.optim.factory import SCALING_DECAY
-from ekfac.optim.groups import Groups
-from ekfac.optim.method import Step
+from ekfac.optim.methods.base import Step
+from ekfac.optim.methods.damping import plain
+from ekfac.optim.methods.eigenbasis import EigenMethod
+from ekfac.optim.methods.rules import Running, State, put
 from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
-from ekfac.optim.refresh import PATIENCE, Refresher
-from ekfac.optim.rows import Rows
-from ekfac.optim.rules import Running, State, put
-from ekfac.optim.steplength import Pace
+from ekfac.optim.statistics.factored_gradient import Rows
+from ekfac.optim.statistics.refresh import PATIENCE, Refresher
+from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
+from ekfac.optim.step_size.steplength import Pace
 
 
 class InverseMethod:

@@ -96,7 +96,7 @@ class CurvatureArguments(CaptureArguments, total=False):
 
     Attributes:
         scaling: "anchored" (default), "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
-            its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; see :mod:`ekfac.optim.rules`.
+            its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; see :mod:`ekfac.optim.methods.rules`.
         damping_mode: "spectral" (a share of each factor's largest eigenvalue, default), "relative" (of the layer's
             mean s), "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only
             ``eps``.

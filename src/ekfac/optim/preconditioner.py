@@ -13,12 +13,13 @@ from typing_extensions import Self, Unpack
 from ekfac.curvature.factors import no_autocast
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary
-from ekfac.optim import checkpoint, exchange, options
+from ekfac.optim import options
 from ekfac.optim.factory import build_engine, check_model
+from ekfac.optim.methods.rules import State
 from ekfac.optim.options import CurvatureArguments, Damping
-from ekfac.optim.rules import State
-from ekfac.optim.stats import engine_stats
-from ekfac.optim.work import Update
+from ekfac.optim.state import checkpoint, exchange
+from ekfac.optim.state.stats import engine_stats
+from ekfac.optim.types import Update
 
 
 class Preconditioner:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.curvature.operators.dense import DensePart, LowRankPart, RowsPart
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
-from ekfac.curvature.shapes import BlockShape
 
 FORMAT = "ekfac curvature 1"
 KINDS: dict[str, type[Part]] = {

@@ -1,0 +1,1 @@
+"""The command ``ekfac``: thin, every command parses, calls the lab and prints."""

@@ -1,0 +1,119 @@
+"""The command ``ekfac doctor``: probe steps on a task, and settings to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+import ekfac
+from ekfac.diagnosis.doctor import Diagnosis
+from ekfac.lab.boundary import interruptible
+from ekfac.lab.config import TrainConfig, parse_options
+from ekfac.lab.data.datasets import load_dataset
+from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.registry import LabError
+from ekfac.lab.show import display
+from ekfac.lab.tasks import TASKS
+from ekfac.lab.training.trainer import Trainer, given
+
+_SET = typer.Option([], "--set", metavar="NAME=VALUE", help="Any option of EKFAC.")
+_PLUGIN = typer.Option([], "--plugin", help="Your file or module that registers tasks, datasets or optimizers.")
+
+
+def examine(config: TrainConfig, steps: int, trial_steps: int, data_dir: str | None = None) -> Diagnosis:
+    """Try EKFAC on a task and return what :func:`ekfac.doctor` found.
+
+    Args:
+        config: The task, its data and the options of EKFAC to start from.
+        steps: Probe steps.
+        trial_steps: Steps of each short run.
+        data_dir: Folder of the official data files.
+
+    Raises:
+        LabError: If a setting or the data are wrong, or the optimizer is not EKFAC.
+    """
+    config = config.resolved()
+    if OPTIMIZERS.get(config.optimizer).build is not ekfac.EKFAC:
+        raise LabError(f"doctor examines EKFAC (ekfac, ekfac-ra, ekfac-default), not {config.optimizer}")
+    # SGD only stands where an optimizer must: it puts no hooks on the network.
+    same = {name: getattr(config, name) for name in ("dataset", "width", "limit", "batch_size", "batch_norm", "seed")}
+    plain = TrainConfig(config.task, "sgd", **same, device=config.device, dtype=config.dtype, plugins=config.plugins)
+    trainer = Trainer(plain.resolved(), load_dataset(given(config.dataset), data_dir))
+    try:
+        return ekfac.doctor(
+            trainer.model,
+            _batches(trainer, steps),
+            _loss(trainer),
+            steps=steps,
+            trial_steps=trial_steps,
+            **config.optimizer_options(),
+        )
+    except (TypeError, ValueError) as error:
+        raise LabError(f"doctor: {error}") from error
+
+
+def _batches(trainer: Trainer, steps: int) -> list[Any]:
+    """Return the first batches of the first epoch; what the loss needs of them is their target."""
+    x, y = trainer.data.train
+    size = given(trainer.config.batch_size)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(trainer.config.seed)).to(x.device)
+    chosen = [order[i * size : (i + 1) * size] for i in range(min(steps, len(x) // size))]
+    return [(x[index], (x[index], y[index])) for index in chosen]
+
+
+def _loss(trainer: Trainer) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]:
+    return lambda output, target: trainer.task.losses(output, *target)
+
+
+def doctor(
+    task: str = typer.Argument(help=f"One of: {', '.join(TASKS)}, or a plugin's."),
+    optimizer: str = typer.Option("ekfac-default", help="ekfac-default, ekfac-ra or ekfac: what to start from."),
+    steps: int = typer.Option(50, help="Probe steps."),
+    trial_steps: int = typer.Option(30, help="Steps of each of the short runs that settings are chosen from."),
+    lr: float | None = typer.Option(None, help="Learning rate in the middle of the grid."),
+    damping: float | None = typer.Option(None, help="Damping in the middle of the grid."),
+    sua: bool | None = typer.Option(None, help="Spatially uncorrelated approximation of convolutions."),
+    dataset: str | None = typer.Option(None, help="Dataset, by name [default: the task's]."),
+    width: int | None = typer.Option(None, help="Width of the first layer."),
+    limit: int | None = typer.Option(None, help="Only the first so many examples."),
+    batch_size: int | None = typer.Option(None, help="Examples a step [default: the task's]."),
+    batch_norm: bool = typer.Option(False, help="With batch-norm."),
+    seed: int = typer.Option(0, help="Seed of the initial weights and of the order of examples."),
+    device: str = typer.Option("auto", help="cpu, cuda, ... or auto."),
+    set: list[str] = _SET,
+    plugin: list[str] = _PLUGIN,
+    data_dir: str | None = typer.Option(None, help="Folder of the data files."),
+    json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
+) -> None:
+    """Try EKFAC on a task for some fifty steps: blocks, noise, fit, drift, the step's price, settings to use."""
+    config = TrainConfig(
+        task=task,
+        optimizer=optimizer,
+        batch_norm=batch_norm,
+        dataset=dataset,
+        width=width,
+        limit=limit,
+        batch_size=batch_size,
+        lr=lr,
+        damping=damping,
+        sua=sua,
+        seed=seed,
+        device=device,
+        options=parse_options(set),
+        plugins=tuple(plugin),
+    )
+    with interruptible("nothing was written"):
+        found = examine(config, steps, trial_steps, data_dir)
+    if json:
+        display.show_json({"task": task, "optimizer": optimizer, **found.to_dict()})
+        return
+    print(f"{task} by {optimizer}: {found}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(epilog="Examples:\n\n`ekfac doctor classifier`\n\n`ekfac doctor vgg11 --width 16 --sua --json`")(doctor)

@@ -1,0 +1,1 @@
+"""h and delta, recorded during forward and backward passes."""

@@ -1,0 +1,106 @@
+"""The hooks of a capture, and what they ask torch about the pass under way."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from ekfac.curvature.capture.capture import Capture
+
+
+class _Hook:
+    """A hook that does not keep the capture alive, nor drag it along when a model is copied or saved."""
+
+    def __init__(self, capture: weakref.ref[Capture]) -> None:
+        self._capture = capture
+
+    @property
+    def capture(self) -> Capture | None:
+        return self._capture()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return type(self)(self._capture)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (_nothing,))
+
+
+def _nothing() -> None:
+    """Stands for the capture in a hook that was unpickled: there is none."""
+
+
+class ForwardHook(_Hook):
+    """After a call of a layer."""
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if self.capture is not None:
+            self.capture.called(module, inputs, output)
+
+
+class BeginHook(_Hook):
+    """Before a forward of the whole model."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
+        if self.capture is not None and module is self.capture.model:
+            self.capture.begin(args, kwargs or {})
+
+
+class EndHook(_Hook):
+    """After a forward of the whole model."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.capture is not None and module is self.capture.model:
+            self.capture.end(output)
+
+
+@functools.cache
+def run_hooks_in_compiled_models() -> None:
+    """Keep the compiler out of the hooks, and let it see whether a model has any.
+
+    What it traces it would run once, and capture nothing. And it takes models that differ in their hooks alone for the
+    same, unless told to look: what it had compiled for one without hooks, it would then run in place of ours. So it is
+    told, and what it compiled before that is dropped, to be compiled anew when it is next called.
+    """
+    for hook in (ForwardHook, BeginHook, EndHook):
+        hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.reset()
+
+
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Take hooks off."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def calls_under_way(module: nn.Module) -> int:
+    """How many calls of a module this thread is within."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def inside_backward() -> bool:
+    """Whether this thread is executing a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is under way: its gradients are returned, and never land in ``.grad``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass under way keeps its graph, so that a second one may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

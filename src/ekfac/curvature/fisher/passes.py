@@ -1,0 +1,295 @@
+"""One pass over the data: forward, the backward passes that the estimate asks for, what they bring of each layer."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from ekfac.curvature import statistics
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.capture import Capture
+from ekfac.curvature.capture.hooks import inside_backward
+from ekfac.curvature.fisher.batches import Batch, Progress, read_batch
+from ekfac.curvature.fisher.estimates import Cotangents, Estimate
+from ekfac.curvature.fisher.per_example import ExampleGradients
+from ekfac.curvature.layers.base import Call
+
+#: Bytes that temporary tensors may take: a few caches' worth on a CPU, where more is not faster.
+MEMORY = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+
+#: Receives a block's calls in one forward, with what one or more backward passes over it brought, and whether their
+#: inputs were handed over before: (block, passes, n, again).
+PassReceiver = Callable[[Block, Sequence[Sequence[Call]], int, bool], None]
+
+#: Receives rows ``[some, P]`` of per-example gradients.
+RowReceiver = Callable[[Tensor], None]
+
+
+class Data:
+    """A model, its data and an estimate: everything that a pass over the data needs.
+
+    Args:
+        model: The model.
+        batches: A loader or any other iterable of batches.
+        estimate: Which gradients stand for an example.
+        dtype: What floating-point inputs are cast to; None leaves them.
+        progress: The bar.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        estimate: Estimate,
+        dtype: torch.dtype | None,
+        progress: Progress,
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.estimate = estimate
+        self.dtype = dtype
+        self.progress = progress
+        self.device = next(model.parameters()).device
+        self.memory = MEMORY.get(self.device.type, MEMORY["cuda"])
+        self._begun: tuple[Any, Iterator[Any]] | None = None
+
+    def read(self) -> Iterator[Batch]:
+        """The batches, on the model's device."""
+        self.estimate.restart()
+        batches = self.batches
+        if self._begun is not None:
+            batches, self._begun = itertools.chain([self._begun[0]], self._begun[1]), None
+        for batch in self.progress.over(batches, self.batches):
+            yield self._read_one(batch)
+
+    def _read_one(self, batch: Any) -> Batch:
+        return read_batch(batch, self.device, self.dtype, self.estimate.needs_target)
+
+    def _first(self) -> Batch:
+        """The first batch; the pass that follows goes on from it, so that an iterator loses nothing."""
+        if self._begun is None:
+            iterator = iter(self.batches)
+            try:
+                self._begun = next(iterator), iterator
+            except StopIteration:
+                raise ValueError("there is no data: the loader gave no batch") from None
+        return self._read_one(self._begun[0])
+
+    def sweep(
+        self,
+        blocks: Sequence[Block],
+        receive: PassReceiver,
+        rows: ExampleGradients | None = None,
+        receive_rows: RowReceiver | None = None,
+    ) -> int:
+        """Go over the data once.
+
+        Args:
+            blocks: Blocks whose layers' calls are handed to ``receive``.
+            receive: See :data:`PassReceiver`.
+            rows: What computes per-example gradients, where some are wanted.
+            receive_rows: See :data:`RowReceiver`.
+
+        Returns:
+            The number of examples.
+        """
+        total = 0
+        grouped = Grouped(receive, self.memory)
+        with captured(self.model, blocks, grouped.receive) as (capture, edges), torch.enable_grad():
+            for batch in self.read():
+                total += batch.n
+                edges.clear()
+                with torch.set_grad_enabled(bool(blocks)):
+                    output = self.model(*batch.args, **batch.kwargs)
+                waiting: list[Cotangents] = []
+                for current, last in with_last(self.estimate.passes(output, batch.target, batch.n)):
+                    if edges:
+                        with capture.statistics_aside():
+                            backward(output, current, edges, retain=not last)
+                    if rows is None or receive_rows is None:
+                        continue
+                    waiting.append(current)
+                    if last or rows.enough(waiting):
+                        with capture.paused():
+                            for piece in rows.rows(batch, waiting):
+                                receive_rows(piece)
+                        waiting = []
+                del output, current
+                grouped.finish()
+                capture.drop()
+        if total == 0:
+            raise ValueError("there is no data: the loader gave no batch")
+        return total
+
+    def silent_layers(self, blocks: Sequence[Block]) -> list[Block]:
+        """Try the first batch: does each layer's gradient pass through its calls, whole?
+
+        Returns:
+            Blocks that have a gradient although their layers are never called.
+        """
+        batch = self._first()
+        probes: dict[Block, Tensor] = {}
+        vectors = {block: probe_vectors(block) for block in blocks}
+
+        def probe(block: Block, calls: list[Call], n: int) -> None:
+            probes[block] = statistics.probe_sum(block, calls, n, self.memory, *vectors[block])
+
+        parameters = [p for block in blocks for p in block.parameters.values()]
+        with captured(self.model, blocks, probe) as (capture, edges), torch.enable_grad():
+            output = self.model(*batch.args, **batch.kwargs)
+            first = next(self.estimate.passes(output, batch.target, batch.n))
+            with capture.statistics_aside():
+                found = backward(output, first, [*edges, *parameters], retain=False)[len(edges) :]
+            fired = set(capture.fired)
+        gradients = dict(zip(parameters, found, strict=True))
+        silent = [b for b in blocks if b not in fired and any(gradients[p] is not None for p in b.parameters.values())]
+        for block in fired:
+            _compare(block, [gradients[p] for p in block.parameters.values()], probes.get(block), vectors[block])
+        if silent:
+            warnings.warn(
+                "these layers have gradients but their forward was never called, so they get their diagonal: "
+                + ", ".join(block.name for block in silent),
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return silent
+
+
+def _compare(
+    block: Block, found: Sequence[Tensor | None], probe: Tensor | None, vectors: tuple[Tensor, Tensor]
+) -> None:
+    """Raise if a block's gradient is not the one that passed through its calls."""
+    whole = block.stack(
+        [torch.zeros_like(p) if g is None else g for p, g in zip(block.parameters.values(), found, strict=True)]
+    )
+    u, v = vectors
+    expected = float(torch.einsum("go,goc,gc->", u, whole, v))
+    seen, size = (0.0, 0.0) if probe is None else probe.tolist()
+    tolerance = {torch.float64: 1e-6, torch.float32: 5e-2}.get(block.key.dtype, 0.2)
+    if abs(seen - expected) > tolerance * max(size, abs(seen), abs(expected)):
+        raise RuntimeError(
+            f"layer '{block.name}': its gradient is not the one that passed through its calls (its weight is also used "
+            f"elsewhere), so its curvature cannot be captured: exclude=['{block.name}']"
+        )
+
+
+def with_last(items: Iterator[Cotangents]) -> Iterator[tuple[Cotangents, bool]]:
+    """Each item, and whether it is the last."""
+    current = next(items, None)
+    while current is not None:
+        following = next(items, None)
+        yield current, following is None
+        current = following
+
+
+class Grouped:
+    """Collects the backward passes of one forward, so that what depends on the inputs alone is done once for all.
+
+    Args:
+        receive: Gets each block's passes.
+        memory: Half of these bytes may wait at any time, and twice as many to bring three passes of a block together.
+    """
+
+    def __init__(self, receive: PassReceiver, memory: int) -> None:
+        self._receive = receive
+        self._memory = memory
+        self._held: dict[Block, dict[tuple[int, ...], list[list[Call]]]] = {}
+        self._bytes: dict[Block, int] = {}
+        self._seen: set[tuple[Block, tuple[int, ...]]] = set()
+        self._n = 0
+
+    def receive(self, block: Block, calls: list[Call], n: int) -> None:
+        """Keep a pass; hand on what gains least by waiting when it is much."""
+        # Several calls arrive in the order of the backward pass, and not all of them in every pass.
+        calls = sorted(calls, key=lambda call: id(call.x))
+        self._n = n
+        self._held.setdefault(block, {}).setdefault(tuple(id(call.x) for call in calls), []).append(calls)
+        size = sum(call.d.numel() * call.d.element_size() for call in calls)
+        self._bytes[block] = self._bytes.get(block, 0) + size
+        while (held := sum(self._bytes.values())) > self._memory // 2:
+            ready = [b for b in self._held if held > 2 * self._memory or _gain(b) < 1 or self._passes(b) > 2]
+            if not ready:
+                break
+            self._flush(min(ready, key=_gain))
+
+    def _passes(self, block: Block) -> int:
+        return sum(len(passes) for passes in self._held[block].values())
+
+    @torch.no_grad()
+    def _flush(self, block: Block) -> None:
+        self._bytes.pop(block)
+        for inputs, passes in self._held.pop(block).items():
+            self._receive(block, passes, self._n, (block, inputs) in self._seen)
+            self._seen.add((block, inputs))
+
+    def finish(self) -> None:
+        """Hand on everything: the forward is over."""
+        for block in list(self._held):
+            self._flush(block)
+        self._seen.clear()
+
+
+def _gain(block: Block) -> float:
+    """What waiting saves are the inputs' columns, what it holds are the outputs'."""
+    return block.shape.columns / block.shape.out
+
+
+@contextmanager
+def captured(
+    model: nn.Module, blocks: Sequence[Block], receive: Callable[[Block, list[Call], int], None]
+) -> Iterator[tuple[Capture, list[GradientEdge]]]:
+    """Hooks that hand h and delta to ``receive``, and the places in the graph where the deltas arise."""
+    edges: list[GradientEdge] = []
+    capture = Capture(model, receive)
+
+    def remember(module: nn.Module, inputs: Any, output: Any) -> None:
+        # The edge stays where it is when an in-place activation overwrites the output. Activation checkpointing calls
+        # layers again within the backward pass; the graph that counts is the first.
+        if capture.enabled and isinstance(output, Tensor) and output.requires_grad and not inside_backward():
+            edges.append(get_gradient_edge(output))
+
+    handles = [m.register_forward_hook(remember) for m in dict.fromkeys(m for b in blocks for m in b.uses)]
+    try:
+        capture.attach(blocks)
+        yield capture, edges
+    finally:
+        for handle in handles:
+            handle.remove()
+        capture.close()
+
+
+def backward(
+    output: Any, cotangents: Cotangents, inputs: Sequence[GradientEdge | Tensor], *, retain: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the output's tensors, weighted by the cotangents, with respect to ``inputs``."""
+    pairs = [
+        (leaf, c)
+        for leaf, c in zip(tree_leaves(output), cotangents, strict=True)
+        if c is not None and leaf.requires_grad
+    ]
+    if not pairs:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(
+        [leaf for leaf, _ in pairs],
+        inputs,  # type: ignore[arg-type]  # tensors and edges may be mixed
+        [c for _, c in pairs],
+        retain_graph=retain,
+        allow_unused=True,
+    )
+
+
+def probe_vectors(block: Block) -> tuple[Tensor, Tensor]:
+    """Two fixed random vectors u, v; u^T G v is a fingerprint of the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    s = block.shape
+    u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
+    v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
+    return u.to(block.key.device, block.dtype), v.to(block.key.device, block.dtype)

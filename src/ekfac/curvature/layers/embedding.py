@@ -1,0 +1,125 @@
+"""Embeddings: an input of one-hot vectors that is never written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ekfac.curvature.eigenbasis import Basis, rotate_rows
+from ekfac.curvature.layers.base import Layer, square_sum
+from ekfac.curvature.layers.shapes import BlockShape
+
+
+class EmbeddingLayer(Layer):
+    """``nn.Embedding``: A is diagonal, the frequency of each token; B is that of the looked-up vectors.
+
+    Here h is the tensor of tokens ``[N, S]`` in place of its one-hot rows. Positions that hold ``padding_idx`` have
+    no gradient and count for nothing.
+    """
+
+    module: Any
+    diagonal_inputs = True
+
+    def __init__(self, module: nn.Embedding, roles: frozenset[str], *, sua: bool = False) -> None:
+        super().__init__(module, roles)
+        self.shape = BlockShape(1, module.embedding_dim, module.num_embeddings)
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Rows rescaled by their frequency are not a sum of per-example gradients; sparse ones are not dense."""
+        return isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        return x.reshape(n, -1), live_gradient(self.module, x, d).reshape(n, -1, 1, self.shape.out)
+
+    def numbers_per_position(self) -> int:
+        """The one-hot rows are never written; sums over equal tokens take a few copies of delta."""
+        return 4 * self.shape.out
+
+    def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
+        """Token counts; under "reduce", the sum of squared per-example frequencies."""
+        n, s = h.shape
+        live = torch.ones_like(h, dtype=torch.float64)
+        if self.module.padding_idx is not None:
+            live = live * (h != self.module.padding_idx)
+        if sharing == "expand":
+            counts = live.new_zeros(self.shape.inputs).index_add_(0, h.reshape(-1), live.reshape(-1))[None]
+            return (counts if into is None else into.add_(counts)), n * s
+        tokens, frequency = _per_example_sums(h, live[..., None] / s, self.shape.inputs)
+        squares = live.new_zeros(self.shape.inputs).index_add_(0, tokens, frequency[:, 0].square())[None]
+        return (squares if into is None else into.add_(squares)), n
+
+    def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
+        """Gradients of one token within one example are summed, then squared, then added by token."""
+        if delta.dim() == 5:
+            return torch.stack([self.scaling_sum(h, one, basis, memory) for one in delta]).sum(0)
+        rows = rotate_rows(delta.flatten(0, 2).T[None], basis.U_B)[0].T
+        tokens, gradients = _per_example_sums(h, rows.reshape(*h.shape, -1), self.shape.inputs)
+        total = gradients.new_zeros(self.shape.inputs, self.shape.out)
+        return total.index_add_(0, tokens, gradients.square()).T[None]
+
+    def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.einsum("nsgo,go->nsg", delta, rows), columns[0][h][..., None]
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight"].T[None]
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return {"weight": matrix[0].T}
+
+
+class TransposedEmbedding(Layer):
+    """An embedding whose weight an output layer shares: as a use of that layer, rows and columns exchanged.
+
+    The looked-up vector's gradient stands in the place of h, the one-hot token in the place of delta. Its scale is
+    balanced against the direct uses where both meet, so that the joint factors do not depend on the loss's scale.
+    """
+
+    module: Any
+    transposed = True
+
+    def __init__(self, module: nn.Embedding, roles: frozenset[str], columns: int) -> None:
+        super().__init__(module, roles)
+        self.shape = BlockShape(1, module.num_embeddings, columns)
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        h = live_gradient(self.module, x, d).reshape(n, -1, 1, d.shape[-1])
+        tokens = d.new_zeros(*x.shape, self.shape.out).scatter_(-1, x[..., None], 1.0)
+        tokens = live_gradient(self.module, x, tokens)
+        tokens = tokens.reshape(n, -1, 1, self.shape.out)
+        return F.pad(h, (0, self.shape.columns - h.shape[-1])), tokens
+
+    def positions_per_example(self, d: Tensor, n: int) -> int:
+        return d.numel() // (n * d.shape[-1])
+
+    def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
+        return square_sum(live_gradient(self.module, x, d)), x.numel() * self.shape.columns
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        raise AssertionError("the layer that owns the weight stacks its gradient")
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        raise AssertionError("the layer that owns the weight unstacks its gradient")
+
+
+def live_gradient(module: nn.Embedding, tokens: Tensor, d: Tensor) -> Tensor:
+    """The looked-up vectors' gradient (or another value a position), zero where ``padding_idx`` stands."""
+    return d if module.padding_idx is None else d * (tokens != module.padding_idx)[..., None].to(d.dtype)
+
+
+def _per_example_sums(tokens: Tensor, values: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Sum values ``[N, S, D]`` over equal tokens of one example: the token and the sum of each distinct pair.
+
+    There are at most N S pairs; the rest of the rows is zero, so that no size has to be read from the device.
+    """
+    n, s = tokens.shape
+    pairs = (torch.arange(n, device=tokens.device)[:, None] * vocabulary + tokens).reshape(-1)
+    pairs, order = pairs.sort()
+    where = torch.cat([pairs.new_zeros(1), (pairs[1:] != pairs[:-1]).long().cumsum(0)])
+    sums = values.new_zeros(n * s, values.shape[-1])
+    sums.index_add_(0, where, values.reshape(n * s, -1)[order])
+    return torch.zeros_like(pairs).scatter_(0, where, pairs % vocabulary), sums

@@ -1,0 +1,104 @@
+"""Scale and shift of normalisation layers: an exact 2 x 2 block for every unit.
+
+A unit's gradient in one example is sum over positions of delta (x̂, 1). That vector takes the place of delta, and h is
+the constant 1: then A = [1] and B is the exact second moment of the unit's gradient, so that its Kronecker form, its
+eigenvalues and s* all agree with the block itself.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ekfac.curvature.layers.base import Layer
+from ekfac.curvature.layers.shapes import BlockShape
+
+
+class NormLayer(Layer):
+    """What all normalisation layers share; a subclass says what x̂ is and where its units lie."""
+
+    module: Any
+    rough_in_half = True
+
+    def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
+        super().__init__(module, roles)
+        parameter = next(p for name, p in module.named_parameters(recurse=False) if name in roles)
+        self.unit_shape = parameter.shape
+        self.shape = BlockShape(parameter.numel(), len(roles), 1)
+
+    def describe(self) -> str:
+        side = len(self.roles)
+        return f"exact {side} x {side} block for each of {self.shape.groups} units"
+
+    @abstractmethod
+    def normalised(self, x: Tensor) -> Tensor:
+        """x̂: the input after normalisation, before scale and shift."""
+
+    def by_unit(self, x: Tensor, n: int) -> Tensor:
+        """``[n, positions, units]``; for layers whose units are the trailing dimensions."""
+        return x.reshape(n, -1, self.shape.groups)
+
+    def positions_per_example(self, d: Tensor, n: int) -> int:
+        return d.numel() // (n * self.shape.groups)
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        delta = self.by_unit(d, n)
+        parts = []
+        if "weight" in self.roles:
+            parts.append((delta * self.by_unit(self.normalised(x), n)).sum(1))
+        if "bias" in self.roles:
+            parts.append(delta.sum(1))
+        gradient = torch.stack(parts, dim=-1)[:, None]
+        return gradient.new_ones(n, 1, self.shape.groups, 1), gradient
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([tensors[r].reshape(-1) for r in ("weight", "bias") if r in self.roles], -1)[..., None]
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        roles = [r for r in ("weight", "bias") if r in self.roles]
+        return {role: matrix[:, i, 0].reshape(self.unit_shape) for i, role in enumerate(roles)}
+
+
+class LayerNormLayer(NormLayer):
+    """``nn.LayerNorm``."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+
+
+class RMSNormLayer(NormLayer):
+    """``nn.RMSNorm``."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.module.normalized_shape, eps=self.module.eps)
+
+
+class ChannelNormLayer(NormLayer):
+    """Layers whose units are the channels, dimension 1."""
+
+    def by_unit(self, x: Tensor, n: int) -> Tensor:
+        return x.reshape(x.shape[0], self.shape.groups, -1).transpose(1, 2).reshape(n, -1, self.shape.groups)
+
+
+class GroupNormLayer(ChannelNormLayer):
+    """``nn.GroupNorm``."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.module.num_groups, eps=self.module.eps)
+
+
+class BatchNormLayer(ChannelNormLayer):
+    """``nn.BatchNorm1d``, ``nn.BatchNorm2d``, ``nn.BatchNorm3d``; examples still meet in the batch's statistics."""
+
+    splittable = False
+
+    def normalised(self, x: Tensor) -> Tensor:
+        m = self.module
+        if m.training or m.running_mean is None:
+            return F.batch_norm(x, None, None, training=True, eps=m.eps)
+        return F.batch_norm(x, m.running_mean.to(x), m.running_var.to(x), training=False, eps=m.eps)

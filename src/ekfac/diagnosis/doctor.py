@@ -1,0 +1,315 @@
+"""``ekfac.doctor``: some fifty probe steps on a copy of a model, then a page on what to expect and what to set."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature.summary import Summary, human
+from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
+from ekfac.optim import options as checks
+from ekfac.optim.ekfac import LR
+from ekfac.optim.options import PAPER, EngineOptions
+
+#: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
+LR_FACTOR, DAMPING_FACTOR, FURTHER = 3.0, 10.0, 3
+#: The intervals whose price is shown.
+INTERVALS = (1, 5, 10, 20, 50, 100, 200, 500)
+#: The given settings are kept if they reach the best reduction of the loss up to this share.
+KEPT = 0.2
+#: Settings within this share of the best reduction count as equal; the more careful one is taken.
+EQUAL = 0.02
+#: Renewals of the basis may add this share to a step; the given interval is kept if it adds no more than the second.
+AFFORDABLE, BEARABLE = 0.1, 0.5
+#: How the settings are chosen, in one sentence: what :func:`_chosen` and :func:`_interval` do.
+RULE = (
+    f"chosen so: the given lr and damping if they reach {1 - KEPT:.0%} of the best fall of the loss, else, of all "
+    f"within {EQUAL:.0%} of it, the one with most damping and then the smallest lr;\nthe given refresh_every if "
+    f"renewals add at most {BEARABLE:.0%} to a step, else the smallest at which they add at most {AFFORDABLE:.0%}"
+)
+LINES = 12
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`doctor` found; ``print`` it, or take :meth:`to_dict`.
+
+    Attributes:
+        summary: Which block covers each parameter, and its memory.
+        batch_size: Examples in the first batch.
+        steps: Probe steps taken.
+        first_loss: The loss before them, over the first batches.
+        last_loss: The loss after them.
+        noise_scale: tr(covariance of an example's gradient) / |gradient|^2 before them, in examples: infinite where
+            noise hides the gradient, None where there is one example only.
+        noise_scale_after: The same after them.
+        reduction_ratio: Fall of the loss over that which the quadratic model foresaw; None where it foresaw none.
+        drift: Largest off-diagonal residual of the factors in the basis when it was renewed: 0 where it still fits.
+        drift_steps: Steps between the renewals.
+        captured_bytes: The most that captured inputs and output gradients took at one time.
+        prices: Seconds of a step: Adam's, EKFAC's, and EKFAC's with a renewal.
+        trials: The short runs.
+        trial_steps: Steps of each.
+        options: The options of EKFAC that were given.
+        settings: lr, damping and refresh_every to use; empty where no short run lowered the loss.
+        notes: What stands out, one line each.
+    """
+
+    summary: Summary
+    batch_size: int
+    steps: int
+    first_loss: float
+    last_loss: float
+    noise_scale: float | None
+    noise_scale_after: float | None
+    reduction_ratio: float | None
+    drift: float
+    drift_steps: int
+    captured_bytes: int
+    prices: Prices
+    trials: tuple[Trial, ...]
+    trial_steps: int
+    options: dict[str, Any]
+    settings: dict[str, float | int]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data, for JSON; numbers that are not finite are None."""
+        data: dict[str, Any] = _plain(asdict(self))
+        data["blocks"] = data.pop("summary")["rows"]
+        data["state_bytes"] = self.summary.bytes
+        data["price_at"] = {str(interval): self.prices.at(interval) for interval in INTERVALS}
+        return data
+
+    def __str__(self) -> str:
+        parts = [self._head(), self._blocks(), self._numbers(), self._price(), self._settings()]
+        if self.notes:
+            parts.append("\n".join(f"! {note}" for note in self.notes))
+        return "\n\n".join(parts)
+
+    def _head(self) -> str:
+        numbers = sum(row.numbers for row in self.summary.rows)
+        return (
+            f"{numbers:,} parameters, batches of {self.batch_size}; {self.steps} probe steps took the loss "
+            f"from {self.first_loss:.4g} to {self.last_loss:.4g}"
+        )
+
+    def _blocks(self) -> str:
+        if len(self.summary.rows) <= LINES:
+            table = str(self.summary)
+        else:
+            kinds = Counter(row.block.split()[0].rstrip(",") for row in self.summary.rows)
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+            table = f"{len(self.summary.rows)} blocks: {counts}\n{str(self.summary).splitlines()[-1]}"
+        return f"{table}; captured at most {human(self.captured_bytes)}"
+
+    def _numbers(self) -> str:
+        ratio = "none was foreseen" if self.reduction_ratio is None else f"{self.reduction_ratio:.2f}"
+        return "\n".join(
+            [
+                f"gradient noise scale       {_examples(self.noise_scale)} at first, "
+                f"{_examples(self.noise_scale_after)} after the probe",
+                f"actual over predicted fall {ratio}   (1: the quadratic model holds; below: steps too long for it)",
+                f"drift of the basis         {self.drift:.2f} over {self.drift_steps} steps   (0: it still fits)",
+            ]
+        )
+
+    def _price(self) -> str:
+        seconds = [self.prices.at(interval) for interval in INTERVALS]
+        rows = [
+            ("basis renewed every", [f"{interval}" for interval in INTERVALS]),
+            ("ms a step", [f"{1e3 * s:.3g}" for s in seconds]),
+            ("times Adam's", [f"{s / self.prices.adam:.2f}" for s in seconds]),
+        ]
+        lines = [f"{name:20}" + "".join(f"{cell:>8}" for cell in cells) for name, cells in rows]
+        return "\n".join([*lines, f"Adam: {1e3 * self.prices.adam:.3g} ms"])
+
+    def _settings(self) -> str:
+        lrs = sorted({trial.lr for trial in self.trials})
+        dampings = sorted({trial.damping for trial in self.trials})
+        loss = {(trial.lr, trial.damping): f"{trial.loss:.4g}" for trial in self.trials}
+        lines = [f"loss after {self.trial_steps} steps" + "".join(f"{f'damping {d:.2g}':>16}" for d in dampings)]
+        for lr in lrs:
+            lines.append(f"{f'lr {lr:.2g}':>{len(lines[0]) - 16 * len(dampings)}}")
+            lines[-1] += "".join(f"{loss.get((lr, d), ''):>16}" for d in dampings)
+        if self.settings:
+            lines += [f"to use: {_call(self.options, self.settings)}", RULE]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def doctor(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Callable[..., Tensor],
+    *,
+    steps: int = 50,
+    trial_steps: int = 30,
+    **options: Any,
+) -> Diagnosis:
+    """Try EKFAC on copies of a model for some fifty steps, and say what to expect and what to set.
+
+    The model, its gradients and the random number generators are left as they were.
+
+    Example:
+        >>> import torch, ekfac
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> batches = [(torch.randn(32, 4), torch.randint(2, (32,))) for _ in range(10)]
+        >>> found = ekfac.doctor(model, batches, torch.nn.functional.cross_entropy)
+        >>> sorted(found.settings)
+        ['damping', 'lr', 'refresh_every']
+
+    Args:
+        model: The model, on the device to train on.
+        loader: Batches: (inputs, target), a mapping with its target under "labels", "target" or "y", or inputs alone.
+        loss: ``loss(output, target)``, or ``loss(output)`` for batches without a target: the mean over the examples
+            of the batch, or one number for each of them.
+        steps: Probe steps.
+        trial_steps: Steps of each of the short runs around the given lr and damping, nine or a few more.
+        **options: Options of EKFAC to start from.
+
+    Raises:
+        ValueError: If the loader is empty, the loss is neither a number nor one per example, not finite or without
+            gradient, or an option is wrong.
+    """
+    checks.integer("steps", steps, least=5)
+    checks.integer("trial_steps", trial_steps, least=1)
+    if not callable(loss):
+        raise ValueError(f"loss={loss!r} must be a function of the model's output and the target")
+    if options.get("loss_reduction", "mean") != "mean":
+        raise ValueError("doctor takes losses that are means over the examples: loss_reduction='mean'")
+    if callable(options.get("damping")):
+        raise ValueError("doctor varies the damping, so it must be a number, not a function")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with random_numbers_restored(device, loader), torch.enable_grad():
+        return _examine(Probe(model, loader, loss, steps, options), steps, trial_steps)
+
+
+def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
+    first = probe.check()
+    every = steps // 5
+    noise = probe.noise_scale(probe.model)
+    course = probe.course(steps, every)
+    trials = tuple(_trials(probe, trial_steps, first))
+    prices = probe.prices()
+    ratio = course.actual / course.predicted if course.predicted > 0 else math.nan
+    best = _chosen(trials, first, given=probe.middle())
+    settings: dict[str, float | int] = {}
+    if best.loss < first:
+        interval = _interval(prices, probe.options.get("refresh_every", EngineOptions.refresh_every))
+        settings = {"lr": best.lr, "damping": best.damping, "refresh_every": interval}
+    return Diagnosis(
+        summary=course.summary,
+        batch_size=probe.batches[0].n,
+        steps=steps,
+        first_loss=course.first_loss,
+        last_loss=course.last_loss,
+        noise_scale=noise,
+        noise_scale_after=course.noise_after,
+        reduction_ratio=ratio if math.isfinite(ratio) else None,
+        drift=course.drift,
+        drift_steps=every,
+        captured_bytes=course.captured_bytes,
+        prices=prices,
+        trials=trials,
+        trial_steps=trial_steps,
+        options=probe.options,
+        settings=settings,
+        notes=tuple(_notes(trials, best, first, ratio, course.last_loss)),
+    )
+
+
+def _trials(probe: Probe, steps: int, first: float) -> list[Trial]:
+    """Short runs over nine settings around the given ones, and further on where the best of them lies on the edge."""
+    lr, damping = probe.middle()
+    done: dict[tuple[int, int], Trial] = {}
+    wanted = {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    for _ in range(1 + FURTHER):
+        for i, j in sorted(wanted - set(done)):
+            done[i, j] = probe.trial(lr * LR_FACTOR**i, damping * DAMPING_FACTOR**j, steps)
+        best = _chosen(done.values(), first)
+        i, j = next(place for place, trial in done.items() if trial is best)
+        wanted = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)}
+    return list(done.values())
+
+
+def _chosen(trials: Iterable[Trial], first: float, given: tuple[float, float] | None = None) -> Trial:
+    """The given lr and damping if they do well; else the trial with the lowest loss.
+
+    Of equals, the one with most damping is taken, then with the smallest lr.
+    """
+    trials = list(trials)
+    least = min(trial.loss for trial in trials)
+    fall = max(0.0, first - least)
+    kept = [t for t in trials if (t.lr, t.damping) == given and t.loss <= least + KEPT * fall]
+    if kept:
+        return kept[0]
+    bar = least + EQUAL * fall if math.isfinite(least) else math.inf
+    return min((t for t in trials if t.loss <= bar), key=lambda t: (-t.damping, t.lr))
+
+
+def _interval(prices: Prices, given: int | None = None) -> int:
+    """The given interval if renewals cost little enough at it; else the shortest at which they are affordable."""
+    if given is not None and prices.at(given) <= (1 + BEARABLE) * prices.plain:
+        return given
+    for interval in INTERVALS:
+        if prices.at(interval) <= (1 + AFFORDABLE) * prices.plain:
+            return interval
+    return INTERVALS[-1]
+
+
+def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, last: float) -> list[str]:
+    """What stands out, in one line each."""
+    notes = []
+    if not best.loss < first:
+        notes.append("no setting lowered the loss: try a smaller lr or more damping, or look at data and loss")
+        return notes
+    lost = sum(math.isinf(t.loss) or t.loss > first for t in trials)
+    if lost:
+        notes.append(f"{lost} of the {len(trials)} short runs ended above the loss they began with")
+    if not last < first:
+        notes.append("with the given lr and damping the loss did not fall over the probe steps")
+    elif ratio < 0.25:
+        notes.append("the loss falls far less than the quadratic model says: more damping, or a smaller lr")
+    return notes
+
+
+def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
+    """How EKFAC is made with these options and settings: what is its default anyway is left out."""
+    wanted = {**options, **settings}
+    paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
+    if len(set(PAPER) - paper) <= len(settings):
+        rest = {name: value for name, value in wanted.items() if name not in paper}
+        return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
+    usual = {"lr": LR, "damping": checks.DAMPING, "refresh_every": EngineOptions.refresh_every}
+    rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
+    return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
+
+
+def _written(options: dict[str, Any]) -> str:
+    return "{" + ", ".join(f'"{name}": {_number(value)}' for name, value in options.items()) + "}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else repr(value)
+
+
+def _examples(scale: float | None) -> str:
+    if scale is None:
+        return "unknown"
+    return "more examples than were read" if math.isinf(scale) else f"{scale:.3g} examples"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

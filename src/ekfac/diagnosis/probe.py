@@ -1,0 +1,304 @@
+"""Short runs on copies of a model: what :func:`ekfac.doctor` measures."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ekfac.curvature.fisher.batches import Batch, read_batch
+from ekfac.curvature.summary import Summary
+from ekfac.optim.ekfac import EKFAC
+
+#: Batches whose gradients give the noise scale, and batches on which a trial is judged.
+NOISE_BATCHES, JUDGED_BATCHES = 8, 4
+NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run: its settings and the loss it ended with, infinite where it was lost."""
+
+    lr: float
+    damping: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of one training step: with Adam, with EKFAC, and with EKFAC when it renews its basis."""
+
+    adam: float
+    plain: float
+    renewing: float
+
+    def at(self, refresh_every: int) -> float:
+        """Seconds of a mean step when the basis is renewed every so many."""
+        return self.plain + max(0.0, self.renewing - self.plain) / refresh_every
+
+
+@dataclass(frozen=True)
+class Course:
+    """What the probe steps brought to light."""
+
+    summary: Summary
+    first_loss: float
+    last_loss: float
+    actual: float
+    predicted: float
+    drift: float
+    captured_bytes: int
+    noise_after: float | None
+
+
+class Probe:
+    """A model that is copied for every run, its batches and its loss.
+
+    Args:
+        model: The model; only copies of it are trained.
+        loader: Batches, as :func:`ekfac.fisher` takes them.
+        loss: ``loss(output, target)``, or ``loss(output)`` where batches have no target.
+        steps: How many batches to take; they are repeated where there are fewer.
+        options: Options of EKFAC.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: Iterable[Any],
+        loss: Callable[..., Tensor],
+        steps: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        parameter = next((p for p in model.parameters() if p.requires_grad), None)
+        if parameter is None:
+            raise ValueError("the model has no parameters to train")
+        self.device = parameter.device
+        self.loss_of = loss
+        self.options = dict(options)
+        self.batches = [read_batch(b, self.device, None, False) for b in itertools.islice(loader, steps)]
+        if not self.batches:
+            raise ValueError("the loader is empty: it gave no batch")
+        try:
+            self.model = copy.deepcopy(model).train()
+        except RuntimeError as error:
+            raise ValueError(f"the model cannot be copied: {error}") from error
+
+    # --- one batch ------------------------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, batch: Batch, seed: int = 0) -> Tensor:
+        """Return the mean loss of a batch; the same seed gives the same dropout.
+
+        Raises:
+            ValueError: If the loss is neither a number nor one number per example.
+        """
+        torch.manual_seed(seed)
+        output = model(*batch.args, **batch.kwargs)
+        value = self.loss_of(output) if batch.target is None else self.loss_of(output, batch.target)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise ValueError(f"loss must return a tensor of floating-point numbers, not {value!r}")
+        if value.dim() > 1 or (value.dim() == 1 and len(value) != batch.n):
+            raise ValueError(
+                f"loss must return one number, the mean over examples, or one for each of the {batch.n} examples; "
+                f"it returned a tensor of shape {tuple(value.shape)}"
+            )
+        return value.mean()
+
+    def check(self) -> float:
+        """Return the loss before the first step, having made sure that it can be trained."""
+        value = self.loss(self.model, self.batches[0])
+        if not value.requires_grad:
+            raise ValueError("loss does not depend on the model's parameters: it has no gradient")
+        if not math.isfinite(value.item()):
+            raise ValueError(f"the loss is {value.item()} before the first step")
+        return self.judge(self.model)
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module) -> float:
+        """Return the mean loss over the first few batches."""
+        judged = self.batches[:JUDGED_BATCHES]
+        return statistics.fmean(self.loss(model, batch).item() for batch in judged)
+
+    def optimizer(self, **changes: Any) -> EKFAC:
+        """Return EKFAC on a fresh copy of the model, with other options where given."""
+        return EKFAC(copy.deepcopy(self.model), **{**self.options, **changes})
+
+    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, index: int) -> Tensor:
+        """Take one training step; return the loss before it."""
+        optimizer.zero_grad()
+        loss = self.loss(model, self.batches[index % len(self.batches)], index)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    # --- the measurements -----------------------------------------------------------------------------------------
+
+    def noise_scale(self, model: nn.Module) -> float | None:
+        """Return tr(covariance of an example's gradient) / |gradient|^2; None where there is but one example.
+
+        From the gradients of several batches of equal size, or of two halves of the only one: the mean of their
+        squares exceeds the square of their mean by what noise adds.
+        """
+        alike = [b for b in self.batches if b.n == self.batches[0].n][:NOISE_BATCHES]
+        parts = alike if len(alike) > 1 else _halves(alike[0])
+        if len(parts) < 2:
+            return None
+        rows = [self._gradient(model, batch) for batch in parts]
+        k, n = len(rows), parts[0].n
+        mean = torch.stack(rows).mean(0)
+        square_mean, mean_square = float(mean @ mean), statistics.fmean(float(row @ row) for row in rows)
+        trace = max(0.0, mean_square - square_mean) * n * k / (k - 1)
+        signal = square_mean - trace / (k * n)
+        return trace / signal if signal > 0 else math.inf
+
+    def _gradient(self, model: nn.Module, batch: Batch) -> Tensor:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(self.loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([g.detach().flatten().float() for g in found])
+
+    def course(self, steps: int, every: int) -> Course:
+        """Take the probe steps, and every so many compare the loss with what the quadratic model says of it."""
+        optimizer = self.optimizer(refresh_every=every)
+        model = optimizer.model
+        first = self.judge_paused(optimizer)
+        falls: list[tuple[float, float]] = []
+        try:
+            for index in range(steps):
+                if (index + 1) % every:
+                    self.step(optimizer, model, index)
+                else:
+                    falls.append(self._checked_step(optimizer, index))
+        except RuntimeError:  # it may give up on numbers that are no longer finite; anything else is an error
+            if math.isfinite(self.judge_paused(optimizer)):
+                raise
+        stats = optimizer.stats()
+        last = self.judge_paused(optimizer)
+        with optimizer.paused():
+            noise = self.noise_scale(model) if math.isfinite(last) else None
+        optimizer.close()
+        return Course(
+            optimizer.summary(),
+            first,
+            last,
+            sum(actual for actual, _ in falls),
+            sum(predicted for _, predicted in falls),
+            float(stats.get("residual_drift", 0.0)),
+            int(stats.get("captured_bytes", 0)),
+            noise,
+        )
+
+    def judge_paused(self, optimizer: EKFAC) -> float:
+        """Return the loss over the judged batches, with nothing captured."""
+        with optimizer.paused():
+            return self.judge(optimizer.model)
+
+    def _checked_step(self, optimizer: EKFAC, index: int) -> tuple[float, float]:
+        """Take a step; return by how much the batch's loss fell, and by how much -g.d - d.F d / 2 says it falls."""
+        model, batch = optimizer.model, self.batches[index % len(self.batches)]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in named.items()}
+        loss = self.step(optimizer, model, index)
+        moved = {name: p.detach() - before[name] for name, p in named.items()}
+        slope = sum(float((p.grad * moved[name]).sum()) for name, p in named.items() if p.grad is not None)
+        bend = float(optimizer.curvature().quadratic(moved))
+        with torch.no_grad(), optimizer.paused():
+            after = self.loss(model, batch, index)
+        return loss.item() - after.item(), -slope - bend / 2
+
+    def middle(self) -> tuple[float, float]:
+        """Return the lr and damping that the options say, or EKFAC's own."""
+        sample = self.optimizer()
+        group = sample.param_groups[0]
+        sample.close()
+        return float(group["lr"]), float(group["damping"])
+
+    def trial(self, lr: float, damping: float, steps: int) -> Trial:
+        """Run a few steps with this lr and damping."""
+        optimizer = self.optimizer(lr=lr, damping=damping)
+        try:
+            for index in range(steps):
+                self.step(optimizer, optimizer.model, index)
+            loss = self.judge_paused(optimizer)
+        except RuntimeError:
+            loss = self.judge_paused(optimizer)
+            if math.isfinite(loss):
+                raise
+        optimizer.close()
+        return Trial(lr, damping, loss if math.isfinite(loss) else math.inf)
+
+    def prices(self, repeats: int = 5) -> Prices:
+        """Time a step of Adam, of EKFAC without a renewal of the bases, and with a renewal of all."""
+        plain = self.optimizer(refresh_every=NEVER, deterministic=True)
+        # Where bases are renewed by iteration, each of the first steps does so with all of them.
+        renewing = self.optimizer(refresh_every=1 if self.options.get("deterministic", False) else NEVER)
+        model = copy.deepcopy(self.model)
+        adam = self._seconds(torch.optim.Adam(model.parameters(), lr=1e-4), model, repeats)
+        found = Prices(
+            adam,
+            self._seconds(plain, plain.model, repeats),
+            self._seconds(renewing, renewing.model, max(2, repeats // 2)),
+        )
+        plain.close()
+        renewing.close()
+        return found
+
+    def _seconds(self, optimizer: torch.optim.Optimizer, model: nn.Module, repeats: int) -> float:
+        found = []
+        for index in range(repeats + 2):
+            self._wait()
+            started = time.perf_counter()
+            self.step(optimizer, model, index)
+            self._wait()
+            found.append(time.perf_counter() - started)
+        return statistics.median(found[2:])
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _halves(batch: Batch) -> list[Batch]:
+    """Return a batch cut in two of equal size; nothing where it has one example."""
+    half = batch.n // 2
+    if half == 0:
+        return []
+
+    def cut(start: int) -> Batch:
+        def rows(t: Tensor) -> Tensor:
+            return t[start : start + half] if t.dim() and len(t) == batch.n else t
+
+        args, kwargs, target = tree_map_only(Tensor, rows, (batch.args, batch.kwargs, batch.target))
+        return Batch(args, kwargs, target, half)
+
+    return [cut(0), cut(half)]
+
+
+@contextmanager
+def random_numbers_restored(device: torch.device, loader: Any) -> Iterator[None]:
+    """Leave the generators of torch, numpy, Python and the loader as they were found."""
+    own = getattr(loader, "generator", None)
+    state = own.get_state() if isinstance(own, torch.Generator) else None
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+        if isinstance(own, torch.Generator) and state is not None:
+            own.set_state(state)

@@ -1,0 +1,175 @@
+"""Datasets by name, as tensors: the 5,000 embedded digits, MNIST, CIFAR-10, Python's sources, and what a user adds."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ekfac.lab.data import files, text
+from ekfac.lab.data.files import DataError
+from ekfac.lab.registry import LabError, Registry
+
+
+class Split(NamedTuple):
+    """Examples and their labels, one row each."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The splits of a dataset: ``train`` and ``validation``, and ``test`` where one is kept apart.
+
+    ``sha256`` is for data that differ between machines: a run records it.
+    """
+
+    name: str
+    splits: Mapping[str, Split]
+    sha256: str | None = None
+
+    @property
+    def train(self) -> Split:
+        """The examples that are trained on."""
+        return self.splits["train"]
+
+    def limited(self, examples: int) -> Dataset:
+        """Return the same dataset with only the first training examples.
+
+        Raises:
+            LabError: If there are fewer.
+        """
+        x, y = self.train
+        if examples > len(x):
+            raise LabError(f"limit {examples} is more than the {len(x)} training examples of {self.name}")
+        return replace(self, splits={**self.splits, "train": Split(x[:examples], y[:examples])})
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Dataset:
+        """Return the same dataset as one tensor a split on a device, so that a batch is an index select.
+
+        Whole numbers, such as characters, stay what they are.
+        """
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+        return replace(self, splits={name: Split(moved(x), y.to(device)) for name, (x, y) in self.splits.items()})
+
+
+DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset")
+
+
+def register_dataset(name: str, load: Callable[[Path], Dataset]) -> Callable[[Path], Dataset]:
+    """Make a dataset known by name; ``load(folder)`` gets the data folder and returns it on the CPU."""
+    return DATASETS.add(name, load)
+
+
+def load_dataset(name: str, data_dir: str | Path | None = None) -> Dataset:
+    """Load a dataset by name.
+
+    Args:
+        name: A registered name.
+        data_dir: The folder of its official files; by default ``EKFAC_DATA``, else ``~/.cache/ekfac``.
+
+    Raises:
+        LabError: If the name is unknown, or a file is missing or not the official one.
+    """
+    return DATASETS.get(name)(files.data_folder(data_dir))
+
+
+def hold_out(y: Tensor, one_in: int) -> tuple[Tensor, Tensor]:
+    """Split indices into those to train on and those held out: of each class every so-manieth in file order.
+
+    Stratified and fixed, with no random numbers that could differ between versions.
+    """
+    held = torch.zeros(len(y), dtype=torch.bool)
+    for label in y.unique():
+        held[torch.nonzero(y == label).flatten()[one_in - 1 :: one_in]] = True
+    return torch.nonzero(~held).flatten(), torch.nonzero(held).flatten()
+
+
+def _pixels(raw: Tensor) -> Tensor:
+    return raw.float() / 255
+
+
+def _mnist_5k(folder: Path) -> Dataset:
+    import numpy
+
+    raw = files.read("mnist-5k", "all", folder)
+    table = torch.from_numpy(numpy.array(raw.replace(b"\n", b",").rstrip(b",").split(b","), dtype=numpy.uint8))
+    table = table.view(-1, 785)
+    x, y = _pixels(table[:, :-1]), table[:, -1].long()
+    train, validation = hold_out(y, one_in=5)
+    # Sorted by digit in the file; mixed here so that the first few hundred hold every class.
+    train = train.view(10, -1).T.flatten()
+    return Dataset("mnist-5k", {"train": Split(x[train], y[train]), "validation": Split(x[validation], y[validation])})
+
+
+def _idx(role: str, folder: Path, magic: int) -> Tensor:
+    """Parse an idx file: a magic number, one big-endian size a dimension, then bytes."""
+    raw = files.read("mnist", role, folder)
+    if int.from_bytes(raw[:4], "big") != magic:
+        raise DataError(f"{role} of mnist is no idx file of the expected kind")
+    rank = magic & 0xFF
+    shape = [int.from_bytes(raw[4 + 4 * d : 8 + 4 * d], "big") for d in range(rank)]
+    body = torch.frombuffer(bytearray(raw[4 + 4 * rank :]), dtype=torch.uint8)
+    if math.prod(shape) != len(body):
+        raise DataError(f"{role} of mnist says {shape} but holds {len(body)} bytes")
+    return body.view(shape)
+
+
+def _mnist(folder: Path) -> Dataset:
+    splits = {}
+    for name, source in (("train", "train"), ("validation", "test")):
+        images = _idx(f"{source}_images", folder, magic=0x803)
+        labels = _idx(f"{source}_labels", folder, magic=0x801)
+        splits[name] = Split(_pixels(images).flatten(1), labels.long())
+    return Dataset("mnist", splits)
+
+
+def _cifar_batch(role: str, folder: Path) -> Split:
+    batch = files.unpickle(files.read("cifar10", role, folder))
+    try:
+        x = torch.from_numpy(batch["data"]).view(-1, 3, 32, 32)
+        return Split(x, torch.tensor(batch["labels"], dtype=torch.int64))
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"{role} of cifar10 does not hold images and labels: {error!r}") from error
+
+
+def _cifar10(folder: Path) -> Dataset:
+    batches = [_cifar_batch(f"data_batch_{number}", folder) for number in range(1, 6)]
+    x, y = torch.cat([batch.x for batch in batches]), torch.cat([batch.y for batch in batches])
+    test = _cifar_batch("test_batch", folder)
+    train, validation = hold_out(y, one_in=10)
+    pixels = _pixels(x[train])
+    mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
+    return Dataset(
+        "cifar10",
+        {
+            "train": Split((pixels - mean) / std, y[train]),
+            "validation": Split((_pixels(x[validation]) - mean) / std, y[validation]),
+            "test": Split((_pixels(test.x) - mean) / std, test.y),
+        },
+    )
+
+
+def _stdlib(folder: Path) -> Dataset:
+    """Sources of the running Python's library in blocks of 128 characters, every tenth held out."""
+    characters = text.library_text()
+    x, y = text.blocks(text.encode(characters), 128)
+    held = torch.arange(len(x)) % 10 == 9
+    splits = {"train": Split(x[~held], y[~held]), "validation": Split(x[held], y[held])}
+    return Dataset("stdlib", splits, hashlib.sha256(characters.encode()).hexdigest())
+
+
+register_dataset("mnist-5k", _mnist_5k)
+register_dataset("mnist", _mnist)
+register_dataset("cifar10", _cifar10)
+register_dataset("stdlib", _stdlib)

@@ -1,9 +1,0 @@
-"""From recorded runs to the pages: tables and claims between markers, and pictures.
-
-``python -m ekfac.lab.evidence`` reads ``results/`` and writes into ``docs/``. None of its tables is typed.
-"""
-
-from ekfac.lab.evidence.pages import fill, fill_pages
-from ekfac.lab.evidence.record import Record
-
-__all__ = ["Record", "fill", "fill_pages"]

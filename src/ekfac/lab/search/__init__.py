@@ -1,0 +1,1 @@
+"""Searches over settings, and choosing from what they found."""

@@ -1,0 +1,252 @@
+"""``python -m ekfac.lab.search.plan FILE --out DIR``: runs a list of settings with torch and numpy alone.
+
+The list is a JSON array of settings, each an object with the fields of ``TrainConfig``; ``ekfac sweep --write-plan``
+writes one. Every run gets a folder of its own under DIR; what is already there is not repeated, and a run that was
+cut short goes on from its checkpoint. ``ekfac sweep --take-in DIR`` takes the results into a study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ekfac.lab.boundary import writing
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
+from ekfac.lab.labels import key
+from ekfac.lab.registry import LabError
+from ekfac.lab.search.space import unique
+from ekfac.lab.training.run import Progress, train
+from ekfac.lab.training.runs import Run, load_run
+
+
+def write_plan(configs: Sequence[TrainConfig], file: str | Path) -> None:
+    """Write settings as JSON, for another machine: without the device, which is chosen there."""
+    rows = [{name: value for name, value in c.to_dict().items() if name != "device"} for c in configs]
+    Path(file).write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def read_plan(file: str | Path) -> list[TrainConfig]:
+    """Read settings that :func:`write_plan`, or a user, wrote.
+
+    Raises:
+        LabError: If the file cannot be read, or a setting is wrong.
+    """
+    try:
+        rows = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise LabError(f"plan {file} cannot be read: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise LabError(f"plan {file} must be a JSON list of settings, each an object")
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(TrainConfig.from_dict(row).resolved())
+        except LabError as error:
+            raise LabError(f"plan {file}, setting {number + 1}: {error}") from error
+    return unique(found)
+
+
+def run_one(
+    config: TrainConfig, out: str | Path, data_dir: str | Path | None = None, progress: Progress | None = None
+) -> Run:
+    """Run one setting in a folder of its own under ``out``; what is over already is only read.
+
+    The checkpoint is removed when the run is over: a search would fill a disk with them.
+    """
+    config = config.resolved()
+    folder = Path(out) / key(config)
+    if (folder / "config.json").exists():
+        run = load_run(folder)
+        if run.status in ("finished", "diverged"):
+            return run
+    run = train(config, folder, data_dir=data_dir, resume=True, progress=progress)
+    if run.status in ("finished", "diverged"):
+        (folder / "checkpoint.pt").unlink(missing_ok=True)
+    return run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one setting of a list ended: with a run, or with an error."""
+
+    config: TrainConfig
+    run: Run | None
+    error: str | None = None
+
+
+Outcomes = Generator[tuple[int, Outcome], None, None]
+
+
+def run_all(
+    configs: Sequence[TrainConfig],
+    out: str | Path,
+    *,
+    workers: int = 1,
+    devices: Sequence[str] = (),
+    data_dir: str | Path | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Run settings one after another, or several at a time, each in its folder under ``out``.
+
+    Args:
+        configs: The settings.
+        out: The folder of all of them.
+        workers: How many processes run them; they share the cores.
+        devices: Devices that the workers take in turn; none: the settings' own.
+        data_dir: Folder of the data files.
+        on_outcome: Called in this process when one is over.
+
+    Returns:
+        Their outcomes, in the order of the settings.
+
+    Raises:
+        LabError: If ``workers`` is wrong, or a worker died.
+        OSError: If ``out`` cannot be made.
+    """
+    if workers < 1:
+        raise LabError(f"workers must be at least 1, not {workers}")
+    Path(out).mkdir(parents=True, exist_ok=True)
+    jobs = [replace(c, device=devices[n % len(devices)]) if devices else c for n, c in enumerate(configs)]
+    found: dict[int, Outcome] = {}
+    iterator = _serial(jobs, out, data_dir) if workers == 1 else _parallel(jobs, out, data_dir, workers)
+    with contextlib.closing(iterator):
+        for number, outcome in iterator:
+            found[number] = outcome
+            on_outcome(outcome)
+            if outcome.run is not None and outcome.run.status == "interrupted":
+                raise KeyboardInterrupt
+    return [found[number] for number in range(len(jobs))]
+
+
+def _serial(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None) -> Outcomes:
+    for number, config in enumerate(jobs):
+        yield number, _attempt(config, out, data_dir)
+
+
+def _parallel(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None, workers: int) -> Outcomes:
+    with worker_pool(workers) as pool:
+        futures = {pool.submit(_attempt, job, out, data_dir): number for number, job in enumerate(jobs)}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise LabError("a worker process died; run the same command again to go on") from None
+
+
+@contextlib.contextmanager
+def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Processes that share the cores, and never outlive what they are for.
+
+    They end at once when this process is killed, and when the block is left by an error or by Ctrl-C, which they leave
+    to this process. A run that is cut short so goes on from its checkpoint.
+    """
+    # Spawned, not forked: CUDA and OpenMP do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    before = set(multiprocessing.active_children())
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (workers,)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _start_worker(workers: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    share_cores(workers)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        # Not an exception: the main thread may be in the middle of an epoch, or waiting for a job that never comes.
+        os._exit(1)
+
+
+def share_cores(workers: int) -> None:
+    """Let this process take its share of the cores."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def _attempt(config: TrainConfig, out: str | Path, data_dir: str | Path | None) -> Outcome:
+    try:
+        return Outcome(config, run_one(config, out, data_dir))
+    except Exception as error:
+        # One setting that fails, for lack of memory say, must not end the others.
+        return Outcome(config, None, f"{type(error).__name__}: {error}")
+
+
+def tell(outcome: Outcome, done: int, total: int) -> str:
+    """Return one line on how a setting ended."""
+    name = f"{done:>4} of {total}  {key(outcome.config)}"
+    if outcome.run is None:
+        return f"{name}  failed: {(outcome.error or '').splitlines()[0]}"
+    loss = outcome.run.history[-1]["train_loss"] if outcome.run.history else None
+    return f"{name}  {outcome.run.status}" + (f", training loss {loss:.4g}" if loss is not None else "")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LabError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parse = _Parser(prog="python -m ekfac.lab.search.plan", description=__doc__, allow_abbrev=False)
+    parse.add_argument("plan", help="JSON list of settings")
+    parse.add_argument("--out", required=True, help="folder that gets a folder for each run")
+    parse.add_argument("--workers", type=int, default=1, help="processes that run settings at the same time")
+    parse.add_argument("--devices", default="", help="devices that the workers take in turn: cuda:0,cuda:1")
+    parse.add_argument("--data-dir", help="folder of the data files")
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a plan; return 0, 1 if a setting failed, 2 for bad usage, 130 if interrupted."""
+    outcomes: list[Outcome] = []
+    try:
+        values: dict[str, Any] = vars(parser().parse_args(arguments))
+        configs = read_plan(values["plan"])
+
+        def on_outcome(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            print(tell(outcome, len(outcomes), len(configs)), flush=True)
+
+        with writing(values):
+            run_all(
+                configs,
+                values["out"],
+                workers=values["workers"],
+                devices=[name for name in values["devices"].split(",") if name],
+                data_dir=values["data_dir"],
+                on_outcome=on_outcome,
+            )
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return int(any(outcome.run is None for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

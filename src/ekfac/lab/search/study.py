@@ -1,0 +1,304 @@
+"""A search's trials in Optuna's storage: which are waiting, who runs them, what came of them.
+
+A trial is one setting. Processes and machines that share a storage take waiting trials one by one; taking is one
+atomic change of state there. A trial whose process died is closed as failed and its setting queued again, so that
+nothing finished is ever repeated and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy
+from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.labels import key, option
+from ekfac.lab.registry import LabError
+from ekfac.lab.training.runs import Run
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+# Seconds between signs of life of a running trial, and after how many without one another machine takes it for dead.
+SIGN_OF_LIFE = 30.0
+SILENCE = 600.0
+
+
+def open_storage(where: str) -> BaseStorage:
+    """Open a storage: ``sqlite:///FILE``, ``postgresql://USER@HOST/NAME``, any SQLAlchemy URL, or ``journal:FILE``.
+
+    Raises:
+        LabError: If it cannot be opened.
+    """
+    try:
+        if where.startswith("journal:"):
+            from optuna.storages.journal import JournalFileBackend
+
+            file = Path(where.removeprefix("journal:"))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return JournalStorage(JournalFileBackend(str(file)))
+        if where.startswith("sqlite:///"):
+            Path(where.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            # Workers write at the same time; SQLite lets one in and the others wait.
+            storage = RDBStorage(where, engine_kwargs={"connect_args": {"timeout": 60}})
+            sqlalchemy.event.listen(storage.engine, "begin", _lock_at_once)
+            return storage
+        return RDBStorage(where.replace("postgresql://", "postgresql+psycopg://", 1))
+    except Exception as error:
+        # SQLAlchemy, its drivers, Optuna and the file system each raise their own kinds.
+        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LabError(f"storage {without_password(where)} cannot be opened: {shown}") from error
+
+
+def _lock_at_once(connection: sqlalchemy.Connection) -> None:
+    # Optuna looks at a trial's state and then changes it, under SELECT FOR UPDATE, which SQLite does not have: two
+    # workers could take the same trial. A transaction that starts with the lock has nobody between the two.
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def without_password(where: str) -> str:
+    """Return a storage's address as it may be shown."""
+    scheme, sign, rest = where.partition("://")
+    login, at, host = rest.rpartition("@")
+    return f"{scheme}{sign}{login.split(':')[0]}{at}{host}"
+
+
+def study_name(config: TrainConfig) -> str:
+    """Return the study that a setting belongs to unless another is named: one a task and method."""
+    return f"{config.task}-{config.optimizer}" + ("-bn" if config.batch_norm else "")
+
+
+class Trials:
+    """The trials of one study.
+
+    Args:
+        storage: Where they are kept.
+        name: The study's name.
+    """
+
+    def __init__(self, storage: BaseStorage, name: str) -> None:
+        self.storage = storage
+        self.study = optuna.create_study(
+            storage=storage, study_name=name, load_if_exists=True, pruner=optuna.pruners.MedianPruner()
+        )
+        self._id = storage.get_study_id_from_name(name)
+
+    def all(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials in these states, all if none is given, as the storage has them now."""
+        return self.storage.get_all_trials(self._id, deepcopy=False, states=states or None)
+
+    def add(self, configs: Sequence[TrainConfig]) -> int:
+        """Queue the settings that have no trial yet, or only failed ones; return how many."""
+        held = {trial.user_attrs["key"] for trial in self.all() if trial.state != TrialState.FAIL}
+        new = [config for config in configs if key(config) not in held]
+        for config in new:
+            self.study.add_trial(_trial(config, TrialState.WAITING))
+        return len(new)
+
+    def release(self) -> int:
+        """Close running trials whose process is dead and queue their settings again; return how many."""
+        count = 0
+        for trial in self.all(TrialState.RUNNING):
+            if not _dead(trial):
+                continue
+            try:
+                # Only one of several who try gets through: a closed trial cannot be closed again.
+                self.storage.set_trial_state_values(self._number_to_id(trial.number), TrialState.FAIL)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                continue
+            self.study.add_trial(_trial(_config(trial), TrialState.WAITING))
+            count += 1
+        return count
+
+    def take(self) -> optuna.Trial | None:
+        """Take the next waiting trial for this process; ``None`` if there is none."""
+        for trial in self.all(TrialState.WAITING):
+            identity = self._number_to_id(trial.number)
+            try:
+                if not self.storage.set_trial_state_values(identity, TrialState.RUNNING):
+                    continue
+            except optuna.exceptions.UpdateFinishedTrialError:
+                continue
+            mine = optuna.Trial(self.study, identity)
+            mine.set_user_attr("worker", _sign())
+            if self._first(trial) != trial.number:
+                # Two machines queued the same setting at the same moment; the earlier trial has it.
+                mine.set_user_attr("error", "the same setting was queued twice")
+                self.study.tell(mine, state=TrialState.FAIL)
+                continue
+            return mine
+        return None
+
+    def _first(self, trial: FrozenTrial) -> int:
+        same = [t for t in self.all() if t.user_attrs["key"] == trial.user_attrs["key"]]
+        return min(t.number for t in same if t.state != TrialState.FAIL)
+
+    def _number_to_id(self, number: int) -> int:
+        return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+    def finish(self, trial: optuna.Trial, run: Run) -> None:
+        """Record what came of a trial. One that diverged is complete, with an infinite loss."""
+        trial.set_user_attr("run", _plain(run))
+        trial.set_user_attr("diverged", run.status == "diverged")
+        self.study.tell(trial, final_loss(run))
+
+    def prune(self, trial: optuna.Trial, run: Run) -> None:
+        """Record a trial that was ended early because others were ahead."""
+        trial.set_user_attr("run", _plain(run))
+        trial.set_user_attr("diverged", False)
+        self.study.tell(trial, state=TrialState.PRUNED)
+
+    def fail(self, trial: optuna.Trial, reason: str) -> None:
+        """Close a trial that gave no result; its setting is queued again by the next :meth:`add`."""
+        trial.set_user_attr("error", reason)
+        self.study.tell(trial, state=TrialState.FAIL)
+
+    def take_in(self, runs: Sequence[Run]) -> int:
+        """Add runs that were made elsewhere as complete trials; return how many were new.
+
+        A setting that waits here is closed, since its result has come in.
+        """
+        closed = self.all(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        held = {trial.user_attrs["key"] for trial in closed}
+        new = {key(run.config): run for run in runs if key(run.config) not in held}
+        waiting = {trial.user_attrs["key"]: trial.number for trial in self.all(TrialState.WAITING)}
+        count = 0
+        for name, run in new.items():
+            if name not in waiting:
+                self.study.add_trial(_trial(run.config, TrialState.COMPLETE, run))
+                count += 1
+                continue
+            identity = self._number_to_id(waiting[name])
+            if self.storage.set_trial_state_values(identity, TrialState.RUNNING):
+                trial = optuna.Trial(self.study, identity)
+                for epoch, loss in reported(run).items():
+                    trial.report(loss, epoch)
+                self.finish(trial, run)
+                count += 1
+        return count
+
+    def failures(self) -> dict[str, str]:
+        """Return the settings that failed and have no result since, with the reason."""
+        failed = {t.user_attrs["key"]: t.user_attrs.get("error", "its process died") for t in self.all(TrialState.FAIL)}
+        held = {trial.user_attrs["key"] for trial in self.all() if trial.state != TrialState.FAIL}
+        return {name: reason for name, reason in failed.items() if name not in held}
+
+    def runs(self) -> list[Run]:
+        """Return the runs of all trials that have one, from the storage alone."""
+        found = []
+        for trial in self.all(TrialState.COMPLETE, TrialState.PRUNED):
+            data = trial.user_attrs["run"]
+            config = TrainConfig.from_dict(data["config"])
+            found.append(Run(config, data["history"], data["status"], data["about"]))
+        return found
+
+    @contextmanager
+    def alive(self, trial: optuna.Trial) -> Iterator[None]:
+        """Give signs of life for a trial while it runs, for machines that share the storage."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(SIGN_OF_LIFE):
+                trial.set_user_attr("worker", _sign())
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def final_loss(run: Run) -> float:
+    """Return the training loss at a run's end; infinite if it diverged."""
+    loss = run.history[-1]["train_loss"] if run.history else None
+    return math.inf if run.status == "diverged" or loss is None else float(loss)
+
+
+def reported(run: Run) -> dict[int, float]:
+    """Return the training loss by epoch, as Optuna keeps it."""
+    return {record["epoch"]: record["train_loss"] for record in run.history if record["train_loss"] is not None}
+
+
+def _trial(config: TrainConfig, state: TrialState, run: Run | None = None) -> FrozenTrial:
+    params: dict[str, Any] = {}
+    distributions: dict[str, BaseDistribution] = {}
+    for name in ("lr", "damping"):
+        number = option(config, name)
+        if isinstance(number, float | int):
+            params[name] = float(number)
+            distributions[name] = FloatDistribution(min(1e-8, params[name]), max(1e3, params[name]), log=True)
+    for name in ("batch_size", "seed"):
+        params[name] = int(getattr(config, name))
+        distributions[name] = IntDistribution(0, 2**32)
+    attributes: dict[str, Any] = {"key": key(config), "setting": {**config.to_dict(), "device": "auto"}}
+    if run is not None:
+        attributes |= {"run": _plain(run), "diverged": run.status == "diverged"}
+    return create_trial(
+        state=state,
+        value=None if run is None else final_loss(run),
+        params=params,
+        distributions=distributions,
+        user_attrs=attributes,
+        intermediate_values=None if run is None else reported(run),
+    )
+
+
+def _config(trial: FrozenTrial | optuna.Trial) -> TrainConfig:
+    return TrainConfig.from_dict(trial.user_attrs["setting"])
+
+
+def setting(trial: FrozenTrial | optuna.Trial) -> TrainConfig:
+    """Return a trial's settings, with this machine's device."""
+    return _config(trial).resolved()
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    """Return a run as plain data, without what only its folder needs."""
+    history = [{name: value for name, value in record.items() if name != "optimizer"} for record in run.history]
+    return {"config": run.config.to_dict(), "history": history, "status": run.status, "about": run.about}
+
+
+def _sign() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "seen": time.time()}
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process started, in the system's ticks, which tells it from a later one with its number.
+
+    ``"gone"`` stands for one that is dead and only waits for its parent to notice, ``None`` for not known.
+    """
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "gone" if words[0] in "ZX" else words[19]
+
+
+def _dead(trial: FrozenTrial) -> bool:
+    """Tell whether the process that took a trial is gone: at once on this machine, after a silence on others."""
+    worker = trial.user_attrs.get("worker")
+    if worker is None:
+        # Killed between taking the trial and signing it; or about to sign it right now.
+        return trial.datetime_start is not None and time.time() - trial.datetime_start.timestamp() > SILENCE
+    if worker["host"] != socket.gethostname():
+        return bool(time.time() - worker["seen"] > SILENCE)
+    try:
+        os.kill(worker["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return worker["started"] is not None and worker["started"] != _started(worker["pid"])

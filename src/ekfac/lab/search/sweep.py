@@ -1,0 +1,245 @@
+"""A search over settings: several processes, and several machines, work on one storage until nothing waits."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.search.plan import run_one, share_cores
+from ekfac.lab.search.study import Trials, open_storage, setting, study_name
+from ekfac.lab.training.run import Progress
+from ekfac.lab.training.runs import Run, load_run
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a search keeps its trials and its runs; plain strings, so that worker processes can be handed it."""
+
+    out: str
+    storage: str
+    data_dir: str | None = None
+
+    @classmethod
+    def of(cls, out: str | Path, storage: str | None = None, data_dir: str | Path | None = None) -> Where:
+        """Fill in the default storage: an SQLite file in the search's folder."""
+        place = storage or f"sqlite:///{Path(out).absolute() / 'study.db'}"
+        return cls(str(out), place, None if data_dir is None else str(data_dir))
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a search has come: the number of trials in each state, and the best loss so far."""
+
+    counts: Mapping[str, int]
+    diverged: int
+    best: float | None
+
+    @property
+    def over(self) -> int:
+        """How many settings have a result."""
+        return self.counts.get("complete", 0) + self.counts.get("pruned", 0)
+
+
+def state(studies: Sequence[Trials]) -> State:
+    """Count the trials of several studies."""
+    trials = [trial for study in studies for trial in study.all()]
+    losses = [t.value for t in trials if t.state.name == "COMPLETE" and t.value is not None]
+    return State(
+        Counter(trial.state.name.lower() for trial in trials),
+        sum(bool(trial.user_attrs.get("diverged")) for trial in trials),
+        min(losses, default=None),
+    )
+
+
+def sweep(
+    configs: Sequence[TrainConfig],
+    where: Where,
+    *,
+    name: str | None = None,
+    workers: int = 1,
+    devices: Sequence[str] = (),
+    prune: bool = False,
+    on_start: Callable[[], None] = lambda: None,
+    on_state: Callable[[State], None] = lambda found: None,
+) -> dict[str, Trials]:
+    """Run every setting that the studies have no result for yet.
+
+    Args:
+        configs: All settings of the search, resolved.
+        where: Its folder and storage.
+        name: The study's name; by default each task and method has one of its own.
+        workers: How many processes run trials at the same time.
+        devices: Devices that the workers take in turn; none: a GPU if there is one.
+        prune: End trials early that are behind the median of the others.
+        on_start: Called when nothing is left that could be refused.
+        on_state: Is told now and then how far it has come.
+
+    Returns:
+        The studies by name.
+
+    Raises:
+        LabError: If an argument is wrong or the storage cannot be opened.
+        OSError: If the folder cannot be made.
+    """
+    if workers < 1:
+        raise LabError(f"workers must be at least 1, not {workers}")
+    # First, so that a folder that cannot be is not blamed on the storage in it.
+    Path(where.out).mkdir(parents=True, exist_ok=True)
+    groups: dict[str, list[TrainConfig]] = {}
+    for config in configs:
+        groups.setdefault(name or study_name(config), []).append(config)
+    studies = open_studies(where, list(groups))
+    on_start()
+    for label, study in studies.items():
+        study.release()
+        study.add(groups[label])
+    on_state(state(list(studies.values())))
+    if workers == 1:
+        tell = _Tell(studies, on_state)
+        work(where, list(groups), devices[0] if devices else None, prune, after=tell)
+    else:
+        _work_together(where, studies, workers, devices, prune, on_state)
+    return studies
+
+
+def open_studies(where: Where, names: Sequence[str]) -> dict[str, Trials]:
+    """Open studies by name, new ones too."""
+    storage = open_storage(where.storage)
+    return {name: Trials(storage, name) for name in names}
+
+
+def existing_studies(where: Where) -> dict[str, Trials]:
+    """Open every study that a storage holds."""
+    storage = open_storage(where.storage)
+    return {name: Trials(storage, name) for name in optuna.get_all_study_names(storage)}
+
+
+class _Tell:
+    def __init__(self, studies: Mapping[str, Trials], on_state: Callable[[State], None]) -> None:
+        self.studies, self.on_state = list(studies.values()), on_state
+
+    def __call__(self) -> None:
+        self.on_state(state(self.studies))
+
+
+def _work_together(
+    where: Where,
+    studies: Mapping[str, Trials],
+    workers: int,
+    devices: Sequence[str],
+    prune: bool,
+    on_state: Callable[[State], None],
+) -> None:
+    # Spawned, not forked: neither CUDA nor a database connection survives a fork.
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for number in range(workers):
+        device = devices[number % len(devices)] if devices else None
+        arguments: tuple[Any, ...] = (where, list(studies), device, prune, workers)
+        processes.append(context.Process(target=_worker, args=arguments, name=f"worker {number + 1}"))
+    for process in processes:
+        process.start()
+    tell, before = _Tell(studies, on_state), None
+    try:
+        while any(process.is_alive() for process in processes):
+            for process in processes:
+                process.join(1.0 / workers)
+            now = state(tell.studies)
+            if now != before:
+                tell.on_state(now)
+                before = now
+    finally:
+        # After Ctrl-C the workers have had the signal too and close their trials.
+        for process in processes:
+            process.join()
+    dead = [process.name for process in processes if process.exitcode not in (0, 130)]
+    if dead:
+        raise LabError(f"{', '.join(dead)} of the search died; run the same command again to go on")
+    if any(process.exitcode == 130 for process in processes):
+        raise KeyboardInterrupt
+
+
+def _worker(where: Where, names: Sequence[str], device: str | None, prune: bool, workers: int) -> None:
+    share_cores(workers)
+    try:
+        work(where, names, device, prune)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def work(
+    where: Where,
+    names: Sequence[str],
+    device: str | None = None,
+    prune: bool = False,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Take waiting trials and run them until none is left, also those of a worker that died meanwhile."""
+    studies = list(open_studies(where, names).values())
+    while True:
+        taken = next(((s, trial) for s in studies if (trial := s.take()) is not None), None)
+        if taken is not None:
+            _run(*taken, where, device, prune)
+            after()
+        elif not sum(study.release() for study in studies):
+            return
+
+
+def _run(trials: Trials, trial: optuna.Trial, where: Where, device: str | None, prune: bool) -> None:
+    folder = Path(where.out) / "runs"
+    reports = _Reports(trial, prune)
+    try:
+        for plugin in trial.user_attrs["setting"]["plugins"]:
+            load_plugin(plugin)
+        config = setting(trial)
+        config = config if device is None else replace(config, device=device)
+        with trials.alive(trial):
+            run = run_one(config, folder, where.data_dir, reports)
+    except optuna.TrialPruned:
+        trials.prune(trial, load_run(folder / trial.user_attrs["key"]))
+        return
+    except Exception as error:
+        # One setting that fails, for lack of memory say, must not end the search.
+        trials.fail(trial, f"{type(error).__name__}: {error}")
+        return
+    if run.status == "interrupted":
+        trials.fail(trial, "interrupted")
+        raise KeyboardInterrupt
+    reports.start(run)
+    trials.finish(trial, run)
+
+
+class _Reports(Progress):
+    """Tells Optuna the loss of every epoch once, and ends a trial that is to be pruned."""
+
+    def __init__(self, trial: optuna.Trial, prune: bool) -> None:
+        self.trial, self.prune = trial, prune
+        self._done: set[int] = set()
+        self._parent = multiprocessing.parent_process()
+
+    def start(self, run: Run) -> None:
+        """Report what was done before the run was cut short, or elsewhere."""
+        for record in run.history:
+            self._report(record)
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Report an epoch."""
+        self._report(record)
+        if self._parent is not None and not self._parent.is_alive():
+            # The search itself was killed; its workers must not go on unseen.
+            raise KeyboardInterrupt
+        if self.prune and self.trial.should_prune():
+            raise optuna.TrialPruned
+
+    def _report(self, record: Mapping[str, Any]) -> None:
+        if record["train_loss"] is not None and record["epoch"] not in self._done:
+            self._done.add(record["epoch"])
+            self.trial.report(record["train_loss"], record["epoch"])

@@ -1,0 +1,1 @@
+"""What people look at: terminal, report, figures, pages."""

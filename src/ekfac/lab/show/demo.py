@@ -1,0 +1,164 @@
+"""The demo: six optimizers train the auto-encoder on the embedded digits, each for the same time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data.datasets import Dataset, load_dataset
+from ekfac.lab.training.run import about
+from ekfac.lab.training.runs import Run, RunFolder
+from ekfac.lab.training.trainer import Trainer, given
+
+SECONDS = 20.0
+
+# A quarter of the paper's width, so that every one takes some hundred steps in this time on two CPU cores. The last is
+# EKFAC(model); the paper's five are each at the best training loss after 400 steps of a small search over the learning
+# rate and, where there is one, the damping.
+WIDTH = 250
+ENTRANTS: dict[str, TrainConfig] = {
+    "SGD + BN": TrainConfig("autoencoder", "sgd", batch_norm=True, width=WIDTH, lr=0.01),
+    "Adam + BN": TrainConfig("autoencoder", "adam", batch_norm=True, width=WIDTH, lr=3e-3),
+    "KFAC": TrainConfig("autoencoder", "kfac", width=WIDTH, lr=0.1, damping=0.1, refresh_every=10),
+    "EKFAC": TrainConfig("autoencoder", "ekfac", width=WIDTH, lr=0.01, damping=3e-3, refresh_every=10),
+    "EKFAC-ra": TrainConfig("autoencoder", "ekfac-ra", width=WIDTH, lr=0.03, damping=1e-3, refresh_every=10),
+    "EKFAC (defaults)": TrainConfig("autoencoder", "ekfac-default", width=WIDTH),
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How one optimizer did: its loss above the floor where all are compared, and its place."""
+
+    name: str
+    status: str
+    steps: int
+    milliseconds: float
+    loss_by_step: float | None
+    loss_by_time: float | None
+    place_by_step: int | None
+    place_by_time: int | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who came out ahead after the same number of steps, and after the same time."""
+
+    steps: int
+    seconds: float
+    standings: list[Standing]
+
+
+def race(
+    entrants: Mapping[str, TrainConfig],
+    seconds: float = SECONDS,
+    *,
+    out: str | Path | None = None,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+    max_epochs: int = 10_000,
+    on_epoch: Callable[[str, Run], None] = lambda name, run: None,
+) -> dict[str, Run]:
+    """Train each entrant for the same time, always going on with the one that has had least.
+
+    Args:
+        entrants: Settings by name.
+        seconds: Training time for each; evaluation is not counted.
+        out: Folder in which each entrant gets a run folder of its own.
+        data_dir: Folder of the data files.
+        seed: Seed of all of them.
+        max_epochs: End an entrant after so many epochs even if time is left.
+        on_epoch: Called after each epoch of each.
+    """
+    trainers: dict[str, Trainer] = {}
+    data: dict[str, Dataset] = {}
+    runs: dict[str, Run] = {}
+    folders: dict[str, RunFolder] = {}
+    for name, given_config in entrants.items():
+        config = replace(given_config, seed=seed, epochs=max_epochs).resolved()
+        dataset = given(config.dataset)
+        data[dataset] = data.get(dataset) or load_dataset(dataset, data_dir)
+        trainers[name] = Trainer(config, data[dataset])
+        runs[name] = Run(config, about=about(config, trainers[name]))
+        if out is not None:
+            runs[name].path = path = Path(out) / re.sub(r"[^a-z0-9+-]", "", name.lower().replace(" (", "-"))
+            folders[name] = RunFolder(path)
+            folders[name].clear()
+            folders[name].start(config, runs[name].about, [])
+        _add(name, trainers[name].initial_record(), runs, folders)
+        on_epoch(name, runs[name])
+    racing = [name for name in trainers if not runs[name].history[-1]["diverged"]]
+    while racing:
+        name = min(racing, key=lambda candidate: trainers[candidate].seconds)
+        record = trainers[name].train_epoch()
+        _add(name, record, runs, folders)
+        if record["diverged"] or record["seconds"] >= seconds or record["epoch"] >= max_epochs:
+            racing.remove(name)
+            runs[name].status = "diverged" if record["diverged"] else "finished"
+            trainers[name].close()
+        on_epoch(name, runs[name])
+    for folder in folders.values():
+        folder.close()
+    return runs
+
+
+def _add(name: str, record: dict[str, Any], runs: Mapping[str, Run], folders: Mapping[str, RunFolder]) -> None:
+    runs[name].history.append(record)
+    if name in folders:
+        folders[name].add(record)
+
+
+def points(run: Run, x: str) -> list[tuple[float, float]]:
+    """Return a run's curve: ``x`` ("step" or "seconds") against the training loss above its floor."""
+    floor = run.about["floor"].get("train", 0.0)
+    return [(r[x], r["train_loss"] - floor) for r in run.history if r["train_loss"] is not None]
+
+
+def verdict(runs: Mapping[str, Run]) -> Verdict:
+    """Compare at the most steps, and at the longest time, that all which did not diverge have reached."""
+    whole = [run for run in runs.values() if run.status != "diverged"] or list(runs.values())
+    steps = min(run.history[-1]["step"] for run in whole)
+    seconds = min(run.history[-1]["seconds"] for run in whole)
+    by_step = {name: _at(run, "step", steps) for name, run in runs.items()}
+    by_time = {name: _at(run, "seconds", seconds) for name, run in runs.items()}
+    places = [_places(by_step), _places(by_time)]
+    standings = [
+        Standing(
+            name,
+            run.status,
+            run.history[-1]["step"],
+            1000 * run.history[-1]["seconds"] / max(1, run.history[-1]["step"]),
+            by_step[name],
+            by_time[name],
+            places[0].get(name),
+            places[1].get(name),
+        )
+        for name, run in runs.items()
+    ]
+    return Verdict(steps, seconds, standings)
+
+
+def _at(run: Run, x: str, where: float) -> float | None:
+    """Return the loss above the floor at the last record not after ``where``."""
+    if run.status == "diverged":
+        return None
+    return [loss for position, loss in points(run, x) if position <= where][-1]
+
+
+def _places(losses: Mapping[str, float | None]) -> dict[str, int]:
+    ordered: Sequence[tuple[float, str]] = sorted((loss, name) for name, loss in losses.items() if loss is not None)
+    return {name: place + 1 for place, (_, name) in enumerate(ordered)}
+
+
+def sentence(result: Verdict) -> str:
+    """Say in plain words who came out ahead."""
+    first_by_step = [s.name for s in result.standings if s.place_by_step == 1]
+    first_by_time = [s.name for s in result.standings if s.place_by_time == 1]
+    if not first_by_step or not first_by_time:
+        return "Every optimizer diverged."
+    ahead = f"After {result.steps} steps {first_by_step[0]} is ahead; after {result.seconds:.0f} s of training "
+    return ahead + ("it is still ahead." if first_by_step == first_by_time else f"{first_by_time[0]} is.")

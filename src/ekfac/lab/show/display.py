@@ -1,0 +1,130 @@
+"""What the commands show in a terminal, with rich."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ekfac.lab.show import demo
+from ekfac.lab.show.chart import chart
+from ekfac.lab.train import COLUMNS, cells, closing, headline
+from ekfac.lab.training.run import Progress
+from ekfac.lab.training.runs import Run
+
+
+class LiveProgress(Progress):
+    """A line an epoch, and below them a bar that shows how far the current one is."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("epoch 1", total=None)
+        self._epochs = 0
+
+    def start(self, run: Run) -> None:
+        """Print what is trained, and show the bar."""
+        self._epochs = run.config.epochs or 0
+        self.console.print(headline(run), highlight=False)
+        self.console.print("".join(f"{name:>12}" for name in COLUMNS), style="bold", soft_wrap=True)
+        self._bar.start()
+        for record in run.history:
+            self.epoch(record)
+
+    def step(self, step: int, steps: int) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=step, total=steps)
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Print the epoch's line."""
+        line = "".join(f"{cell:>12}" for cell in cells(record))
+        self._bar.console.print(line, highlight=False, soft_wrap=True)
+        following = min(record["epoch"] + 1, self._epochs)
+        self._bar.reset(self._task, description=f"epoch {following} of {self._epochs}")
+
+    def end(self, run: Run) -> None:
+        """Take the bar away and print how it ended."""
+        self._bar.stop()
+        self.console.print(closing(run), style="bold red" if run.status == "diverged" else "bold", soft_wrap=True)
+
+
+def run_demo(console: Console, race: Callable[[Callable[[str, Run], None]], dict[str, Run]]) -> dict[str, Run]:
+    """Show a race as a table that is renewed after every epoch."""
+    runs: dict[str, Run] = {}
+    with Live(_standing(runs), console=console, refresh_per_second=8, transient=True) as live:
+
+        def on_epoch(name: str, run: Run) -> None:
+            runs[name] = run
+            live.update(_standing(runs))
+            if not console.is_terminal:
+                _say(console, name, run)
+
+        return race(on_epoch)
+
+
+def _say(console: Console, name: str, run: Run) -> None:
+    """Where nothing can be redrawn, print a line at every tenth epoch."""
+    last = run.history[-1]
+    if last["epoch"] % 10 == 0 or run.status != "unfinished":
+        loss = demo.points(run, "step")
+        where = f"epoch {last['epoch']:>3}, step {last['step']:>5}, {last['seconds']:6.1f} s"
+        console.print(f"{name:<10} {where}: {loss[-1][1] if loss else float('nan'):8.2f} above the floor")
+
+
+def _standing(runs: Mapping[str, Run]) -> Table:
+    table = Table(
+        title=f"auto-encoder of width {demo.WIDTH}, 4,000 digits: training loss above its floor", title_justify="left"
+    )
+    for name in ("optimizer", "epoch", "step", "seconds", "loss", ""):
+        table.add_column(name, justify="left" if name in ("optimizer", "") else "right")
+    for name, run in runs.items():
+        last, curve = run.history[-1], demo.points(run, "step")
+        loss = curve[-1][1] if curve else float("nan")
+        bar = "#" * min(40, round(loss / 10)) if loss == loss else "diverged"
+        table.add_row(name, str(last["epoch"]), str(last["step"]), f"{last['seconds']:.1f}", f"{loss:.2f}", bar)
+    return table
+
+
+def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
+    """Print two charts, the table and the sentence that says who came out ahead."""
+    result = demo.verdict(runs)
+    for x, label in (("step", "steps"), ("seconds", "seconds of training")):
+        curves = {name: demo.points(run, x) for name, run in runs.items()}
+        console.print()
+        text = chart(curves, label, "training loss above its floor")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    table = Table(title="who came out ahead (1 is best)", title_justify="left")
+    table.add_column("optimizer")
+    for name in (
+        f"loss after {result.steps} steps",
+        "place",
+        f"loss after {result.seconds:.0f} s",
+        "place",
+        "ms a step",
+    ):
+        table.add_column(name, justify="right")
+    for s in sorted(result.standings, key=lambda s: s.place_by_step or 99):
+        by_step = ["diverged", "-"] if s.loss_by_step is None else [f"{s.loss_by_step:.2f}", str(s.place_by_step)]
+        by_time = ["diverged", "-"] if s.loss_by_time is None else [f"{s.loss_by_time:.2f}", str(s.place_by_time)]
+        table.add_row(s.name, *by_step, *by_time, f"{s.milliseconds:.0f}")
+    console.print()
+    console.print(table)
+    console.print(demo.sentence(result), highlight=False, soft_wrap=True)
+
+
+def show_json(data: Any) -> None:
+    """Print data as one JSON object and nothing else."""
+    print(json.dumps(data, allow_nan=False))

@@ -1,0 +1,181 @@
+"""The paper's claims beside what came out here: a verdict by a rule that is written down, and the numbers behind it.
+
+Each function returns ``verdict | numbers``, two cells of the page's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
+
+from ekfac.lab.search.selection import Curve
+from ekfac.lab.show.evidence.record import LOSS, MISSING, Record, at_end, chosen, lost, write
+from ekfac.lab.show.evidence.tables import DEFAULTS, adamw, lowest, ratio, relative
+from ekfac.lab.show.figures.sensitivity import grids
+
+# Amortised, as the paper has them, and its baselines.
+OURS = ("EKFAC freq=50", "EKFAC-ra freq=50")
+RIVALS = ("KFAC freq=50", "Adam + BN", "SGD + BN")
+UNKNOWN = f"{MISSING} | "
+
+
+def verdict(held: Iterable[bool]) -> str:
+    """Say how far a claim came out: in all of its cases, in some, in none."""
+    found = list(held)
+    return "**reproduced**" if all(found) else "**partly**" if any(found) else "**not reproduced**"
+
+
+def by_epoch(record: Record) -> str:
+    """EKFAC and EKFAC-ra end below amortised KFAC, Adam and SGD at every batch size."""
+    return _ends(record, LOSS, lambda mine, rivals: mine < min(rivals))
+
+
+def validation(record: Record) -> str:
+    """At their best training loss, both validate no worse than 1.05 times the best of KFAC, Adam and SGD."""
+    return _ends(record, "validation_loss", lambda mine, rivals: mine <= 1.05 * min(rivals))
+
+
+def _ends(record: Record, quantity: str, holds: Callable[[float, list[float]], bool]) -> str:
+    held, words = [], []
+    for size in record.batch_sizes:
+        best = _present(record.autoencoder(size), (*OURS, *RIVALS))
+        rivals = [at_end(best[name], quantity)[0] for name in RIVALS if name in best]
+        mine = {name: at_end(best[name], quantity) for name in OURS if name in best}
+        if not rivals or not mine:
+            continue
+        gone = _present(lost(record.mnist_at(size)), OURS)
+        held += [holds(value, rivals) for value, _ in mine.values()] + [False for _ in gone]
+        texts = [f"{name.split(' freq')[0]} {write(*at_end(curve, quantity))}" for name, curve in best.items()]
+        texts += [f"{name.split(' freq')[0]} {reason}" for name, reason in gone.items()]
+        words.append(f"batch {size}: " + ", ".join(texts))
+    return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
+
+
+def by_time(record: Record) -> str:
+    """EKFAC-ra is where each rival ends in less time than the rival itself, at every batch size."""
+    held, words = [], []
+    for size in record.batch_sizes:
+        best = {name: curve.timed for name, curve in record.autoencoder(size).items()}
+        mine = best.get(OURS[1])
+        for name in RIVALS:
+            rival = best.get(name)
+            if mine is None or rival is None:
+                continue
+            share = ratio(mine, rival)
+            held.append(share is not None and share < 1)
+            text = "never there" if share is None else f"{write(share)} of its time"
+            words.append(f"batch {size}, {name.split(' freq')[0]}: {text}")
+    return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
+
+
+def error(record: Record) -> str:
+    """EKFAC's error is below KFAC's wherever it was measured, and grows less between two renewals."""
+    found = record.measures.get("error")
+    if found is None:
+        return UNKNOWN
+    kfac, ours = (numpy.array(found["error"][name]) for name in ("KFAC", "EKFAC"))
+    steps = numpy.array(found["steps"])
+    late = steps % found["renewed_every"] == found["renewed_every"] - (steps[1] - steps[0])
+    fresh = (steps % found["renewed_every"] == 0)[: len(steps)]
+    growth = [float(each[late].mean() - each[fresh].mean()) for each in (kfac, ours)]
+    text = (
+        f"mean error {write(float(ours.mean()))} against KFAC's {write(float(kfac.mean()))}; "
+        f"at a renewal {write(float(ours[fresh].mean()))} against {write(float(kfac[fresh].mean()))}, "
+        f"just before the next {write(float(ours[late].mean()))} against {write(float(kfac[late].mean()))}"
+    )
+    return f"{verdict([bool((ours <= kfac).all()), growth[1] < growth[0]])} | {text}"
+
+
+def spectrum(record: Record) -> str:
+    """With the basis of the start, EKFAC's and EKFAC-ra's spectra are nearer to the true one nine times in ten."""
+    found = record.measures.get("frequency")
+    if found is None:
+        return UNKNOWN
+    # At the start, where the basis is fresh, there is nothing to tell.
+    kfac = numpy.array(relative(found, "KFAC")[1:])
+    held, words = [], []
+    for name in ("EKFAC", "EKFAC-ra"):
+        ours = numpy.array(relative(found, name)[1:])
+        nearer = float((ours < kfac).mean())
+        held.append(nearer >= 0.9)
+        words.append(f"{name} nearer at {nearer:.0%} of the steps, median distance {write(float(numpy.median(ours)))}")
+    words.append(f"KFAC {write(float(numpy.median(kfac)))} of the true spectrum's norm")
+    return f"{verdict(held)} | {'; '.join(words)}"
+
+
+def correlation(record: Record) -> str:
+    """The mean absolute correlation off the diagonal falls to a third or less."""
+    found = record.measures.get("correlation")
+    if found is None:
+        return UNKNOWN
+    before, after = found["parameter_space"], found["eigenbasis"]
+    return f"{verdict([after <= before / 3])} | {write(before)} before, {write(after)} in the basis"
+
+
+def frequency(record: Record) -> str:
+    """From every 50 to the rarest renewal, EKFAC's and EKFAC-ra's loss grows by a smaller factor than KFAC's."""
+    best = chosen(record.frequency)
+    intervals = sorted({int(name.split("freq=")[1]) for name in best if "freq=" in name})
+    if not intervals:
+        return UNKNOWN
+    rarest = intervals[-1]
+    grown = {}
+    for name in ("KFAC", "EKFAC", "EKFAC-ra"):
+        pair = [best.get(f"{name} freq={every}") for every in (50, rarest)]
+        if pair[0] is not None and pair[1] is not None:
+            grown[name] = at_end(pair[1])[0] / at_end(pair[0])[0]
+    if len(grown) < 3:
+        return UNKNOWN
+    words = ", ".join(f"{name} {write(value)}" for name, value in grown.items())
+    held = [grown[name] < grown["KFAC"] for name in ("EKFAC", "EKFAC-ra")]
+    return f"{verdict(held)} | loss above floor, every {rarest} over every 50: {words}"
+
+
+def sensitivity(record: Record) -> str:
+    """The paper shows the plane and claims nothing; here: the share of settings near each method's best."""
+    planes, lines = grids(record.grid)
+    if not planes:
+        return UNKNOWN
+    return "no claim | " + ", ".join(f"{name} {one.near} of {one.tried}" for name, one in {**planes, **lines}.items())
+
+
+def defaults(record: Record) -> str:
+    """Say in how many tasks the untouched defaults end below every tuned rival, and where they validate best."""
+    fittest, healthiest, surest, soonest, tasks, timed = 0, 0, 0, 0, 0, 0
+    for task in record.tasks:
+        best = chosen(record.runs(f"comparison/{task}"))
+        mine, rivals = best.pop(DEFAULTS, None), list(best.values())
+        if mine is None or not rivals:
+            continue
+        tasks += 1
+        fittest += at_end(mine)[0] < min(at_end(rival)[0] for rival in rivals)
+        healthiest += _score(mine) > max(map(_score, rivals))
+        surest += _validation_loss(mine) < min(map(_validation_loss, rivals))
+        baseline = adamw(best)
+        if baseline is not None and baseline.timed is not None and mine.timed is not None:
+            timed += 1
+            share = ratio(mine.timed, baseline.timed, goal=lowest)
+            soonest += share is not None and share < 1
+    if not tasks:
+        return MISSING
+    return (
+        f"Untouched, the defaults end with the lowest training loss in {fittest} of {tasks} tasks, validate best of "
+        f"these settings in {healthiest} of {tasks} (by loss instead of accuracy in {surest}), and have AdamW's lowest "
+        f"training loss before AdamW in {soonest} of {timed}."
+    )
+
+
+def _score(curve: Curve) -> float:
+    """Return how well a setting validates at its end: by accuracy where there is one."""
+    accuracy = at_end(curve, "validation_accuracy")[0]
+    return accuracy if accuracy > 0 else -_validation_loss(curve)
+
+
+def _validation_loss(curve: Curve) -> float:
+    return at_end(curve, "validation_loss")[0]
+
+
+def _present(best: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: best[name] for name in names if name in best}

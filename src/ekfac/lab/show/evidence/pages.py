@@ -1,0 +1,82 @@
+"""Filling pages: what stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is written from the record."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from ekfac.lab.registry import LabError
+from ekfac.lab.show.evidence import claims, tables
+from ekfac.lab.show.evidence.pictures import link
+from ekfac.lab.show.evidence.record import Record
+
+PAGES = ("mnist.md", "comparison.md")
+SIZES = (200, 500)
+TASKS = ("classifier", "vgg11", "resnet34", "charlm")
+
+Source = Callable[[Record], str]
+SOURCES: dict[str, Source] = {
+    "machine": partial(tables.machine, places=("mnist", "sensitivity")),
+    "machine-comparison": partial(tables.machine, places=("comparison",)),
+    "frequency": tables.frequency,
+    "sensitivity": tables.sensitivity,
+    "measured": tables.measured,
+    "spectra": tables.spectra,
+    "claim-epoch": claims.by_epoch,
+    "claim-time": claims.by_time,
+    "claim-validation": claims.validation,
+    "claim-error": claims.error,
+    "claim-spectrum": claims.spectrum,
+    "claim-correlation": claims.correlation,
+    "claim-frequency": claims.frequency,
+    "claim-sensitivity": claims.sensitivity,
+    "defaults": claims.defaults,
+}
+SOURCES |= {f"epochs-{size}": partial(tables.epochs, batch_size=size) for size in SIZES}
+SOURCES |= {f"times-{size}": partial(tables.times, batch_size=size) for size in SIZES}
+SOURCES |= {f"comparison-{task}": partial(tables.comparison, task=task) for task in TASKS}
+SOURCES |= {f"times-{task}": partial(tables.comparison_times, task=task) for task in TASKS}
+SOURCES |= {f"picture-autoencoder-{n}": partial(link, figure="autoencoder", suffix=f"-{n}") for n in SIZES}
+SOURCES |= {f"picture-{name}": partial(link, figure=name) for name in ("frequency", "sensitivity", "comparison")}
+
+_BEGIN = re.compile(r"<!-- begin ([\w-]+) -->")
+
+
+def fill(text: str, record: Record) -> str:
+    """Return a page with everything between markers written anew.
+
+    Raises:
+        LabError: If a marker names nothing known or is not closed.
+    """
+    parts, place = [], 0
+    while match := _BEGIN.search(text, place):
+        name = match.group(1)
+        end = text.find(f"<!-- end {name} -->", match.end())
+        if end < 0:
+            raise LabError(f"marker {name} has no end")
+        if name not in SOURCES:
+            raise LabError(f"marker {name} is not known; known: {', '.join(sorted(SOURCES))}")
+        content = SOURCES[name](record)
+        # A marker at the end of its line holds a block, any other a part of a sentence or a row.
+        around = "\n" if text[match.end()] == "\n" else ""
+        parts += [text[place : match.end()], around, content, around]
+        place = end
+    return "".join([*parts, text[place:]])
+
+
+def fill_pages(record: Record, docs: str | Path) -> list[Path]:
+    """Fill the pages of a folder, and return those that changed."""
+    changed = []
+    files = [Path(docs) / name for name in PAGES]
+    for file in files:
+        if not file.is_file():
+            raise LabError(f"{file} is not there: its tables are written into it")
+    for file in files:
+        before = file.read_text()
+        after = fill(before, record)
+        if after != before:
+            file.write_text(after)
+            changed.append(file)
+    return changed

@@ -1,0 +1,63 @@
+"""What a figure is, and the names of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.registry import Registry
+from ekfac.lab.show.figures.measures import Measures
+from ekfac.lab.training.runs import Run
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a figure is to be drawn from.
+
+    Attributes:
+        runs: Recorded runs; none for a figure that computes what it shows.
+        quick: Whether to be small and fast.
+        dataset: Dataset of what is computed.
+        data_dir: Folder of the data files.
+        measures: What was measured before, and what is measured now.
+        grid: Runs that only show how a method answers to its settings.
+    """
+
+    runs: Sequence[Run] = ()
+    quick: bool = False
+    dataset: str = "mnist-5k"
+    data_dir: str | Path | None = None
+    measures: Measures = field(default_factory=Measures)
+    grid: Sequence[Run] = ()
+
+    def measured(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what was measured for a figure before, else measure and keep it."""
+        found = self.measures.get(name, self.dataset, self.quick)
+        return self.measures.put(name, compute(), self.dataset, self.quick) if found is None else found
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """One figure.
+
+    Attributes:
+        about: What it shows, in one line.
+        draw: Draws it.
+        quick: Settings of the small runs that ``--quick`` makes for it; ``None`` if it is computed on the spot.
+        takes: Which of many runs are meant for it.
+        alone: Whether it has something to show without any run.
+    """
+
+    about: str
+    draw: Callable[[Request], Figure]
+    quick: Callable[[], list[TrainConfig]] | None = None
+    takes: Callable[[Run], bool] = lambda run: True
+    alone: bool = False
+
+
+FIGURES: Registry[FigureSpec] = Registry("figure")

@@ -1,0 +1,127 @@
+"""Making figures: gathering what each needs, drawing it, writing it as SVG and PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.labels import key
+from ekfac.lab.registry import LabError
+from ekfac.lab.search import plan
+from ekfac.lab.search.space import unique
+from ekfac.lab.show.figures import style
+from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
+from ekfac.lab.show.figures.measures import Measures
+from ekfac.lab.training.runs import Run
+
+FORMATS = ("svg", "png")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A figure's files; none, and the reason, if it was left out."""
+
+    name: str
+    files: tuple[Path, ...] = ()
+    reason: str = ""
+
+
+def make(
+    names: Sequence[str],
+    out: str | Path,
+    *,
+    runs: Sequence[Run] = (),
+    grid: Sequence[Run] = (),
+    quick: bool = False,
+    dataset: str = "mnist-5k",
+    data_dir: str | Path | None = None,
+    measures: str | Path | None = None,
+    formats: Sequence[str] = FORMATS,
+    suffix: str = "",
+    workers: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Made]:
+    """Make figures.
+
+    Args:
+        names: Which; ``["all"]`` for every one. With ``all``, those that no run is for are left out.
+        out: Folder for the files, and for the small runs of ``quick``.
+        runs: Recorded runs.
+        grid: More of them, for a figure that shows how methods answer to their settings.
+        quick: Make small runs for the figures that need some, and compute the others on less data.
+        dataset: Dataset of the figures that are computed.
+        data_dir: Folder of the data files.
+        measures: File that keeps what is measured; what it has is not measured again.
+        formats: File formats to write.
+        suffix: What to add to the names of the files.
+        workers: How many small runs are made at the same time.
+        say: Is told how it goes.
+
+    Raises:
+        LabError: If a name is unknown, or a figure that was asked for by name has no runs.
+    """
+    everything = list(names) == ["all"]
+    specs = {name: FIGURES.get(name) for name in (FIGURES if everything else names)}
+    needing = [name for name, spec in specs.items() if spec.quick is not None]
+    if quick and runs:
+        raise LabError("quick makes runs of its own: name run folders or ask for quick, not both")
+    found = {name: [run for run in runs if specs[name].takes(run)] for name in needing}
+    missing = [name for name in needing if not (found[name] or quick or specs[name].alone)]
+    if missing and not everything:
+        raise LabError(
+            f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
+        )
+    kept = Measures(measures)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    if measures is not None:
+        # Before anything is measured that then could not be kept.
+        Path(measures).parent.mkdir(parents=True, exist_ok=True)
+    if quick:
+        found = _quick_runs({name: specs[name] for name in needing}, folder / "quick-runs", data_dir, workers, say)
+    made = []
+    for name, spec in specs.items():
+        if name in missing:
+            made.append(Made(name, reason="no run is for it"))
+            continue
+        say(f"drawing {name}")
+        request = Request(found.get(name, ()), quick, dataset, data_dir, kept, grid)
+        try:
+            made.append(Made(name, draw_to(folder / f"{name}{suffix}", spec, request, formats)))
+        except LabError as error:
+            if not everything:
+                raise
+            made.append(Made(name, reason=str(error)))
+    return made
+
+
+def draw_to(stem: Path, spec: FigureSpec, request: Request, formats: Sequence[str] = FORMATS) -> tuple[Path, ...]:
+    """Draw one figure and write it under its name, once a format."""
+    with style.styled():
+        figure = spec.draw(request)
+        files = tuple(stem.with_name(f"{stem.name}.{kind}") for kind in formats)
+        for file in files:
+            # No date in it: the same picture gives the same file.
+            figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
+    return files
+
+
+def _quick_runs(
+    specs: dict[str, FigureSpec], out: Path, data_dir: str | Path | None, workers: int, say: Callable[[str], None]
+) -> dict[str, list[Run]]:
+    wanted: dict[str, list[TrainConfig]] = {
+        name: [config.resolved() for config in spec.quick()] for name, spec in specs.items() if spec.quick is not None
+    }
+    configs = unique([config for group in wanted.values() for config in group])
+    done: dict[str, Run] = {}
+
+    def on_outcome(outcome: plan.Outcome) -> None:
+        if outcome.run is None:
+            raise LabError(f"a run for the figures failed: {outcome.error}")
+        done[key(outcome.config)] = outcome.run
+        say(plan.tell(outcome, len(done), len(configs)))
+
+    plan.run_all(configs, out, workers=workers, data_dir=data_dir, on_outcome=on_outcome)
+    return {name: [done[key(config)] for config in group] for name, group in wanted.items()}

@@ -1,0 +1,62 @@
+"""What figures measured, kept in a file: pages quote it, and pictures are drawn from it again in seconds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ekfac.lab.registry import LabError
+from ekfac.lab.training.runs import machine, versions
+
+
+class Measures:
+    """Numbers by the name of their figure, each with its command, machine and versions.
+
+    Args:
+        file: The JSON file that keeps them; ``None`` keeps nothing.
+    """
+
+    def __init__(self, file: str | Path | None = None) -> None:
+        self.file = None if file is None else Path(file)
+        self._entries: dict[str, Any] = {}
+        if self.file is not None and self.file.exists():
+            try:
+                self._entries = dict(json.loads(self.file.read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                raise LabError(f"{self.file} cannot be read: {error}") from error
+
+    def get(self, name: str, dataset: str | None = None, quick: bool = False) -> dict[str, Any] | None:
+        """Return a figure's numbers, if they are there, and of this dataset and size."""
+        entry = self._entries.get(name)
+        if entry is None or dataset not in (None, entry["dataset"]) or quick != entry["quick"]:
+            return None
+        return dict(entry["values"])
+
+    def put(self, name: str, values: Mapping[str, Any], dataset: str, quick: bool = False) -> dict[str, Any]:
+        """Keep a figure's numbers, with what it takes to repeat them, and return them as they are kept."""
+        rounded: dict[str, Any] = _rounded(values)
+        if self.file is not None:
+            words = ["ekfac", "figure", name, *(["--quick"] if quick else []), "--dataset", dataset]
+            self._entries[name] = {
+                "command": shlex.join([*words, "--measures", self.file.as_posix()]),
+                "dataset": dataset,
+                "quick": quick,
+                "versions": versions(),
+                "machine": machine(),
+                "values": rounded,
+            }
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(dict(sorted(self._entries.items())), indent=1) + "\n")
+        return rounded
+
+
+def _rounded(value: Any) -> Any:
+    """Write numbers to six digits: the same picture from the file as from the measurement."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

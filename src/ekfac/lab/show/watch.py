@@ -1,0 +1,147 @@
+"""Watching runs while they are under way: in the terminal, or as a local page that refreshes itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ekfac.lab.labels import counted, describe
+from ekfac.lab.search.selection import Curve, by_method, curves
+from ekfac.lab.show.chart import MARKS, chart
+from ekfac.lab.show.looks import ordered
+from ekfac.lab.training.gather import find_runs
+from ekfac.lab.training.runs import Run
+
+CHART_ROWS = 11
+NUMBERS = (
+    ("training", "train_loss", ".4g"),
+    ("validation", "validation_loss", ".4g"),
+    ("seconds", "seconds", ".1f"),
+)
+
+
+def leaders(runs: Sequence[Run]) -> dict[str, Curve]:
+    """Return for each method the setting whose training loss is lowest right now."""
+    found: dict[str, Curve] = {}
+    for name, group in by_method(curves(runs)).items():
+        usable = [curve for curve in group if math.isfinite(_now(curve))]
+        if usable:
+            found[name] = min(usable, key=_now)
+    return {name: found[name] for name in ordered(found)}
+
+
+def _now(curve: Curve) -> float:
+    value = float(curve.mean("train_loss")[-1])
+    return value if math.isfinite(value) else math.inf
+
+
+def view(runs: Sequence[Run], width: int = 100, height: int = 50) -> RenderableType:
+    """Return what the terminal shows: the leading curve of each method, task by task, and the latest runs."""
+    if not runs:
+        return Text("no run yet")
+    parts: list[RenderableType] = []
+    tasks: dict[str, list[Run]] = {}
+    for run in runs:
+        tasks.setdefault(f"{run.config.task} on {run.config.dataset}", []).append(run)
+    for task, group in tasks.items():
+        best = dict(list(leaders(group).items())[: len(MARKS)])
+        points = {
+            name: list(zip(curve.mean("epoch"), curve.mean("train_loss") - curve.floor, strict=True))
+            for name, curve in best.items()
+        }
+        what = "training loss" + (" above its floor" if any(curve.floor > 0 for curve in best.values()) else "")
+        parts.append(Text(f"{task}\n{chart(points, 'epoch', what, max(40, width - 14), CHART_ROWS)}\n"))
+    # What does not fit on the screen is cut off there, so the table takes what the charts have left.
+    left = height - len(parts) * (CHART_ROWS + 6) - 6
+    return Group(*parts, _table(runs, max(3, left), width))
+
+
+def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
+    counts = {status: sum(run.status == status for run in runs) for status in ("unfinished", "finished", "diverged")}
+    title = f"{counted(len(runs), 'run')}: " + ", ".join(
+        f"{number} {status}" for status, number in counts.items() if number
+    )
+    table = Table(title=title, title_justify="left")
+    widths = {"method": 16, "setting": 10, "epoch": 7, "training": 8, "validation": 10, "seconds": 7, "status": 10}
+    if width < 100:
+        widths = {name: least for name, least in widths.items() if name not in ("validation", "seconds")}
+    for name, least in widths.items():
+        side = "left" if name in ("method", "setting", "status") else "right"
+        # Only the settings may be cut short, where the screen is narrow.
+        most = max(least, width - sum(widths.values()) - 12) if name == "setting" else None
+        table.add_column(name, justify=side, no_wrap=True, min_width=least, max_width=most)  # type: ignore[arg-type]
+    running = sorted(runs, key=lambda run: (run.status != "unfinished", -_changed(run)))
+    for run in running[:rows]:
+        last = run.history[-1] if run.history else {}
+        cells = [f"{last.get('epoch', 0)} of {run.config.epochs}"]
+        for column, key, pattern in NUMBERS:
+            if column in widths:
+                cells.append("-" if last.get(key) is None else format(last[key], pattern))
+        # As text: a setting must not be taken for markup.
+        words = [Curve((run,)).label, describe(run.config), *cells, run.status]
+        table.add_row(*(Text(word) for word in words))
+    if len(runs) > rows:
+        table.caption = f"and {len(runs) - rows} more"
+    return table
+
+
+def _changed(run: Run) -> float:
+    file = run.path / "metrics.jsonl" if run.path is not None else None
+    return file.stat().st_mtime if file is not None and file.exists() else 0.0
+
+
+def watch_terminal(places: Sequence[str | Path], console: Console, every: float = 2.0) -> None:
+    """Show the runs until Ctrl-C; once, where nothing can be redrawn."""
+
+    def now() -> RenderableType:
+        return view(find_runs(places, skip_broken=True), console.width, console.height)
+
+    if not console.is_terminal:
+        console.print(now())
+        return
+    with Live(now(), console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(every)
+            live.update(now(), refresh=True)
+
+
+def make_server(places: Sequence[str | Path], port: int = 0, every: float = 2.0) -> ThreadingHTTPServer:
+    """Return a server of the page, on this machine alone: it listens on 127.0.0.1 and answers to no other name."""
+    from ekfac.lab.show.report.page import data, page
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").rsplit(":", 1)[0]
+            if host not in ("127.0.0.1", "localhost"):
+                # A foreign name that resolves to this machine is another site's way in.
+                self.send_error(403)
+            elif self.path == "/":
+                runs = find_runs(places, skip_broken=True)
+                self._answer("text/html", page(runs, f"ekfac: {', '.join(map(str, places))}", refresh=every))
+            elif self.path == "/data.json":
+                self._answer("application/json", json.dumps(data(find_runs(places, skip_broken=True))))
+            else:
+                self.send_error(404)
+
+        def _answer(self, kind: str, text: str) -> None:
+            body = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: the terminal is for the runs."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,0 +1,187 @@
+"""Training runs: recorded in a folder, resumable bit for bit on a CPU after a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data.datasets import load_dataset
+from ekfac.lab.registry import LabError
+from ekfac.lab.training.runs import Run, RunFolder, load_run, machine, read_config, versions
+from ekfac.lab.training.trainer import Trainer, given
+
+__all__ = ["Progress", "Run", "TrainConfig", "launch", "load_run", "train"]
+
+
+class Progress:
+    """Is told how a run goes; does nothing. Displays are subclasses."""
+
+    def start(self, run: Run) -> None:
+        """The run begins, or goes on after the epochs in its history."""
+
+    def step(self, step: int, steps: int) -> None:
+        """So many steps of this epoch's are done. Called at every step: must be quick."""
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """An epoch is over and recorded."""
+
+    def end(self, run: Run) -> None:
+        """The run is over; its status says how."""
+
+
+def train(
+    config: TrainConfig,
+    out: str | Path | None = None,
+    *,
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    checkpoints: bool = True,
+    progress: Progress | None = None,
+) -> Run:
+    """Train a network and return what came of it.
+
+    Args:
+        config: The settings; what is ``None`` in them is filled in.
+        out: Folder to record the run in.
+        data_dir: Folder of the official data files.
+        resume: Go on from the checkpoint in ``out``; from the start if there is none yet.
+        overwrite: Remove a run that ``out`` holds.
+        checkpoints: Save one after every epoch; without, a run that is cut short cannot go on.
+        progress: Is told how it goes.
+
+    Raises:
+        LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, or the run has
+            more epochs already than are asked for.
+    """
+    _check_flags(resume, overwrite)
+    config = config.resolved()
+    progress = progress or Progress()
+    folder = None if out is None else _open(Path(out), config, resume, overwrite)
+    checkpoint = folder.load() if folder is not None and resume else None
+    trainer = Trainer(config, load_dataset(given(config.dataset), data_dir))
+    run = Run(config, path=None if folder is None else folder.path)
+    if checkpoint is not None:
+        _check_same_data(run.path, trainer)
+        try:
+            trainer.load_state_dict(checkpoint["trainer"])
+            run.history = list(checkpoint["history"])
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {str(error).splitlines()[0]}") from error
+        if trainer.epoch > given(config.epochs):
+            raise LabError(
+                f"epochs must be at least {trainer.epoch}, which {run.path} has already, not {config.epochs}"
+            )
+    run.about = about(config, trainer)
+    if folder is not None:
+        if overwrite:
+            folder.clear()
+        folder.start(config, run.about, run.history)
+    try:
+        progress.start(run)
+        _loop(trainer, run, folder, progress, checkpoints)
+    except KeyboardInterrupt:
+        run.status = "interrupted"
+    finally:
+        trainer.close()
+        if folder is not None:
+            folder.close()
+    progress.end(run)
+    return run
+
+
+def launch(
+    settings: Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Train as :func:`train` does, from the settings that a command line gave.
+
+    With ``resume`` the folder's own settings hold for all that was not given, and there must be a run to go on with:
+    whoever types it would lose one that has no checkpoint.
+
+    Raises:
+        LabError: As :func:`train`, or if there is nothing to go on with.
+    """
+    _check_flags(resume, overwrite)
+    if resume and out is None:
+        raise LabError("--resume needs the folder of the run: --out")
+    if resume and out is not None:
+        stored = read_config(Path(out))[0]
+        if not RunFolder(Path(out)).checkpoint_file.exists():
+            raise LabError(f"{out} has no checkpoint; --overwrite starts afresh")
+        settings = {**stored.to_dict(), **settings}
+    config = TrainConfig.from_dict(settings)
+    return train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, progress=progress)
+
+
+def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, checkpoints: bool) -> None:
+    def add(record: dict[str, Any]) -> None:
+        run.history.append(record)
+        if folder is not None:
+            folder.add(record)
+            if checkpoints and trainer.epoch > 0:
+                folder.save({"trainer": trainer.state_dict(), "history": run.history})
+        progress.epoch(record)
+
+    if not run.history:
+        add(trainer.initial_record())
+    while not run.history[-1]["diverged"] and trainer.epoch < given(trainer.config.epochs):
+        add(trainer.train_epoch(progress.step))
+    run.status = "diverged" if run.history[-1]["diverged"] else "finished"
+
+
+def about(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+    """Return what config.json says besides the settings."""
+    return {
+        "command": config.command(),
+        "versions": versions(),
+        "machine": machine(),
+        "parameters": trainer.parameters,
+        "examples": {name: len(split.y) for name, split in trainer.data.splits.items()},
+        "floor": trainer.floors,
+        **({} if trainer.data.sha256 is None else {"data_sha256": trainer.data.sha256}),
+    }
+
+
+def _check_flags(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise LabError("resume and overwrite cannot both be asked for")
+
+
+def _open(path: Path, config: TrainConfig, resume: bool, overwrite: bool) -> RunFolder:
+    """Make sure that a run may be written here, before anything is touched."""
+    folder = RunFolder(path)
+    if path.exists() and not path.is_dir():
+        raise LabError(f"{path} is not a folder")
+    if not folder.holds_run() or overwrite:
+        return folder
+    if not resume:
+        raise LabError(f"{path} already holds a run; --resume goes on with it, --overwrite removes it")
+    if folder.config_file.exists():
+        _check_same(path, config)
+    return folder
+
+
+def _check_same(path: Path, config: TrainConfig) -> None:
+    """Refuse to go on with other settings; only the device may change, and the number of epochs without a cosine."""
+    old, new = read_config(path)[0].to_dict(), json.loads(json.dumps(config.to_dict()))
+    for name, value in new.items():
+        free = ("device",) if config.cosine else ("device", "epochs")
+        if name not in free and value != old[name]:
+            raise LabError(
+                f"{path} holds a run with {name} {old[name]!r}, not {value!r}; resume it without changing it"
+            )
+
+
+def _check_same_data(path: Path | None, trainer: Trainer) -> None:
+    """Refuse to go on with other data, where a dataset differs between machines."""
+    if path is not None and read_config(path)[1].get("data_sha256") != trainer.data.sha256:
+        raise LabError(f"{path} holds a run on other data of {trainer.data.name}: its sha256 is another")

@@ -1,0 +1,241 @@
+"""One network, its data and its optimizer, trained an epoch at a time.
+
+No step waits for the device: the loss is summed there and read once an epoch; divergence is looked for then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ekfac.lab.config import DTYPES, TrainConfig
+from ekfac.lab.data.datasets import Dataset, Split
+from ekfac.lab.optimizers import build_optimizer
+from ekfac.lab.registry import LabError
+from ekfac.lab.tasks import TASKS
+
+EVALUATION_BATCH = 1000
+# A loss this many times the initial one is not coming back.
+EXPLODED = 100.0
+
+
+class Trainer:
+    """A network, its data and its optimizer, trained epoch by epoch.
+
+    Args:
+        config: The run's settings, resolved.
+        data: Its dataset, on the CPU.
+    """
+
+    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+        self.config = config
+        self.task = TASKS.get(config.task)
+        self.device = torch.device(config.device)
+        self.epoch = 0
+        self.steps_done = 0
+        self.seconds = 0.0
+        self.initial_loss = math.nan
+        if config.limit is not None:
+            data = data.limited(config.limit)
+        _check_data(config, data, self.task.input_shape)
+        self.floors = {}
+        if self.task.floor is not None:
+            self.floors = {name: self.task.floor(split.x.double()).mean().item() for name, split in data.splits.items()}
+        self.data = data.to(self.device, DTYPES[config.dtype])
+        torch.manual_seed(config.seed)
+        # Initialised on the CPU, so that the same seed gives the same weights on every device.
+        self.model = self.task.build(given(config.width), config.batch_norm).to(self.device, DTYPES[config.dtype])
+        self.optimizer = build_optimizer(config.optimizer, self.model, config.optimizer_options())
+        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
+
+    @property
+    def parameters(self) -> int:
+        """The number of trainable parameters."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def _output(self, x: Tensor) -> Tensor:
+        if self.config.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        if self.config.dtype != "bfloat16":
+            return self._forward(x)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            output = self._forward(x)
+        return output.float()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _sum(self) -> Tensor:
+        return torch.zeros((), device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
+
+    def train_epoch(self, on_step: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+        """Train one epoch, evaluate, and return the record.
+
+        The order of examples depends on the seed and the epoch alone. A last batch that would not be whole is
+        left out, so that every step sees the same number of examples.
+        """
+        x, y = self.data.train
+        batch = given(self.config.batch_size)
+        steps = len(x) // batch
+        shuffle = torch.Generator().manual_seed((self.config.seed << 20) + self.epoch)
+        order = torch.randperm(len(x), generator=shuffle).to(self.device)
+        self.model.train()
+        total = self._sum()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            for step in range(steps):
+                self._set_lr(step / steps)
+                index = order[step * batch : (step + 1) * batch]
+                self._step(x[index], y[index], total)
+                if on_step is not None:
+                    on_step(step + 1, steps)
+        except RuntimeError:
+            # An optimizer may give up on numbers that are no longer finite; then the run has diverged.
+            if math.isfinite(total.item()):
+                raise
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        self.epoch += 1
+        self.steps_done += steps
+        self.seconds += seconds
+        return self._record(total.item() / steps, steps * batch / seconds, _peak_memory(self.device))
+
+    def _step(self, x: Tensor, y: Tensor, total: Tensor) -> None:
+        """Change the parameters by one batch; its mean loss before the change is added to the total."""
+        self.optimizer.zero_grad()
+        loss = self.task.losses(self._output(x), x, y).mean()
+        loss.backward()
+        total += loss.detach()
+        self.optimizer.step()
+
+    def initial_record(self) -> dict[str, Any]:
+        """Evaluate the untrained network."""
+        record = self._record(None, None, _peak_memory(self.device))
+        self.initial_loss = record["train_loss"] if record["train_loss"] is not None else math.nan
+        return record
+
+    def _record(
+        self, mean_loss: float | None, images_per_second: float | None, peak_memory: int | None
+    ) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "epoch": self.epoch,
+            "step": self.steps_done,
+            "seconds": self.seconds,
+            "train_loss_mean": mean_loss,
+        }
+        for name, split in self.data.splits.items():
+            record[f"{name}_loss"], record[f"{name}_accuracy"] = self._evaluate(split)
+        losses = [value for name, value in record.items() if "loss" in name and value is not None]
+        record["diverged"] = not all(
+            math.isfinite(loss) and not loss > EXPLODED * max(self.initial_loss, 1.0) for loss in losses
+        )
+        record["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        record["images_per_second"] = images_per_second
+        record["peak_memory"] = peak_memory
+        stats = getattr(self.optimizer, "stats", dict)
+        record["optimizer"] = {name: float(value) for name, value in stats().items()}
+        plain: dict[str, Any] = _without_nan(record)
+        return plain
+
+    @torch.no_grad()
+    def _evaluate(self, split: Split) -> tuple[float, float | None]:
+        """Return mean loss and accuracy over a whole split, in evaluation mode."""
+        self.model.eval()
+        loss, correct = self._sum(), self._sum()
+        for x, y in zip(split.x.split(EVALUATION_BATCH), split.y.split(EVALUATION_BATCH), strict=True):
+            output = self._output(x)
+            loss += self.task.losses(output, x, y).sum()
+            if self.task.correct is not None:
+                correct += self.task.correct(output, y).sum()
+        accuracy = correct.item() / len(split.y) if self.task.correct is not None else None
+        return loss.item() / len(split.y), accuracy
+
+    def _set_lr(self, part: float) -> None:
+        """Set the learning rate for the step after this part of the epoch, where a schedule is asked for."""
+        if self.config.halve_every is None and not self.config.cosine:
+            return
+        factor = 1.0
+        if self.config.halve_every is not None:
+            factor = 0.5 ** (self.epoch // self.config.halve_every)
+        if self.config.cosine:
+            factor *= 0.5 + 0.5 * math.cos(math.pi * (self.epoch + part) / given(self.config.epochs))
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that going on needs, as plain data."""
+        return {
+            "epoch": self.epoch,
+            "steps_done": self.steps_done,
+            "seconds": self.seconds,
+            "initial_loss": self.initial_loss,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.epoch, self.steps_done = state["epoch"], state["steps_done"]
+        self.seconds, self.initial_loss = state["seconds"], state["initial_loss"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and state["cuda_rng"]:
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+    def close(self) -> None:
+        """Let the optimizer take its hooks off the network."""
+        close = getattr(self.optimizer, "close", None)
+        if close is not None:
+            close()
+
+
+def _check_data(config: TrainConfig, data: Dataset, shape: tuple[int, ...]) -> None:
+    found = tuple(data.train.x.shape[1:])
+    if found != shape:
+        raise LabError(f"task {config.task} takes examples of shape {shape}; dataset {data.name} has {found}")
+    if config.channels_last and len(shape) != 3:
+        raise LabError(f"channels_last is for images; task {config.task} takes examples of shape {shape}")
+    if len(data.train.x) < given(config.batch_size):
+        raise LabError(f"batch_size {config.batch_size} is more than the {len(data.train.x)} training examples")
+
+
+def given(value: Any) -> Any:
+    """Return a setting of a resolved config, which has them all."""
+    assert value is not None, "the config must be resolved"
+    return value
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes in use: on a GPU by this epoch's tensors, on a CPU by the process so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(ImportError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return None
+
+
+def _without_nan(value: Any) -> Any:
+    """Put ``None`` for every number that JSON cannot write."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

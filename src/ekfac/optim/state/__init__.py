@@ -1,0 +1,1 @@
+"""State in and out: checkpoints, curvature, scalars for loggers."""

@@ -1,0 +1,139 @@
+"""What a checkpoint holds besides torch's own, and how another model's is recognised before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.optim.engine import Engine
+from ekfac.optim.methods.eigenbasis import EigenMethod
+from ekfac.optim.statistics.partition import fits
+
+VERSION = 4
+
+
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """Counters, and names and shapes of the parameters, as plain data."""
+    engine.settle(wait=True)
+    refresher = engine.refresher
+    return {
+        "version": VERSION,
+        "applied_steps": engine.applied_steps,
+        "skipped_steps": engine.skipped_steps,
+        "refreshes": refresher.refreshes,
+        "warm_refreshes": refresher.warm_refreshes,
+        "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
+        "fallbacks": dict(refresher.fallbacks),
+        "kind": kind(engine),
+        "lengths_wanted": engine.watch.lengths_wanted,
+        "put_away": _put_away(engine),
+        "parameters": parameter_shapes(engine),
+        "silent": [n for n, p in engine.model.named_parameters() if p in engine.silent],
+    }
+
+
+def _put_away(engine: Engine) -> list[dict[str, Any]]:
+    """The state of frozen blocks, by the names of their parameters."""
+    names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
+    return [
+        {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
+        for (covered, key), state in engine.put_away.items()
+    ]
+
+
+def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Parameter, ...], dict[str, Any]]]:
+    parameters = dict(engine.model.named_parameters())
+    for entry in saved:
+        yield entry["covered"], tuple(parameters[name] for name in entry["parameters"]), entry["state"]
+
+
+def kind(engine: Engine) -> str:
+    """What the state is of."""
+    return "eigenbasis" if isinstance(engine.method, EigenMethod) else "inverse"
+
+
+def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
+    """Names and shapes of all parameters that the optimizer was given."""
+    offered = set(engine.offered)
+    return {name: list(p.shape) for name, p in engine.model.named_parameters() if p in offered}
+
+
+def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
+    """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
+    saved = state_dict.get("ekfac")
+    if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
+        raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
+    if saved["kind"] != kind(engine):
+        names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
+        raise ValueError(f"state_dict is of {names[saved['kind']]}, this is {names[kind(engine)]}")
+    ours, theirs = parameter_shapes(engine), dict(saved["parameters"])
+    if ours != theirs:
+        missing = [n for n in theirs if n not in ours]
+        extra = [n for n in ours if n not in theirs]
+        other = [f"{n} {theirs[n]} here {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]
+        raise ValueError(
+            "state_dict is of another model. Only in the checkpoint: "
+            f"{', '.join(missing) or 'nothing'}; only in this model: {', '.join(extra) or 'nothing'}; "
+            f"other shapes: {', '.join(other) or 'none'}"
+        )
+    return dict(saved)
+
+
+def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Refuse state whose blocks are laid out in another way (sua, max_factor_dim, include, ... differ)."""
+    for block in engine.blocks:
+        if not fits(block, state_of.get(block.key, {})):
+            raise ValueError(
+                f"state_dict holds another layout of block '{block.name}'. Construct the optimizer with the same sua, "
+                "basis, include, exclude and max_factor_dim as when it was saved"
+            )
+
+
+def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Put the counters back, after a last check that the blocks are laid out as they were."""
+    engine.settle(wait=True)
+    before = engine.silent
+    engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
+    if engine.silent != before:
+        engine.set_parameters(engine.offered)
+    try:
+        check_blocks(engine, state_of)
+    except ValueError:
+        engine.silent = before
+        engine.set_parameters(engine.offered)
+        raise
+    engine.drop()
+    engine.watch.lengths_wanted = saved["lengths_wanted"]
+    engine.put_away = {
+        (covered, key): converted(engine, {key[0]: state})[key[0]]
+        for covered, key, state in _named(engine, saved["put_away"])
+    }
+    engine.applied_steps = saved["applied_steps"]
+    engine.skipped_steps = saved["skipped_steps"]
+    engine.generation += 1
+    engine.refresher.forget()
+    engine.refresher.refreshes = saved["refreshes"]
+    engine.refresher.warm_refreshes = saved["warm_refreshes"]
+    engine.refresher.drift = torch.tensor(saved["residual_drift"])
+    engine.refresher.fallbacks.clear()
+    engine.refresher.fallbacks.update(saved["fallbacks"])
+
+
+def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """A copy of saved state on the parameters' devices, in their blocks' dtypes: float32 under half precision."""
+    dtypes: dict[Tensor, torch.dtype] = {p: block.dtype for block in engine.blocks for p in block.parameters.values()}
+
+    def value(p: Tensor, name: str, given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        if name == "count" or not given.is_floating_point():
+            return given.detach().to(p.device, copy=True)
+        usual = p.dtype if p.dtype == torch.float64 else torch.float32
+        return given.detach().to(p.device, dtypes.get(p, usual), copy=True)
+
+    return {p: {name: value(p, name, given) for name, given in state.items()} for p, state in state_of.items()}

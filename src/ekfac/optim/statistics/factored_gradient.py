@@ -1,0 +1,86 @@
+"""A gradient as the sum over captured rows that it is: with few rows, projecting them is cheaper than projecting it.
+
+Projecting N rows costs N (in^2 + out^2 + in out), projecting their product in out (in + out). Where s* is wanted the
+rows are projected in any case, and the gradient costs N in out more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis, rotate_columns
+from ekfac.curvature.layers.base import Call, LinearLayer
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics.sums import world_size
+
+
+@dataclass
+class Rows:
+    """G = delta^T h, with h ``[G, M, C]`` and delta ``[G, M, O]``.
+
+    Attributes:
+        one_each: Every example has one row, so that s* is a sum over rows.
+    """
+
+    h: Tensor
+    delta: Tensor
+    one_each: bool
+    _inside: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    def projected(self, basis: Basis) -> tuple[Tensor, Tensor]:
+        """delta U_B and h U_A, computed once: rows live for one step, which has one basis."""
+        if self._inside is None:
+            delta = self.delta if basis.U_B is None else self.delta @ basis.U_B
+            self._inside = delta, rotate_columns(self.h, basis.U_A, basis.shape)
+        return self._inside
+
+    def scaling_sum(self, basis: Basis) -> Tensor:
+        """((delta U_B)^2)^T ((h U_A)^2), which is s* up to its factor where every example has one row."""
+        delta, h = self.projected(basis)
+        return delta.square().mT @ h.square()
+
+
+def rows_of(block: Block, call: Call, n: int) -> Rows:
+    """The rows of a call over n examples."""
+    h, delta = call.layer.positions(call.x.to(block.dtype), call.d.to(block.dtype), n)
+    return Rows(h.flatten(0, 1).transpose(0, 1), delta.flatten(0, 1).transpose(0, 1), one_each=h.shape[1] == 1)
+
+
+def may_use_rows(block: Block, settings: EngineOptions) -> bool:
+    """Whether the gradient of a block can be known to be the product of its rows."""
+    return (
+        block.key.device.type == "cpu"
+        and settings.loss_reduction == "mean"
+        and isinstance(block.layer, LinearLayer)
+        and len(block.uses) == 1
+        and world_size() == 1
+    )
+
+
+def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) -> bool:
+    """Whether projecting M rows of h and delta takes less arithmetic than projecting their product.
+
+    Args:
+        block: The block.
+        rows: M.
+        projected_anyway: They are needed in the basis for s* too.
+    """
+    s = block.shape
+    turned_A = 0 if block.diagonal_A else s.inputs
+    turned_B = 0 if block.diagonal_B else s.out
+    by_rows = rows * s.out * s.columns
+    if not projected_anyway:
+        by_rows += rows * (s.columns * turned_A + s.out * turned_B)
+    return by_rows < s.out * s.columns * (turned_A + turned_B)
+
+
+def into_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
+    """U_B^T G U_A, of the gradient or of the rows that it is a sum of, whichever was found to be cheaper."""
+    if isinstance(gradient, Tensor):
+        return gradient if basis is None else basis.project(gradient)
+    assert basis is not None
+    delta, h = gradient.projected(basis)
+    return delta.mT @ h

@@ -1,0 +1,172 @@
+"""The gradients as backward left them: their size, and whether somebody has touched them since.
+
+Clipping, unscaling or averaging rescales ``.grad`` between backward and step. What is preconditioned is ``.grad`` as it
+stands; the scaling s is fed with the gradient as backward left it, or clipping would make updates larger. The largest
+magnitude of each gradient at the end of backward is enough to undo a rescaling, and also shows NaN and infinity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.hooks import remove_hooks
+from ekfac.optim.statistics.sums import differ_between_processes, world_size
+from ekfac.optim.types import Update, Work, as_scalar
+
+
+class GradientWatch:
+    """Notes the largest magnitude of every gradient at the end of each backward pass."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.enabled = True
+        #: Whether all gradients come from one backward pass, before which there were none.
+        self.single_pass = False
+        self.nothing_there = True
+        self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
+        self._task = -1
+        self._parameters: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
+        self.lengths_wanted = False
+        self._lengths: dict[nn.Parameter, Tensor] = {}
+        weakref.finalize(self, remove_hooks, self._handles)
+        self.attach(parameters)
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Watch these parameters."""
+        remove_hooks(self._handles)
+        self._parameters = list(parameters)
+        me = weakref.ref(self)
+
+        def accumulated(parameter: Tensor) -> None:
+            if (watch := me()) is not None:
+                watch._accumulated()
+
+        self._handles += [p.register_post_accumulate_grad_hook(accumulated) for p in self._parameters]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        remove_hooks(self._handles)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._left = {}
+        self._lengths = {}
+        self._task = -1
+        self.single_pass = False
+
+    def before_forward(self) -> None:
+        """A forward pass begins: note whether its backward pass will find gradients already there."""
+        self.nothing_there = all(p.grad is None for p in self._parameters)
+
+    def _accumulated(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if not self.enabled or task == self._task:
+            return
+        self._task = task
+        # DistributedDataParallel queues its averaging later than this: a callback queued by a callback runs after it.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._backward_ended))
+
+    @torch.no_grad()
+    def _backward_ended(self) -> None:
+        self._task = -1
+        self.single_pass, self.nothing_there = self.nothing_there, False
+        live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        grads = [p.grad for p in live if p.grad is not None]
+        sizes = largest_magnitudes(grads)
+        self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
+        if self.lengths_wanted and grads:
+            self._lengths = dict(zip(live, torch._foreach_norm(grads), strict=True))
+
+    def touched(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has been changed in place or replaced since backward left it."""
+        left = self._left.get(parameter)
+        return left is not None and (left[1] is not parameter.grad or left[2] != parameter.grad._version)
+
+    def sizes(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+        """The largest magnitude of each ``.grad`` as it stands, and as backward left it."""
+        changed = [p for p in parameters if p not in self._left or self.touched(p)]
+        now = dict(zip(changed, largest_magnitudes([p.grad for p in changed if p.grad is not None]), strict=True))
+        current = [now[p] if p in now else self._left[p][0] for p in parameters]
+        left = [self._left[p][0] if p in self._left else now[p] for p in parameters]
+        return current, left
+
+    def rescaling(
+        self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor], loss_scale: float | Tensor
+    ) -> dict[nn.Parameter, Tensor]:
+        """For gradients that were touched since backward: how much larger they were when it left them.
+
+        Where that is not the same for the largest entry and for the length, the gradient was not rescaled but clipped
+        entry by entry, masked or replaced, and stands for itself.
+        """
+        ratios = {
+            p: _ratio(before, now, loss_scale)
+            for p, now, before in zip(live, sizes, left, strict=True)
+            if self.touched(p)
+        }
+        self.lengths_wanted |= bool(ratios)
+        known = [p for p in ratios if p in self._lengths]
+        lengths = torch._foreach_norm([p.grad for p in known if p.grad is not None]) if known else ()
+        for p, length in zip(known, lengths, strict=True):
+            apart = (_ratio(self._lengths[p], length, loss_scale) / ratios[p] - 1).abs()
+            ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
+        if world_size() > 1:
+            # Gradients that differed between processes when backward left them were averaged by hand since: that is
+            # no rescaling, and what the average was before a further clipping is not known.
+            noted = dict(zip(live, left, strict=True))
+            apart = differ_between_processes([noted.get(p) for p in self._parameters], self._parameters[0].device)
+            for p, by_hand in zip(self._parameters, apart, strict=True):
+                if p in ratios:
+                    ratios[p] = torch.where(by_hand, 1.0, ratios[p])
+        return ratios
+
+
+def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
+    return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
+
+
+def stacked_gradient(
+    block: Block, work: Work, update: Update, mean: float | Tensor, squares_penalty: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
+
+    The first is ``.grad`` as it stands, times ``mean`` (1 / N under a sum loss), with L2 penalty and sign. If it was
+    rescaled as a whole, the second is the factor that undoes it; if it differs in other ways, the third is the
+    gradient as backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own
+    rules square the penalty too (``squares_penalty``).
+    """
+    rescaled, l2_of, maximize_of = work.rescaled, update.l2_of, update.maximize_of
+    parameters = list(block.parameters.values())
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype) for p in parameters]
+    if isinstance(mean, Tensor) or mean != 1:
+        gradients = [g * as_scalar(mean, g) for g in gradients]
+    G = block.stack(gradients)
+    ratio = left = None
+    if len(parameters) == 1 and parameters[0] in rescaled:
+        ratio = rescaled[parameters[0]].to(block.dtype)
+    elif any(p in rescaled for p in parameters):
+        left = block.stack(g * rescaled.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True))
+    if any(maximize_of(p) or l2_of(p) for p in parameters):
+        whole = left if left is not None else G if ratio is None else G * ratio
+        penalty = block.stack(l2_of(p) * p.to(block.dtype) for p in parameters)
+        sign = block.stack(torch.full_like(g, -1.0 if maximize_of(p) else 1.0)
+                           for p, g in zip(parameters, gradients, strict=True))  # fmt: skip
+        G = sign * G + penalty
+        left, ratio = (sign * whole + penalty if squares_penalty else whole), None
+    ratio = None if ratio is None else work.masked(ratio)
+    return work.masked(G), ratio, None if left is None else work.masked(left)
+
+
+def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+    """max |x| of each tensor, NaN where it holds one."""
+    if not tensors:
+        return []
+    return list(torch._foreach_norm(tensors, float("inf")))

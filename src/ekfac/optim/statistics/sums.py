@@ -1,0 +1,181 @@
+"""Sums over the examples of one step, over all backward passes and processes, and A and B as averages over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.types import Work, as_scalar
+
+
+@dataclass
+class BlockSums:
+    """What a step has gathered for one block."""
+
+    factors: FactorSums | None = None
+    scaling: Tensor | None = None
+    probe: Tensor | None = None
+    #: Calls that wait for the new basis of a step that refreshes it.
+    held: list[tuple[list[Call], int]] = field(default_factory=list)
+
+    def add_factors(self, new: FactorSums) -> None:
+        """Add another batch's sums."""
+        if self.factors is None:
+            self.factors = new
+        else:
+            old = self.factors
+            self.factors = FactorSums(old.A + new.A, old.terms + new.terms, old.B + new.B)
+
+    def add_scaling(self, new: Tensor) -> None:
+        """Add another batch's squared gradients."""
+        self.scaling = new if self.scaling is None else self.scaling + new
+
+    def add_probe(self, new: Tensor) -> None:
+        """Add another batch's probe."""
+        self.probe = new if self.probe is None else self.probe + new
+
+    def tensors(self) -> list[Tensor]:
+        """A, B and squared gradients, those of them that there are."""
+        found = [] if self.factors is None else [self.factors.A, self.factors.B]
+        return found if self.scaling is None else [*found, self.scaling]
+
+    def at(self, places: Iterator[Tensor]) -> BlockSums:
+        """The same with its :meth:`tensors` at other places."""
+        f = self.factors
+        factors = None if f is None else FactorSums(next(places), f.terms, next(places))
+        return BlockSums(factors, None if self.scaling is None else next(places))
+
+
+def world_size() -> int:
+    """The number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What every process gathers for a block at this step; known to all without asking."""
+
+    factors: bool
+    scaling: bool
+    probe: bool
+
+
+def reduce_over_processes(
+    sums: dict[Block, BlockSums], expected: dict[Block, Expected], counts: list[int], device: torch.device
+) -> list[Tensor]:
+    """Sum factors, scalings, probes and counts over all processes: one reduction a dtype, none read by the host.
+
+    A process in which a layer saw no example contributes zeros, so that all take part in the same reduction.
+    """
+    parts: dict[torch.dtype, list[Tensor]] = {}
+    for block, what in expected.items():
+        entry = sums.setdefault(block, BlockSums())
+        shape = block.shape
+        options: dict[str, Any] = {"dtype": block.dtype, "device": block.key.device}
+        mine = parts.setdefault(block.dtype, [])
+        if what.factors:
+            if entry.factors is None:
+                sides = [(shape.inputs, block.diagonal_A), (shape.out, block.diagonal_B)]
+                A, B = (torch.zeros(shape.groups, *([d] if diag else [d, d]), **options) for d, diag in sides)
+                entry.factors = FactorSums(A, 0, B)
+            old = entry.factors
+            terms = torch.as_tensor(float(old.terms), **options)
+            entry.factors = FactorSums(old.A.contiguous(), terms, old.B.contiguous())
+            mine += [entry.factors.A, terms, entry.factors.B]
+        else:
+            entry.factors = None  # taken for a step that another was found to be, and not the same in all processes
+        if what.scaling:
+            entry.scaling = reduced_zeros(block) if entry.scaling is None else entry.scaling.contiguous()
+            mine.append(entry.scaling)
+        if what.probe:
+            entry.probe = torch.zeros(2, **options) if entry.probe is None else entry.probe
+            mine.append(entry.probe)
+    totals = [torch.tensor(float(c), dtype=torch.float64, device=device) for c in counts]
+    parts.setdefault(torch.float64, []).extend(totals)
+    for tensors in parts.values():
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return totals
+
+
+def average_factors(
+    sums: Mapping[Block, BlockSums],
+    state_of: Mapping[Tensor, dict[str, Any]],
+    work: Work,
+    square: float | Tensor,
+    decay: float,
+    ok: Tensor | None,
+) -> None:
+    """Take a step's sums into A and B, which average over steps, each batch weighted by its N.
+
+    Numerators and denominator are kept apart.
+
+    Args:
+        sums: What the step has gathered.
+        state_of: Where A, B and the weight that they were summed with are kept, by the block's key.
+        work: The step.
+        square: What squared captured gradients, summed, are multiplied by to be the mean of squared delta_n.
+        decay: Weight of the past.
+        ok: 0 on the device in a step that must change nothing, or None.
+    """
+    n = work.n_statistics
+    totals: list[Tensor] = []
+    batch: list[Tensor] = []
+    for block, gathered in sums.items():
+        f = gathered.factors
+        if f is None:
+            continue
+        state = state_of[block.key]
+        weight: float | Tensor = n
+        terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
+        if isinstance(terms, Tensor):
+            weight, terms = n * (terms > 0), terms.clamp(min=1)
+        A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
+        W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+        # An input so large that its square is not finite would stay in the average for ever.
+        bad = ~torch.isfinite(_trace(A) + _trace(B))
+        bad = bad if work.bad is None else bad | work.bad
+        if bad.device.type != "cpu" or bad:
+            A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
+        if "A" not in state:
+            state.update(A=A, B=B, factor_weight=W.clone())
+        else:
+            totals += [state["A"], state["B"], state["factor_weight"]]
+            batch += [A, B, W]
+    if totals:
+        torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
+        torch._foreach_add_(totals, batch)
+
+
+def _trace(factor: Tensor) -> Tensor:
+    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()
+
+
+def reduced_zeros(block: Block) -> Tensor:
+    """The scaling sum of a process that saw no example."""
+    s = block.shape
+    return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
+
+
+def differ_between_processes(numbers: list[Tensor | None], device: torch.device) -> Tensor:
+    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+
+    None counts as zero, so that all take part in the same reduction.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    mine = torch.stack([zero if n is None else n.to(zero) for n in numbers])
+    extremes = torch.cat([mine, -mine])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes[: len(numbers)], -extremes[len(numbers) :]
+    return largest - smallest > 1e-6 * largest

@@ -1,0 +1,272 @@
+"""Damping that adapts: Levenberg and Marquardt's rule, on averages that noisy batches can be trusted with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from ekfac.optim import options
+from ekfac.optim.engine import Engine
+from ekfac.optim.statistics.sums import world_size
+
+#: Ratios above the first let damping fall, ratios below the second let it rise.
+GOOD, POOR = 0.75, 0.25
+#: A step is undone if the loss is higher than foreseen by this share of the model's terms, and damping then rises by so
+#: many powers of 1 / omega.
+SURPRISE, LEAP = 0.5, 4
+#: A fall of the loss that is smaller than so many units of its rounding tells nothing.
+ROUNDING = 16.0
+#: What a checkpoint holds.
+SAVED = ("damping", "actual", "predicted", "undone_steps", "watched")
+
+
+@dataclass(frozen=True)
+class AdaptiveDamping:
+    r"""Damping that follows how far the quadratic model of the loss can be trusted: ``EKFAC(model, damping=...)``.
+
+    Every so many steps the loss of the batch is evaluated once more, after the update d, and its fall is compared with
+    the one that the gradient G and the curvature C in use, not damped, foresee:
+
+    .. math::
+        r = \frac{L(\theta) - L(\theta + d)}{-(G \cdot d + \frac{1}{2} d^T C d)}, \qquad
+        \epsilon \leftarrow \omega \epsilon \; \text{ if } r > 3/4, \qquad
+        \epsilon \leftarrow \epsilon / \omega \; \text{ if } r < 1/4
+
+    One batch says little, so both falls are averaged over comparisons before they are divided. Each is taken as a share
+    of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step after
+    which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises by
+    more. The first steps, and those that follow such a one, are all compared.
+
+    ``opt.step`` needs a closure, as for torch's LBFGS: a function that clears the gradients, computes the loss of this
+    step's batch, calls backward and returns the loss. Its second call leaves gradients, buffers, captured statistics
+    and the random numbers that follow as they were, and sees the same dropout masks as the first.
+
+    Example:
+        >>> import torch, ekfac
+        >>> model, x, y = torch.nn.Linear(4, 2), torch.randn(32, 4), torch.randn(32, 2)
+        >>> opt = ekfac.EKFAC(model, **{**ekfac.PAPER, "damping": ekfac.AdaptiveDamping(start=1.0)})
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (model(x) - y).square().sum(1).mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(10):
+        ...     loss = opt.step(closure)
+        >>> opt.stats()["damping"] < 1.0
+        True
+
+    Args:
+        start: The damping of the first steps.
+        least: The least that it may become.
+        most: The most that it may become.
+        every: Compare every so many steps, and this many in a row at first and after a step that was undone.
+        omega: A comparison changes damping by this factor or its inverse.
+        decay: Weight of the past in the averages; 0 trusts each comparison alone.
+    """
+
+    start: float = 1e-3
+    least: float = 1e-8
+    most: float = 1e2
+    every: int = 5
+    omega: float = 0.75
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("start", "least", "most"):
+            options.number(name, getattr(self, name), above=0)
+        if not self.least <= self.start <= self.most:
+            raise ValueError(f"start={self.start!r} must lie between least={self.least!r} and most={self.most!r}")
+        options.integer("every", self.every, least=1)
+        options.number("omega", self.omega, above=0, below=1)
+        options.number("decay", self.decay, least=0, below=1)
+
+
+class Adaptation:
+    """The damping of one optimizer as it stands: a function of the step, like any other, that learns."""
+
+    def __init__(self, settings: AdaptiveDamping) -> None:
+        self.settings = settings
+        self.damping = settings.start
+        #: Averages over comparisons; both begin at zero, which their ratio does not see.
+        self.actual = 0.0
+        self.predicted = 0.0
+        self.undone_steps = 0
+        #: So many of the next steps are compared one by one: a blow-up between comparisons would go unseen.
+        self.watched = settings.every
+
+    def __call__(self, step: int) -> float:
+        """The damping in use."""
+        return self.damping
+
+    @property
+    def ratio(self) -> float:
+        """Actual over predicted fall of the loss; not a number where the model has foreseen none."""
+        return self.actual / self.predicted if self.predicted > 0 else math.nan
+
+    def due(self, step: int) -> bool:
+        """Whether this step is compared."""
+        return self.watched > 0 or step % self.settings.every == 0
+
+    def learn(self, fall: float, slope: float, bend: float) -> bool:
+        """Take in a comparison: the fall of the loss, and G.d and d^T C d of the model; tells whether to go on from it.
+
+        If not, the step is to be undone: it counts in no average.
+        """
+        size = abs(slope) + bend / 2
+        if size == 0:  # nothing has moved
+            return True
+        actual, predicted = -1.0, 0.0  # of a step after which something is no longer finite
+        if math.isfinite(fall + size):
+            actual, predicted = fall / size, -(slope + bend / 2) / size
+        omega, keep = self.settings.omega, self.settings.decay
+        undone = actual < min(0.0, predicted - SURPRISE) and self.damping < self.settings.most
+        self.watched = self.settings.every if undone else max(0, self.watched - 1)
+        if undone:
+            self.undone_steps += 1
+            self.damping /= omega**LEAP
+        else:
+            self.actual = keep * self.actual + (1 - keep) * max(-1.0, min(1.0, actual))
+            self.predicted = keep * self.predicted + (1 - keep) * predicted
+            if self.actual < max(0.0, POOR * self.predicted):
+                self.damping /= omega
+            elif self.actual > GOOD * self.predicted > 0:
+                self.damping *= omega
+        self._keep_in_bounds()
+        return not undone
+
+    def stats(self) -> dict[str, float]:
+        """What a logger may want to know."""
+        return {"damping": self.damping, "reduction_ratio": self.ratio, "undone_steps": float(self.undone_steps)}
+
+    def save(self) -> dict[str, Any]:
+        """All of it, as plain numbers."""
+        return {name: getattr(self, name) for name in SAVED}
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Take back what :meth:`save` gave, within bounds; None is a checkpoint of a damping that did not adapt."""
+        if saved is not None:
+            for name in SAVED:
+                setattr(self, name, saved[name])
+            self._keep_in_bounds()
+
+    def _keep_in_bounds(self) -> None:
+        self.damping = max(self.settings.least, min(self.settings.most, self.damping))
+
+
+class Comparison:
+    """One step from which damping learns; made before the closure is first called, to know its random numbers.
+
+    Args:
+        adaptation: The damping.
+        engine: The engine whose parameters are updated.
+        closure: Computes the loss.
+        maximize: Whether it is a rise of the loss that is sought.
+    """
+
+    def __init__(self, adaptation: Adaptation, engine: Engine, closure: Callable[[], Any], maximize: bool) -> None:
+        self._adaptation = adaptation
+        self._engine = engine
+        self._closure = closure
+        self._sign = -1.0 if maximize else 1.0
+        device = engine.device
+        self._devices = [device] if device.type == "cuda" else []
+        self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def before(self, loss: Any) -> None:
+        """Note loss, parameters and gradients; these as backward left them, if they were clipped since."""
+        self._loss = as_number(loss)
+        self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
+        engine = self._engine
+        live = [p for p in engine.parameters if p.grad is not None]
+        ratios = engine.watch.rescaling(live, *engine.watch.sizes(live), loss_scale=1.0)
+        self._gradients = {p: p.grad * ratios[p] if p in ratios else p.grad for p in live if p.grad is not None}
+        self._theta = {p: p.detach().clone() for p in live}
+        self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live}
+        self._examples = engine.capture.examples
+
+    def after(self) -> None:
+        """Evaluate the loss again, and let damping learn unless rounding hides the change; it may undo the step."""
+        skipped = self._engine.skipped_steps
+        self._engine.settle()
+        if self._engine.skipped_steps > skipped:  # a gradient was not finite, and nothing has changed
+            return
+        slope, bend = self._model()
+        torch.clear_autocast_cache()  # which holds the weights as they were
+        loss, new_loss, examples = self._over_processes(self._loss, self._evaluate(), float(self._examples))
+        unit = self._sign / examples if self._engine.settings.loss_reduction == "sum" else self._sign
+        slope *= unit
+        hidden = abs(slope) + bend / 2 < self._rounding * abs(unit * loss)
+        if not (hidden or self._adaptation.learn(unit * (loss - new_loss), slope, bend)):
+            self._undo()
+
+    def _velocity_of(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._engine.state.get(parameter, {}).get("momentum_buffer")
+
+    def _undo(self) -> None:
+        """Parameters and their momentum as they were; what was learnt of the curvature stays."""
+        for p, theta in self._theta.items():
+            p.copy_(theta)
+            now, before = self._velocity_of(p), self._velocity[p]
+            if now is not None:
+                now.copy_(torch.zeros_like(now) if before is None else before)
+
+    def _over_processes(self, *numbers: float) -> list[float]:
+        """Their means, so that all processes learn the same."""
+        if world_size() == 1:
+            return list(numbers)
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.device)
+        dist.all_reduce(mine)
+        return [float(number) / world_size() for number in mine.tolist()]
+
+    def _model(self) -> tuple[float, float]:
+        """G.d and d^T C d of the update d."""
+        engine, moved = self._engine, {p: p - theta for p, theta in self._theta.items()}
+        like = torch.zeros((), dtype=torch.float64, device=engine.device)
+        slope = [(self._gradients[p] * d).sum().to(like) for p, d in moved.items()]
+        bend = []
+        for block in engine.blocks:
+            parameters = block.parameters.values()
+            if any(p in moved for p in parameters):
+                D = block.stack(moved[p] if p in moved else torch.zeros_like(p) for p in parameters)
+                bend.append(engine.method_of(block).bend(block, engine.state[block.key], D).to(like))
+        return float(torch.stack(slope).sum()), float(torch.stack(bend).sum())
+
+    def _evaluate(self) -> float:
+        """The loss of the same batch with the parameters as they now are; nothing else is changed by it."""
+        engine = self._engine
+        engine.drop()
+        gradients = {p: p.grad for p in engine.parameters}
+        buffers = {buffer: buffer.clone() for buffer in engine.model.buffers()}
+        engine.watch.enabled = False
+        try:
+            for p in gradients:
+                p.grad = None
+            with torch.random.fork_rng(self._devices), torch.enable_grad(), engine.capture.paused():
+                torch.set_rng_state(self._random[0])
+                for device, state in zip(self._devices, self._random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+                return as_number(self._closure())
+        finally:
+            engine.watch.enabled = True
+            engine.drop()
+            for p, gradient in gradients.items():
+                p.grad = gradient
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+
+def as_number(loss: Any) -> float:
+    """What a closure returned, as a number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.item()
+    if isinstance(loss, (int, float)):
+        return float(loss)
+    raise ValueError(
+        f"closure() returned {loss!r}. Allowed with AdaptiveDamping: the loss, a number or a one-element tensor"
+    )
