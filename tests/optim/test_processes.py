@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
 import paper
-from ekfac.optim.refresh import START
-from ekfac.optim.skipping import Verdicts
+from ekfac.optim.cuda.nonfinite import Verdicts
+from ekfac.optim.statistics.refresh import START
 
 METHODS = {
     "per_example": (paper.EKFAC, {"scaling": "per_example"}),
@@ -183,7 +183,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen(
             [sys.executable, "worker.py", str(rank), "2", str(folder)],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
