@@ -112,6 +112,7 @@ def test_correlation_in_parameter_space_and_in_the_basis(case: Case) -> None:
     assert float(close[live][:, live].abs().max() if live.any() else 0) < 1e-6
 
 
+@pytest.mark.rounding
 def test_correlation_by_name() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()

@@ -20,6 +20,7 @@ def same_bits(one: Tensor, two: Tensor) -> bool:
     return (one.dtype, one.shape) == (two.dtype, two.shape) and torch.equal(one, two)
 
 
+@pytest.mark.rounding
 @settings(max_examples=12)
 @given(
     case=cases(),

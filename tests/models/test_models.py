@@ -81,6 +81,7 @@ def test_every_second_moment_is_that_of_the_per_example_gradients(name: str) -> 
             torch.testing.assert_close(got, step, rtol=1e-6, atol=1e-9 * float(step.abs().max()), msg=n)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_few_steps_move_every_parameter(name: str, scaling: str) -> None:
@@ -149,6 +150,7 @@ class Recurrent(nn.Module):
         return self.attention(h, h, h)[0][:, -1] @ self.out
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example", "kronecker"])
 def test_a_model_without_any_covered_layer_trains_by_the_diagonal_method(scaling: str) -> None:
     model = Recurrent()

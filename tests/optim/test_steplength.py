@@ -81,6 +81,7 @@ def test_a_step_that_is_skipped_leaves_the_pace() -> None:
     assert opt.stats()["skipped_steps"] == 1 and opt.pace.save() == before
 
 
+@pytest.mark.rounding
 def test_steps_fade_with_gradients_that_have_become_small() -> None:
     """A loss that is multiplied by 1e-3 has the same directions; only the steps along them become shorter, in time."""
 
@@ -170,6 +171,7 @@ def test_late_in_training_trust_takes_little_from_the_pace() -> None:
     assert 0.45 < late_pace < 0.55
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("bounded", ["both", "one", "still"])
 def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pytest.MonkeyPatch, bounded: str) -> None:
     def pace(lr: float) -> float:
