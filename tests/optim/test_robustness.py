@@ -67,6 +67,7 @@ def final_loss(scaling: str) -> tuple[float, dict[str, float]]:
     with torch.no_grad():
         return float(F.cross_entropy(model(x), y)), opt.stats()
 
+
 undisturbed_loss = functools.cache(final_loss)
 
 
