@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
 import paper
-from ekfac.optim.cuda.nonfinite import Verdicts
 from ekfac.optim.statistics.refresh import START
+from ekfac.optim.cuda.nonfinite import Verdicts
 
 METHODS = {
     "per_example": (paper.EKFAC, {"scaling": "per_example"}),
