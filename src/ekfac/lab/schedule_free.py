@@ -52,14 +52,16 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
     def eval(self) -> None:
         """Let the parameters hold x."""
         for group, p, state in self._switched(training=False):
-            p.copy_(state["x"]) if state else None
+            if state:
+                p.copy_(state["x"])
             group["training"] = False
 
     @torch.no_grad()
     def train(self) -> None:
         """Let the parameters hold y again."""
         for group, p, state in self._switched(training=True):
-            p.copy_(torch.lerp(state["z"], state["x"], group["betas"][0])) if state else None
+            if state:
+                p.copy_(torch.lerp(state["z"], state["x"], group["betas"][0]))
             group["training"] = True
 
     def _switched(self, training: bool) -> list[tuple[dict[str, Any], Tensor, dict[str, Tensor]]]:
@@ -68,7 +70,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         return [(group, p, self.state.get(p, {})) for group in groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Datasets by name, as tensors: the 5,000 embedded digits, MNIST and Fashion-MNIST, CIFAR-10, Python's sources, and what a user adds."""
+"""Datasets by name, as tensors: digits, clothes, CIFAR-10, Python's sources, and what a user adds."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def usable(suite: Suite, say: Callable[[str], None] = print) -> Suite:
     kept = []
     for method in suite.methods.values():
         model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        places: list[tuple[str, dict[str, Any]]] = [(f"method {method.name}", {})]
+        places: list[tuple[str, Mapping[str, Any]]] = [(f"method {method.name}", {})]
         for task in suite.tasks.values():
             places.append((f"task {task.name}: method {method.name}", task.methods.get(method.name, {})))
         try:

@@ -20,7 +20,8 @@ from ekfac.lab.suite.tasks import TASKS, Context, Problem
 from ekfac.lab.training.runs import machine, versions
 
 FORMAT = 1
-# Batches that show a network with batch-norm its activations anew after its weights were replaced by their average.
+# Batches that show a network with batch-norm its activations anew after its weights were replaced by their average;
+# of small data, four passes.
 CALIBRATION = 50
 
 
@@ -53,7 +54,7 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
         spare_vectors(optimizer)
     try:
         history, finite = _loop(job, problem, optimizer, steps, deadline)
-        stats = getattr(optimizer, "stats", dict)() if finite else {}
+        stats: dict[str, float] = optimizer.stats() if finite and hasattr(optimizer, "stats") else {}
     finally:
         if hasattr(optimizer, "close"):
             optimizer.close()
@@ -95,7 +96,7 @@ def _loop(
     batches = problem.batches(job.seed)
     # Dropout draws from here, whatever it took to build the network.
     torch.manual_seed(job.seed + 1)
-    history = [{"step": 0, "seconds": 0.0, **_measured(problem, optimizer)}]
+    history: list[dict[str, Any]] = [{"step": 0, "seconds": 0.0, **_measured(problem, optimizer)}]
     total, seen = torch.zeros((), device=device), 0
     seconds, start = 0.0, _now(device)
     model.train()
@@ -116,7 +117,7 @@ def _loop(
         seen += 1
         if step + 1 in due:
             seconds += _now(device) - start
-            entry = {"step": step + 1, "seconds": round(seconds, 4), "batch_loss": total.item() / seen}
+            entry: dict[str, Any] = {"step": step + 1, "seconds": round(seconds, 4), "batch_loss": total.item() / seen}
             entry |= _measured(problem, optimizer)
             if not all(math.isfinite(value) for value in entry.values()):
                 history.append({name: value if math.isfinite(value) else None for name, value in entry.items()})
@@ -151,7 +152,8 @@ def averaged(problem: Problem, optimizer: Trains) -> Iterator[None]:
     if norms and any(optimizer.state.values()):  # type: ignore[attr-defined]
         problem.model.train()
         with torch.no_grad():
-            for batch in itertools.islice(problem.batches(problem.seed + 100_000), CALIBRATION):
+            count = min(CALIBRATION, 4 * (problem.epoch or CALIBRATION))
+            for batch in itertools.islice(problem.batches(problem.seed + 100_000), count):
                 problem.loss(batch)
     try:
         yield
@@ -160,27 +162,18 @@ def averaged(problem: Problem, optimizer: Trains) -> Iterator[None]:
 
 
 def spare_vectors(optimizer: Trains) -> None:
-    """Take weight decay off biases and norms: each group is split into its matrices and the rest.
-
-    Raises:
-        ValueError: If the optimizer keeps its groups to itself.
-    """
-    groups = optimizer.param_groups
-    for group in list(groups):
-        vectors = [p for p in group["params"] if p.ndim < 2]
-        if not group.get("weight_decay") or not vectors:
-            continue
-        if len(vectors) == len(group["params"]):
-            group["weight_decay"] = 0.0
-            continue
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"{type(optimizer).__name__} has a group of matrices and vectors that cannot be split")
-        names = group.get("param_names")
-        kept = [index for index, p in enumerate(group["params"]) if p.ndim >= 2]
-        rest = [index for index, p in enumerate(group["params"]) if p.ndim < 2]
-        new = {**group, "params": [group["params"][index] for index in rest], "weight_decay": 0.0}
-        if names:
-            new["param_names"] = [names[index] for index in rest]
-            group["param_names"] = [names[index] for index in kept]
-        group["params"] = [group["params"][index] for index in kept]
-        groups.append(new)
+    """Take weight decay off biases and norms: each group is split into its matrices and the rest."""
+    parts: list[Any] = getattr(optimizer, "optimizers", [optimizer])
+    for part in parts:
+        for group in list(part.param_groups):
+            vectors = [index for index, p in enumerate(group["params"]) if p.ndim < 2]
+            matrices = [index for index, p in enumerate(group["params"]) if p.ndim >= 2]
+            lists = {name: group[name] for name in ("params", "param_names") if name in group}
+            if not group.get("weight_decay") or not vectors:
+                continue
+            if not matrices:
+                group["weight_decay"] = 0.0
+                continue
+            spared = {name: [values[index] for index in vectors] for name, values in lists.items()}
+            part.param_groups.append({**group, **spared, "weight_decay": 0.0})
+            group.update({name: [values[index] for index in matrices] for name, values in lists.items()})

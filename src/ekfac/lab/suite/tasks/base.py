@@ -206,5 +206,4 @@ class Windows(Problem):
         return found
 
 
-Build = Callable[..., Problem]
-TASKS: Registry[Build] = Registry("task of the suite")
+TASKS: Registry[Callable[..., Problem]] = Registry("task of the suite")

@@ -187,15 +187,12 @@ def squared_error(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (output - y).square().flatten(1).mean(1)
 
 
-for _name, _build in {
-    "relu-autoencoder": relu_autoencoder,
-    "autoencoder": paper_autoencoder,
-    "classifier": classifier,
-    "deep-plain": deep_plain,
-    "vgg11": vgg11,
-    "resnet18": resnet18,
-    "depthwise": depthwise,
-    "vit": vit,
-    "unet": unet,
-}.items():
-    TASKS.add(_name, _build)
+TASKS.add("relu-autoencoder", relu_autoencoder)
+TASKS.add("autoencoder", paper_autoencoder)
+TASKS.add("classifier", classifier)
+TASKS.add("deep-plain", deep_plain)
+TASKS.add("vgg11", vgg11)
+TASKS.add("resnet18", resnet18)
+TASKS.add("depthwise", depthwise)
+TASKS.add("vit", vit)
+TASKS.add("unet", unet)

@@ -141,5 +141,7 @@ def squared_distance(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (output - y).square()
 
 
-for _name, _build in {"gpt": gpt, "shakespeare": shakespeare, "lstm": lstm, "tabular": tabular}.items():
-    TASKS.add(_name, _build)
+TASKS.add("gpt", gpt)
+TASKS.add("shakespeare", shakespeare)
+TASKS.add("lstm", lstm)
+TASKS.add("tabular", tabular)
