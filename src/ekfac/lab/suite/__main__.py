@@ -96,6 +96,14 @@ def time_command(
     return _end(outcome.made, outcome.failed, outcome.left, say)
 
 
+def report_command(out: str, say: Callable[[str], None] = print) -> int:
+    """Write the report and say where it is."""
+    from ekfac.lab.suite import page
+
+    say(str(page.write(Path(out))))
+    return 0
+
+
 def _end(made: int, failed: int, left: int, say: Callable[[str], None]) -> int:
     text = f"{made} runs made"
     text += f", {failed} of them failed" if failed else ""
@@ -120,6 +128,8 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--workers", type=int, default=1, help="runs side by side")
     again = commands.add_parser("time", help="make each method's best run again, alone", allow_abbrev=False)
     again.add_argument("out", help="folder of the records")
+    tell = commands.add_parser("report", help="write the table, the profiles and the page", allow_abbrev=False)
+    tell.add_argument("out", help="folder of the records")
     for each in (make, again):
         each.add_argument("--only", help="tasks, separated by commas")
         each.add_argument("--methods", help="methods, separated by commas")
@@ -142,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with writing(values):
             if command == "run":
                 return run_command(values.pop("config"), values.pop("out"), say=say, **values)
+            if command == "report":
+                return report_command(values.pop("out"), say=say)
             return time_command(values.pop("out"), say=say, **values)
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
