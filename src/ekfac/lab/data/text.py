@@ -87,3 +87,7 @@ def bpe(folder: Path) -> Corpus:
     tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint16).long()
     cut = len(tokens) - min(BPE_VALIDATION, len(tokens) // 10)
     return Corpus(tokens[:cut], tokens[cut:], BPE_VOCABULARY)
+
+
+#: Corpora by the name of their files.
+CORPORA = {"shakespeare": shakespeare, "bpe": bpe}

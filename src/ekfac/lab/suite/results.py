@@ -48,7 +48,7 @@ class Result:
     @property
     def accurate(self) -> bool:
         """Whether accuracy is what is measured."""
-        return next(iter(self.runs.values()))["measure"] == "accuracy"
+        return bool(next(iter(self.runs.values()))["measure"] == "accuracy")
 
     def reached(self, target: float, what: str = "step") -> float:
         """Return the median over seeds of the steps to a target; infinite where most seeds did not reach it."""
