@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,14 +13,15 @@ from torch import Tensor, nn
 class ScheduleFreeAdamW(torch.optim.Optimizer):
     """AdamW without a schedule: gradients are taken at y, steps made at z, and x, their average, is what is learnt.
 
-    With lr_t the learning rate times sqrt(1 - beta2^t):
+    At step t, with gradient g at y:
 
-        v <- beta2 v + (1 - beta2) g(y)^2
-        z <- z - lr_t g / (sqrt(v) + eps) - lr_t weight_decay y
+        v <- beta2 v + (1 - beta2) g^2
+        z <- z - lr g / (sqrt(v / (1 - beta2^t)) + eps) - lr weight_decay y
         x <- (1 - c) x + c z,  c = w_t / sum of w,  w_t = (the largest lr so far)^2
         y <- beta1 x + (1 - beta1) z
 
-    The parameters hold y while training; call :meth:`eval` before they are measured or saved and :meth:`train`
+    This is what its authors' package does from version 1.3 on; the paper has the correction of v in lr instead, and so
+    in the weights w too. The parameters hold y while training; call :meth:`eval` before they are measured or saved and :meth:`train`
     before the next step. Warm-up is made by changing the groups' ``lr``.
 
     Args:
@@ -85,7 +85,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                 raise RuntimeError("the parameters hold the average x: call train() before step()")
             beta1, beta2 = group["betas"]
             group["steps"] += 1
-            lr = group["lr"] * math.sqrt(1 - beta2 ** group["steps"])
+            lr = group["lr"]
             group["lr_max"] = max(lr, group["lr_max"])
             weight = group["lr_max"] ** 2
             group["weight_sum"] += weight
@@ -100,7 +100,8 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
             g = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(v, beta2)
             torch._foreach_addcmul_(v, g, g, 1 - beta2)
-            root = torch._foreach_sqrt(v)
+            root = torch._foreach_div(v, 1 - beta2 ** group["steps"])
+            torch._foreach_sqrt_(root)
             torch._foreach_add_(root, group["eps"])
             if group["weight_decay"]:
                 torch._foreach_add_(z, parameters, alpha=-lr * group["weight_decay"])

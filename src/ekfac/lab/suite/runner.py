@@ -153,7 +153,7 @@ class _Line:
 
     def _seconds(self, job: Job) -> float:
         """Guess how long a run takes from others of the same task: of the same method, else of any."""
-        same = [r for r in self.records.runs.values() if r["task"] == job.plan and r["steps"] > 0]
+        same = [r for r in self.records.runs.values() if r["task"] == job.plan]
         method = [r["wall"] for r in same if r["method"] == job.method]
         return max(method, default=max((r["wall"] for r in same), default=0.0))
 
