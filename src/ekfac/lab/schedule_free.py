@@ -21,8 +21,8 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         y <- beta1 x + (1 - beta1) z
 
     This is what its authors' package does from version 1.3 on; the paper has the correction of v in lr instead, and so
-    in the weights w too. The parameters hold y while training; call :meth:`eval` before they are measured or saved and :meth:`train`
-    before the next step. Warm-up is made by changing the groups' ``lr``.
+    in the weights w too. The parameters hold y while training; call :meth:`eval` before they are measured or saved and
+    :meth:`train` before the next step. Warm-up is made by changing the groups' ``lr``.
 
     Args:
         params: Parameters or groups of them.

@@ -189,7 +189,7 @@ def _stdlib(folder: Path) -> Dataset:
 
 register_dataset("mnist-5k", _mnist_5k)
 register_dataset("mnist", _mnist)
-register_dataset("fashion-mnist", _fashion_mnist)
 register_dataset("cifar10", _cifar10)
 register_dataset("cifar10-20k", _cifar10_20k)
+register_dataset("fashion-mnist", _fashion_mnist)
 register_dataset("stdlib", _stdlib)

@@ -90,6 +90,24 @@ SOURCES: dict[str, Source] = {
             _from_hosts("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c", *_MNIST),
         ),
     ),
+    "cifar10": Source(
+        files={
+            "data_batch_1": OfficialFile("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
+            "data_batch_2": OfficialFile("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
+            "data_batch_3": OfficialFile("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
+            "data_batch_4": OfficialFile("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
+            "data_batch_5": OfficialFile("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
+            "test_batch": OfficialFile("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),
+        },
+        folders=("cifar10", "cifar-10-batches-py"),
+        downloads=(
+            Download(
+                "cifar-10-python.tar.gz",
+                "c58f30108f718f92721af3b95e74349a",
+                ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
+            ),
+        ),
+    ),
     "fashion-mnist": Source(
         files={
             "train_images": OfficialFile("train-images-idx3-ubyte", 47040016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
@@ -115,24 +133,6 @@ SOURCES: dict[str, Source] = {
             "all": OfficialFile("dictionary-kernel-bpe8192.u16", 33000000, "355c2de37df25f44c1dd099512c2c1c1"),
         },
         folders=("text",),
-    ),
-    "cifar10": Source(
-        files={
-            "data_batch_1": OfficialFile("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
-            "data_batch_2": OfficialFile("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
-            "data_batch_3": OfficialFile("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
-            "data_batch_4": OfficialFile("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
-            "data_batch_5": OfficialFile("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
-            "test_batch": OfficialFile("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),
-        },
-        folders=("cifar10", "cifar-10-batches-py"),
-        downloads=(
-            Download(
-                "cifar-10-python.tar.gz",
-                "c58f30108f718f92721af3b95e74349a",
-                ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
-            ),
-        ),
     ),
 }
 
