@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +109,16 @@ def test_the_suite_has_the_tasks_and_methods_of_its_issue():
         and lr[-1] == pytest.approx(1e-4, rel=1e-3)
         and lr == [*lr[:100], *sorted(lr[100:], reverse=True)]
     )
+
+
+def test_the_page_has_every_task_and_its_length():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "suite.md").read_text()
+    shown = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([\d,]+ (?:epochs|steps)) of", text, re.M))
+    suite = config.load("suite")
+    assert shown == {
+        name: f"{task.epochs:g} epochs" if task.steps is None else f"{task.steps:,} steps"
+        for name, task in suite.tasks.items()
+    }
 
 
 def test_schedules():

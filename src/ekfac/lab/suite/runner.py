@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -206,6 +207,10 @@ def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> 
         # One run that fails, for lack of memory say, must not end the others.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"key": job.key, "status": "failed", "error": reason}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def tell(record: Record) -> str:

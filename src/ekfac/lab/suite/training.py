@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
 import time
@@ -58,7 +57,7 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
     finally:
         if hasattr(optimizer, "close"):
             optimizer.close()
-    record = {
+    return {
         "format": FORMAT,
         "key": job.key,
         "status": "finished" if finite else "diverged",
@@ -71,11 +70,6 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
         "versions": versions(),
         "machine": machine(),
     }
-    del problem, optimizer
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return record
 
 
 def _epoch(problem: Problem, task: str) -> int:
