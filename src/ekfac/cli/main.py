@@ -21,6 +21,7 @@ except ImportError as error:
 import ekfac
 from ekfac.cli import doctor as commands_doctor
 from ekfac.cli import show as commands_show
+from ekfac.cli import suite as commands_suite
 from ekfac.cli import sweep as commands_search
 from ekfac.lab.boundary import interrupted, interruptible, writing
 from ekfac.lab.config import TrainConfig
@@ -58,6 +59,7 @@ def _ekfac(
 
 data_app = typer.Typer(no_args_is_help=True, help="Fetch and verify the datasets' official files.")
 app.add_typer(data_app, name="data")
+app.add_typer(commands_suite.suite_app, name="suite")
 commands_search.register(app)
 commands_show.register(app)
 commands_doctor.register(app)
@@ -239,7 +241,11 @@ class _Command(TyperCommand):
             raise typer.Exit(130) from None
 
 
-for _one in (*app.registered_commands, *data_app.registered_commands):
+for _one in (
+    *app.registered_commands,
+    *data_app.registered_commands,
+    *commands_suite.suite_app.registered_commands,
+):
     _one.cls = _Command
 
 
