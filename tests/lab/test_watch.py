@@ -94,7 +94,7 @@ def test_the_page_is_served_to_this_machine_alone_and_follows_the_runs(
 ) -> None:
     assert server.server_address[0] == "127.0.0.1"
     status, body = get(server, "/")
-    assert status == 200 and b"Plotly" in body and b"connect-src 'self'" in body
+    assert status == 200 and b"charts" in body and b"connect-src 'self'" in body
     assert get(server, "/config.json")[0] == 404
     assert get(server, "/", host="evil.example")[0] == 403
 

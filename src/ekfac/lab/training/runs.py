@@ -21,6 +21,8 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import LabError
 
 FORMAT = 1
+# The environment's word for how many runs share the machine; their seconds do not count then.
+PROCESSES = "EKFAC_PROCESSES"
 
 
 @dataclass
@@ -71,6 +73,7 @@ def machine() -> dict[str, Any]:
         "processor": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get(PROCESSES, "1")),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
