@@ -309,3 +309,34 @@ def test_shell_completion_knows_the_names():
         check=False,
     )
     assert answer.stdout.split() == ["autoencoder"]
+
+
+def test_the_version_is_there_before_torch_is() -> None:
+    """What is slow about a command line is importing torch; the version needs nothing."""
+    code = (
+        "import sys; sys.argv = ['ekfac', '--version']\n"
+        "from ekfac.cli.entry import main; main()\n"
+        "assert not {'torch', 'numpy', 'typer', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"ekfac {ekfac.__version__}\n"
+
+
+def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+    for name in ekfac.__all__:
+        assert getattr(ekfac, name) is not None and name in dir(ekfac)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ekfac.nothing
+
+
+def test_train_says_its_settings_and_shows_losses_above_their_floor(tmp_path, capsys):
+    words = ["autoencoder", "--width", "20", "--limit", "200", "--batch-size", "50", "--epochs", "1", "--device", "cpu"]
+    assert run("train", *words, "--optimizer", "ekfac-ra", "--out", tmp_path / "run") == 0
+    text = capsys.readouterr().out
+    assert "lr 0.03, damping 0.001, freq 10" in text
+    found = load_run(tmp_path / "run")
+    floor = found.about["floor"]["train"]
+    assert f"losses are above their floor: {floor:.2f} train" in text
+    assert f"{found.history[-1]['train_loss'] - floor:.4g}" in text
+    assert f"{found.history[-1]['train_loss']:.4g}" not in text

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ekfac.lab.show import demo
 from ekfac.lab.show.chart import chart
-from ekfac.lab.train import COLUMNS, cells, closing, headline
+from ekfac.lab.train import COLUMNS, cells, closing, floors, headline
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run
 
@@ -34,10 +34,11 @@ class LiveProgress(Progress):
         )
         self._task = self._bar.add_task("epoch 1", total=None)
         self._epochs = 0
+        self._floors: Mapping[str, float] = {}
 
     def start(self, run: Run) -> None:
         """Print what is trained, and show the bar."""
-        self._epochs = run.config.epochs or 0
+        self._epochs, self._floors = run.config.epochs or 0, floors(run)
         self.console.print(headline(run), highlight=False)
         self.console.print("".join(f"{name:>12}" for name in COLUMNS), style="bold", soft_wrap=True)
         self._bar.start()
@@ -50,7 +51,7 @@ class LiveProgress(Progress):
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Print the epoch's line."""
-        line = "".join(f"{cell:>12}" for cell in cells(record))
+        line = "".join(f"{cell:>12}" for cell in cells(record, self._floors))
         self._bar.console.print(line, highlight=False, soft_wrap=True)
         following = min(record["epoch"] + 1, self._epochs)
         self._bar.reset(self._task, description=f"epoch {following} of {self._epochs}")
