@@ -97,8 +97,8 @@ def loads(text: bytes) -> tuple[Any, bool]:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file beside ``path`` for writing, and put it in its place when the block ends well.
+def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the name of a file to write, and put that in the place of ``path`` when the block ends well.
 
     A block that ends badly leaves ``path`` as it was and nothing beside it; so does a process that is killed, but for
     the file beside it, whose name ends in ``.part``.
@@ -109,21 +109,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = Path(path)
     part = target.with_name(target.name + ".part")
     try:
-        with part.open("w+b") as stream:
-            yield stream
-            stream.flush()
+        yield part
+        with part.open("r+b") as stream:
             os.fsync(stream.fileno())
         part.replace(target)
-        _sync_folder(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         cause = refusal(error)
         if cause is None:
             raise
-        if cause.filename is None or cause.filename == str(part):
+        if cause.filename is None or str(cause.filename) == str(part):
             cause.filename = str(target)
         raise cause from None
+    _sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open what takes the place of ``path`` when the block ends well, as :func:`beside` does."""
+    with beside(path) as part, part.open("w+b") as stream:
+        yield stream
 
 
 def refusal(error: BaseException | None) -> OSError | None:
