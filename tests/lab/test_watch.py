@@ -13,11 +13,13 @@ from rich.console import Console
 from ekfac.cli.main import run
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
+from ekfac.lab.registry import load_plugin
 from ekfac.lab.search import plan
 from ekfac.lab.show.watch import leaders, make_server, view
 from ekfac.lab.training.gather import find_runs
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4)
 
 

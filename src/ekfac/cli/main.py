@@ -22,7 +22,7 @@ import ekfac
 from ekfac.cli import doctor as commands_doctor
 from ekfac.cli import show as commands_show
 from ekfac.cli import sweep as commands_search
-from ekfac.lab.boundary import interrupted, interruptible, writing
+from ekfac.lab.boundary import exit_code, interrupted, interruptible, stoppable, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import files
 from ekfac.lab.data.datasets import DATASETS
@@ -228,15 +228,15 @@ def verify(
 
 
 class _Command(TyperCommand):
-    """Every command's outer edge: what cannot be written is bad usage, and Ctrl-C is answered in one line."""
+    """Every command's outer edge: one line for what cannot be written, and for Ctrl-C, TERM and HUP."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with writing(ctx.params):
+            with writing(ctx.params), stoppable():
                 return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             print(interrupted(stop), file=sys.stderr)
-            raise typer.Exit(130) from None
+            raise typer.Exit(exit_code(stop)) from None
 
 
 for _one in (*app.registered_commands, *data_app.registered_commands):

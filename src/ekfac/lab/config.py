@@ -15,7 +15,7 @@ import torch
 
 from ekfac.lab.data.datasets import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS
-from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.registry import LabError, require_plugins
 from ekfac.lab.tasks import TASKS
 
 # What bfloat16 means: forward and backward under autocast; parameters stay float32.
@@ -76,9 +76,12 @@ class TrainConfig:
         if not isinstance(data.get("task"), str):
             raise LabError(f"a task must be named; known: {', '.join(TASKS)}")
         for name, value in data.items():
-            kind = known[name].metadata.get("kind")
-            if kind is not None and value is not None and not _is(value, kind):
-                raise LabError(f"{name} must be of type {kind.__name__}, not {value!r}")
+            _check_kind(name, value)
+        if not isinstance(data.get("options", {}), Mapping):
+            raise LabError(f"options must be an object, not {data['options']!r}")
+        plugins = data.get("plugins", ())
+        if not isinstance(plugins, list | tuple) or not all(isinstance(name, str) for name in plugins):
+            raise LabError(f"plugins must be a list of names, not {plugins!r}")
         return cls(**{**data, "plugins": tuple(data.get("plugins", ())), "options": dict(data.get("options", {}))})
 
     def optimizer_options(self) -> dict[str, Any]:
@@ -90,10 +93,9 @@ class TrainConfig:
         """Return the same run with every default written out, so that it can be repeated later.
 
         Raises:
-            LabError: If a name is unknown or a value is impossible.
+            LabError: If a name is unknown, a value is impossible, or a plugin is named that is not loaded.
         """
-        for plugin in self.plugins:
-            load_plugin(plugin)
+        require_plugins(self.plugins)
         task, entry = TASKS.get(self.task), OPTIMIZERS.get(self.optimizer)
         base = {
             "dataset": task.dataset,
@@ -105,6 +107,8 @@ class TrainConfig:
         own = {f.name for f in fields(self)}
         # An option that has a field of its own, like lr, is kept there and nowhere else.
         set_fields = {name: value for name, value in self.options.items() if name in OPTIMIZER_FIELDS}
+        for name, value in set_fields.items():
+            _check_kind(name, value)
         missing = {name: value for name, value in usual.items() if name in own and getattr(self, name) is None}
         options = {name: value for name, value in {**usual, **self.options}.items() if name not in {*own, *set_fields}}
         if self.cosine and "anneal" in inspect.signature(entry.build).parameters:
@@ -145,6 +149,16 @@ class TrainConfig:
         for plugin in self.plugins:
             words += ["--plugin", plugin]
         return shlex.join(words)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse a setting of the wrong type; ``None`` stands for the default where a field has none of its own."""
+    known = next(f for f in fields(TrainConfig) if f.name == name)
+    kind = known.metadata.get("kind")
+    if kind is None or (value is None and known.default is None):
+        return
+    if not _is(value, kind):
+        raise LabError(f"{name} must be of type {kind.__name__}, not {value!r}")
 
 
 def _is(value: Any, kind: type) -> bool:

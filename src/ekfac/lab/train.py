@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TextIO
 
-from ekfac.lab.boundary import writing
+from ekfac.lab.boundary import exit_code, interrupted, signal_name, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.labels import counted, describe
 from ekfac.lab.registry import LabError
@@ -105,7 +105,8 @@ def closing(run: Run) -> str:
     if run.status == "interrupted":
         # The first checkpoint is that of epoch 1.
         again = "--resume goes on" if epoch > 0 else "--overwrite starts afresh"
-        return f"interrupted after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
+        by = signal_name(run.stopped_by)
+        return f"interrupted{by} after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
     return f"finished after epoch {epoch}{where}"
 
 
@@ -151,13 +152,16 @@ def gather(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train from a command line and return the exit status: 0, 1 diverged, 2 bad usage, 130 interrupted."""
+    """Train from a command line and return the exit status.
+
+    0, 1 diverged, 2 bad usage or what could not be read or written, 130 Ctrl-C, 143 TERM, 129 HUP.
+    """
     try:
         values = vars(parser().parse_args(arguments))
         missing = [what for name, what in OPTIONAL.items() if importlib.util.find_spec(name) is None]
         if missing and not values["json"]:
             print(f"left out, since their packages are not installed: {', '.join(missing)}", flush=True)
-        with writing(values):
+        with writing(values), stoppable():
             run = launch(
                 gather(values),
                 values["out"],
@@ -169,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:  # before the first epoch
+        print(interrupted(stop), file=sys.stderr)
+        return exit_code(stop)
     if values["json"]:
         print(json.dumps(run.to_dict(), allow_nan=False))
     return run.exit_code
