@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ekfac.lab.show import demo
 from ekfac.lab.show.chart import chart
-from ekfac.lab.train import COLUMNS, cells, closing, floors, headline
+from ekfac.lab.train import COLUMNS, PlainProgress, cells, closing, floors, headline
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run
 
@@ -60,6 +60,11 @@ class LiveProgress(Progress):
         """Take the bar away and print how it ended."""
         self._bar.stop()
         self.console.print(closing(run), style="bold red" if run.status == "diverged" else "bold", soft_wrap=True)
+
+
+def progress(console: Console) -> Progress:
+    """Return a live display in a terminal, plain lines elsewhere."""
+    return LiveProgress(console) if console.is_terminal else PlainProgress()
 
 
 def run_demo(console: Console, race: Callable[[Callable[[str, Run], None]], dict[str, Run]]) -> dict[str, Run]:

@@ -107,7 +107,7 @@ def versions() -> dict[str, str | None]:
 
 def source_digest() -> str:
     """Return twelve hex digits of the library's own files: defaults change between versions of the same number."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for folder in ("curvature", "optim"):
         for file in sorted((package / folder).rglob("*.py")):
