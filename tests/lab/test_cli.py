@@ -173,7 +173,7 @@ def test_an_error_of_the_system_that_is_not_about_a_file_is_no_bad_usage(tiny, m
     def broken(*words, **more):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(cli, "launch", broken)
+    monkeypatch.setattr("ekfac.cli.train.launch", broken)
     with pytest.raises(OSError, match="Input/output"):
         run("train", *tiny)
 

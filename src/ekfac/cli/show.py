@@ -72,6 +72,7 @@ def figure(
             dataset=dataset,
             data_dir=data_dir,
             measures=measures,
+            measured=[file for place in runs if (file := Path(place) / "measures.json").is_file()],
             workers=workers,
             say=(lambda line: None) if json else (lambda line: print(line, flush=True)),
         )
@@ -80,6 +81,8 @@ def figure(
         return
     for one in made:
         print(f"{one.name}: {', '.join(map(str, one.files)) or 'left out, ' + one.reason}")
+        for part in one.lacks:
+            print(f"  missing: {part}")
 
 
 def demo_report(runs: Sequence[Run], out: str | None) -> str:
