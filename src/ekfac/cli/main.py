@@ -19,6 +19,7 @@ except ImportError as error:
 import ekfac
 from ekfac.cli import demo as commands_demo
 from ekfac.cli import doctor as commands_doctor
+from ekfac.cli import reproduce as commands_reproduce
 from ekfac.cli import runs as commands_runs
 from ekfac.cli import show as commands_show
 from ekfac.cli import sweep as commands_search
@@ -59,6 +60,7 @@ commands_demo.register(app)
 commands_runs.register(app, commands_train.signature())
 commands_search.register(app)
 commands_show.register(app)
+commands_reproduce.register(app)
 commands_doctor.register(app)
 
 
