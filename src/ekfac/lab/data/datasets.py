@@ -158,12 +158,16 @@ def _cifar10(folder: Path) -> Dataset:
     train, validation = hold_out(y, one_in=10)
     pixels = _pixels(x[train])
     mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
+
+    def normalised(own: Tensor) -> Tensor:
+        return own.sub_(mean).div_(std)
+
     return Dataset(
         "cifar10",
         {
-            "train": Split((pixels - mean) / std, y[train]),
-            "validation": Split((_pixels(x[validation]) - mean) / std, y[validation]),
-            "test": Split((_pixels(test.x) - mean) / std, test.y),
+            "train": Split(normalised(pixels), y[train]),
+            "validation": Split(normalised(_pixels(x[validation])), y[validation]),
+            "test": Split(normalised(_pixels(test.x)), test.y),
         },
     )
 

