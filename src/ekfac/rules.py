@@ -1,6 +1,7 @@
 """Scaling rules with options of their own: ``EKFAC(model, scaling=ekfac.rules.Running(decay=0.99))``."""
 
-from ekfac.optim.methods.rules import RULES as RULES
+from ekfac.optim.methods.belief import Belief as Belief
+from ekfac.optim.methods.factory import RULES as RULES
 from ekfac.optim.methods.rules import Adagrad as Adagrad
 from ekfac.optim.methods.rules import Adam as Adam
 from ekfac.optim.methods.rules import Anchored as Anchored

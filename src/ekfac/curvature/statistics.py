@@ -17,6 +17,9 @@ from ekfac.curvature.scaling import chunks
 #: Further backward passes over the same forward: the same calls with other output gradients.
 Passes = Sequence[Sequence[Call]]
 
+#: So many positions are enough for a factor of up to half as many columns.
+ROWS = 4096
+
 #: Takes a few examples out of a captured tensor, in the block's dtype.
 Cut = Callable[[Tensor], Tensor]
 
@@ -44,6 +47,7 @@ def factor_sums(
     memory: int,
     further: Passes = (),
     into: FactorSums | None = None,
+    sampled: bool = False,
 ) -> FactorSums:
     """Sum h h^T and delta delta^T over n examples; several calls of a layer are positions of the same example.
 
@@ -55,10 +59,20 @@ def factor_sums(
         memory: Bytes that temporary tensors may take.
         further: See :data:`Passes`.
         into: Sums of earlier batches, which these are added to, in place; :meth:`FactorSums.mirror` is due at the end.
+        sampled: Take no more rows than factors of that width need, and products of half-precision tensors on tensor
+            cores, where they are exact.
     """
+    if sampled and sharing == "expand" and into is None and not further:
+        step = stride(block, calls, n)
+        if step > 1:
+            before, calls = len(calls[0].d), [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
+            n = len(calls[0].d)
+            sums = factor_sums(block, calls, n, sharing, memory, sampled=True)
+            return FactorSums(sums.A, sums.terms, sums.B.mul_(before / n))
     A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
     additions = 0
-    with factors.full_precision(block.key.device):
+    half = sampled and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
+    with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
         if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
             layer = calls[0].layer
             for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
@@ -80,6 +94,19 @@ def factor_sums(
     if into is None and additions + len(further) > 1 and A.device.type == "cpu":  # elsewhere no sum is taken by strips
         sums.mirror()
     return sums
+
+
+def stride(block: Block, calls: Sequence[Call], n: int) -> int:
+    """Every how many-th entry of a batch is enough for A and B: a few thousand positions, twice the width.
+
+    Odd, so that entries that alternate in kind are all met.
+    """
+    lengths = {len(t) for call in calls for t in (call.x, call.d)}
+    if len(lengths) > 1 or not all(call.layer.splittable for call in calls):
+        return 1
+    positions = sum(call.layer.positions_per_example(call.d, n) for call in calls) * n
+    step = min(positions // max(ROWS, 2 * block.shape.inputs, 2 * block.shape.out), lengths.pop())
+    return max(1, step - 1 + step % 2)
 
 
 def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int, further: Passes = ()) -> Tensor:

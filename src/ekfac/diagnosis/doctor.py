@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ekfac import checks
 from ekfac.curvature.summary import Summary, human
 from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
-from ekfac.optim.ekfac import LR
-from ekfac.optim.options import DAMPING, PAPER, Batch, EngineOptions, Group, into_groups, out_of_groups
+from ekfac.optim.methods.belief import Belief
+from ekfac.optim.options import DAMPING, PAPER, Batch, Group, into_groups, out_of_groups
+from ekfac.optim.statistics.schedule import INTERVAL
 
 #: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
 LR_FACTOR, DAMPING_FACTOR, FURTHER = 3.0, 10.0, 3
@@ -202,7 +203,7 @@ def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
     best = _chosen(trials, first, given=probe.middle())
     settings: dict[str, float | int] = {}
     if best.loss < first:
-        interval = _interval(prices, probe.options.get("refresh_every", EngineOptions.refresh_every))
+        interval = _interval(prices, probe.options.get("refresh_every") or INTERVAL)
         settings = {"lr": best.lr, "damping": best.damping, "refresh_every": interval}
     return Diagnosis(
         summary=course.summary,
@@ -287,7 +288,7 @@ def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
     if len(set(PAPER) - paper) <= len(settings):
         rest = {name: value for name, value in wanted.items() if name not in paper}
         return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
-    usual = {"lr": LR, "damping": DAMPING, "refresh_every": EngineOptions.refresh_every}
+    usual = {"lr": Belief.lr, "damping": DAMPING, "refresh_every": INTERVAL}
     rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
     return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
 

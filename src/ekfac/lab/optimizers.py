@@ -13,6 +13,7 @@ from torch import nn
 import ekfac
 from ekfac.lab import rivals
 from ekfac.lab.registry import LabError, Registry
+from ekfac.lab.schedule_free import schedule_free
 from ekfac.optim.options import FLAT, GROUPS, into_groups, out_of_groups
 
 
@@ -117,7 +118,7 @@ def of_model(optimizer: Callable[..., Trains], *step_size: str) -> Callable[...,
         return optimizer(model, **into_groups(options))
 
     signature = inspect.signature(optimizer)
-    hidden = {*GROUPS, "betas", "scaling", "damping_mode", "refresh_every", "grad_scaler"}
+    hidden = {*GROUPS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
     listed = [p for p in signature.parameters.values() if p.name not in hidden]
     default = signature.parameters["step_size"].default
     more = [
@@ -130,13 +131,15 @@ def of_model(optimizer: Callable[..., Trains], *step_size: str) -> Callable[...,
 
 
 EKFAC = of_model(ekfac.EKFAC, "anneal", "pace", "trust", "kl_clip")
-PAPER = out_of_groups(ekfac.PAPER)
+#: With the defaults of an earlier version written out, as recorded runs have them.
+PAPER = {"pace": None, "trust": None, **out_of_groups(ekfac.PAPER)}
 
 register_optimizer("sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9")
 register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam")
 register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
 register_optimizer("muon", rivals.muon, {"lr": 3e-3}, "Muon for weight matrices, AdamW for the rest")
 register_optimizer("soap", rivals.soap, {"lr": 3e-3}, "SOAP, from the package pytorch_optimizer")
+register_optimizer("schedule-free", schedule_free, {"lr": 2.5e-3}, "Schedule-Free AdamW")
 register_optimizer(
     "kfac",
     of_model(ekfac.KFAC, "kl_clip"),

@@ -21,12 +21,11 @@ from ekfac.optim.options import (
     Numerics,
     Refresh,
     StepSize,
+    check_group,
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-
-#: A measured default; docs/tuning.md has the evidence.
-LR = 0.01
+from ekfac.optim.step_size.rate import course_of
 
 
 class EKFAC(Optimizer):
@@ -35,17 +34,15 @@ class EKFAC(Optimizer):
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
 
     .. math::
-        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad s = S_B S_A^T
+        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
-        &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2, \quad
-            m \leftarrow \beta m + (1 - \beta) g \\
-        &p = U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T, \quad
-            \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / 300}
+        &g = U_B^T G U_A, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) ((g - m)^2 + \kappa m^2) \\
+        &\theta \leftarrow \theta (1 - \eta \lambda) - \eta \, U_B \, (m / \sqrt{s}) \, U_A^T
 
-    This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
-    eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.methods.damping`).
-    ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has g / (s + \epsilon) in place of the fraction;
-    other rules are in :mod:`ekfac.optim.methods.rules`.
+    This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they
+    mean in AdamW, and torch's schedulers are obeyed. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which
+    has g / (s + \epsilon) in place of the fraction; other rules are in :mod:`ekfac.optim.methods.rules`.
 
     Example:
         >>> import torch, ekfac
@@ -61,17 +58,21 @@ class EKFAC(Optimizer):
         model: The model; its forward counts the examples.
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
-        lr: Learning rate, a number or a one-element tensor.
-        betas: Decays of m and, for "adam", of s; the rule's own by default.
-        weight_decay: Weight decay.
+        lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,
+            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it.
+        betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
+            schedulers find them.
+        weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.
+        total_steps: The length of the training: the rate then falls to zero along a cosine, after a warm-up.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
             how far the loss falls; then ``step`` needs a closure.
         damping_mode: "spectral" (a fraction of each factor's largest eigenvalue), "relative" (of the layer's mean s),
             "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only ``eps``.
-        scaling: "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in its
-            eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own, such
-            as ``ekfac.rules.Running(decay=0.99)``.
-        refresh_every: Renew the bases every so many applied steps.
+        scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
+            its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
+            such as ``ekfac.rules.Running(decay=0.99)``.
+        refresh_every: Renew the bases every so many applied steps; sides wider than 1,024 more rarely. By default 20 on
+            a GPU, 50 on a CPU.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
@@ -90,13 +91,14 @@ class EKFAC(Optimizer):
         model: nn.Module,
         *,
         params: Groups | None = None,
-        lr: float | Tensor = LR,
+        lr: float | Tensor | None = None,
         betas: tuple[float, float] | None = None,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
+        total_steps: int | None = None,
         damping: Damping | AdaptiveDamping = DAMPING,
         damping_mode: str = "spectral",
-        scaling: str | Rule = "anchored",
-        refresh_every: int = 50,
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = True,
@@ -109,12 +111,13 @@ class EKFAC(Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         **old: Any,
     ) -> None:
-        update = {
+        own = {
             "lr": lr,
+            "weight_decay": weight_decay,
+            "total_steps": total_steps,
             "damping": damping,
             "momentum": momentum,
             "nesterov": nesterov,
-            "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
@@ -130,12 +133,20 @@ class EKFAC(Optimizer):
             "numerics": numerics,
             "grad_scaler": grad_scaler,
         }
-        arguments = with_old_names(type(self).__name__, given, old, {*update, *given, "params"})
+        arguments = with_old_names(type(self).__name__, given, old, {*own, *given, "params"})
+        rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")
 
         def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
             methods = eigen_methods(rule, mode)
             return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
 
-        rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")
-        others = {"scaling": rule, "damping_mode": mode, **arguments}
-        super().__init__(model, params, update, make_engine, others, step_size)
+        update: dict[str, Any] = {name: value for name, value in own.items() if name != "total_steps"}
+        update["lr"] = rule.lr if lr is None else lr
+        update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
+        update["decay_vectors"] = weight_decay is not None
+        if hasattr(rule, "betas"):
+            update["betas"] = tuple(rule.betas)
+        everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
+        check_group("step_size", step_size)
+        course = course_of(step_size.decay_steps, total_steps, warms_up=lr is None and rule.warms_up)
+        super().__init__(model, params, update, make_engine, everything, step_size, course)

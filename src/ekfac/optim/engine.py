@@ -108,7 +108,7 @@ class Engine:
 
     def check_finite(self, inputs: StepInputs) -> bool:
         """Tell whether to go on: all gradients are finite, or a mask will see to it that nothing changes."""
-        waits = self.partition.covered if inputs.warm and not self.schedule.maskable else inputs.solves
+        waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
         self.collector.watch.sizes(inputs)
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
@@ -133,7 +133,7 @@ class Engine:
             state = self.partition.state(block)
 
         # A basis from the factors, where it is due.
-        if block in inputs.solves or (inputs.warm and block.covered):
+        if block in inputs.solves or block in inputs.warm:
             self._compute_eigenbasis(block, state, inputs, rates)
 
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
@@ -163,7 +163,7 @@ class Engine:
             state.pop("near", None)
             self.method.refresh(block, state, A, B, float(damping), self.refresher)
         else:
-            self.method.warm_refresh(block, state, A, B, damping, self.refresher, (1, 1), inputs.ok)
+            self.method.warm_refresh(block, state, A, B, damping, self.refresher, inputs.warm[block], inputs.ok)
 
     # --- between steps --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 #: Options that are the same for the whole model, so that no group can have its own.
-SAME_FOR_ALL = {*FLAT, *GROUPS, *RULE_OPTIONS, "betas", "scaling", "damping_mode", "refresh_every", "grad_scaler"}
+SAME_FOR_ALL = {*FLAT, *GROUPS, *RULE_OPTIONS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
 
 
 class Grouped(torch.optim.Optimizer):
@@ -62,6 +62,8 @@ class Grouped(torch.optim.Optimizer):
         for p in parameters:
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
+        if "weight_decay" in group:
+            group.setdefault("decay_vectors", True)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):
@@ -153,6 +155,8 @@ def check_update_options(values: dict[str, Any]) -> None:
     options.damping("damping", values["damping"])
     checks.number("momentum", values["momentum"], least=0, below=1)
     checks.number("weight_decay", values["weight_decay"], least=0)
+    if "betas" in values:
+        checks.decays("betas", values["betas"])
     for name in ("nesterov", "decoupled_weight_decay", "maximize"):
         checks.flag(name, values[name])
     if values["nesterov"] and not values["momentum"]:

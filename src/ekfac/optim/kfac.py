@@ -23,9 +23,11 @@ from ekfac.optim.options import (
     Numerics,
     Refresh,
     StepSize,
+    check_group,
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
+from ekfac.optim.step_size.rate import course_of
 
 
 class KFAC(Optimizer):
@@ -45,7 +47,7 @@ class KFAC(Optimizer):
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`; a change re-inverts
             at once.
         pi_correction: Balance the damping between A and B.
-        refresh_every: Invert anew every so many applied steps.
+        refresh_every: Invert anew every so many applied steps. By default 20 on a GPU, 50 on a CPU.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
@@ -68,12 +70,12 @@ class KFAC(Optimizer):
         weight_decay: float = 0.0,
         damping: Damping | AdaptiveDamping = 1e-3,
         pi_correction: bool = True,
-        refresh_every: int = 50,
+        refresh_every: int | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
-        step_size: StepSize = StepSize(lr_fraction=None, max_change=None, decay_steps=None),
+        step_size: StepSize = StepSize(),
         refresh: Refresh = Refresh(),
         coverage: Coverage = Coverage(),
         batch: Batch = Batch(),
@@ -88,6 +90,7 @@ class KFAC(Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
+            "decay_vectors": True,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
@@ -100,7 +103,8 @@ class KFAC(Optimizer):
             "numerics": numerics,
             "grad_scaler": grad_scaler,
         }
-        arguments = with_old_names("KFAC", given, old, {*update, *given, "params", "pi_correction"})
+        own = {name: value for name, value in update.items() if name != "decay_vectors"}
+        arguments = with_old_names("KFAC", given, old, {*own, *given, "params", "pi_correction"})
         if arguments["coverage"].basis != "kronecker":
             raise TypeError("basis='identity': KFAC's inverse form has no basis. Allowed: basis='kronecker'")
 
@@ -109,4 +113,7 @@ class KFAC(Optimizer):
             return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
 
         step_size = arguments.pop("step_size")
-        super().__init__(model, params, update, make_engine, {"pi_correction": pi_correction, **arguments}, step_size)
+        check_group("step_size", step_size)
+        course = course_of(step_size.decay_steps, None, warms_up=False)
+        everything = {**own, "pi_correction": pi_correction, **arguments}
+        super().__init__(model, params, update, make_engine, everything, step_size, course)

@@ -15,13 +15,14 @@ from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base, check_model
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
-from ekfac.optim.options import StepSize, check_group
+from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
+from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
@@ -33,8 +34,9 @@ class Optimizer(Base, Grouped):
         params: torch's parameter groups over the model's parameters; all of them by default.
         defaults: What a group has unless it says otherwise.
         make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
-        arguments: All other arguments, for copies.
+        arguments: All arguments as they were given, for copies.
         step_size: What bounds the length of a step.
+        course: What lr is multiplied by over the steps, in groups that no scheduler of torch's has in hand.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class Optimizer(Base, Grouped):
         make_engine: Callable[[list[nn.Parameter], Any], Engine],
         arguments: dict[str, Any],
         step_size: StepSize,
+        course: RateCourse,
     ) -> None:
         check_model(model)
-        check_group("step_size", step_size)
-        self._arguments = {**defaults, **arguments, "step_size": step_size}
+        self._arguments = {**arguments, "step_size": step_size}
         self.step_size = step_size
+        self.course = course
         self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
         self.engine = make_engine(self._all_parameters(), self.state)
@@ -125,8 +128,7 @@ class Optimizer(Base, Grouped):
 
     def _rates(self) -> Rates:
         """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
-        t, decay = self.engine.schedule.applied_steps, self.step_size.decay_steps
-        factor = 1.0 if decay is None else (1 + t / decay) ** -0.5
+        factor = self.course.factor(self.engine.schedule.applied_steps)
         groups, fixed = [], []
         for index, g in enumerate(self.param_groups):
             lr = g["lr"]
@@ -135,23 +137,33 @@ class Optimizer(Base, Grouped):
                 self._check_group(index)
             lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
-            groups.append(GroupRates(lr * factor, g["damping"], l2, bool(g["maximize"])))
-            fixed.append(
-                (g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"], len(g["params"]))
-            )
+            if factor != 1.0 and self._on_course(g):
+                lr = lr * factor
+            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas")))
+            names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
+            fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
         at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]
         if at != self._indexed:
             self._index()
             self._indexed = at
         return Rates(groups, self._group_of, (tuple(fixed), self.step_size))
 
+    def _on_course(self, group: dict[str, Any]) -> bool:
+        """Tell whether the built-in course has a group's rate: nobody schedules it, nor has changed the default."""
+        untouched = self._arguments.get("lr") is not None or group["lr"] == self.defaults["lr"]
+        # All of torch's schedulers note where a rate began.
+        return "initial_lr" not in group and (untouched or self.course.total_steps is not None)
+
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
-        fraction = self.lr_fraction.take(directions, inputs.ok)
-        lrs = [group.lr * fraction for group in rates.groups]
+        lrs, adapts = [group.lr for group in rates.groups], self.lr_fraction.start is not None
+        if adapts:
+            fraction = self.lr_fraction.take(directions, inputs.ok)
+            lrs = [lr * fraction for lr in lrs]
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
         steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
-        self.lr_fraction.follow(directions, factors, inputs.ok)
+        if adapts:
+            self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:
             steps = self.kl_clip(steps, directions, lr_of, inputs)
         for group, lr in zip(self.param_groups, lrs, strict=True):
@@ -168,9 +180,10 @@ class Optimizer(Base, Grouped):
         mu = group["momentum"]
         if ok is not None:
             lr = lr * ok
-        if group["weight_decay"] and group["decoupled_weight_decay"]:
+        decayed = parameters if group["decay_vectors"] else [p for p in parameters if p.dim() > 1]
+        if decayed and group["weight_decay"] and group["decoupled_weight_decay"]:
             shrink = 1 - lr * group["weight_decay"]
-            torch._foreach_mul_(parameters, shrink.to(parameters[0]) if isinstance(shrink, Tensor) else shrink)
+            torch._foreach_mul_(decayed, shrink.to(decayed[0]) if isinstance(shrink, Tensor) else shrink)
         if mu:
             velocities = []
             for p, step in zip(parameters, p_steps, strict=True):
@@ -229,6 +242,9 @@ class Optimizer(Base, Grouped):
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:  # of a version that did not have them all
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         self.state.clear()
         self.state.update(state)
         self.engine.partition.take_states(self.state)  # torch has put a new dict there

@@ -34,29 +34,31 @@ class Group:
 
 @dataclass(frozen=True, repr=False)
 class StepSize(Group):
-    """What bounds the length of a step besides lr; measured defaults, docs/tuning.md has the evidence.
+    """What bounds the length of a step besides lr.
 
     Attributes:
+        decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None for no built-in fall.
+            By default, where no lr is given, what ``lr`` says of it.
+        max_change: Bound on the relative change |update| / |theta| of all L layers' weights together in one step,
+            before momentum: each layer's update is shortened to max_change / L at the most. None for no bound.
         lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored"; later steps take
             more while gradients keep agreeing with the last direction, less when they point back, up to lr. None for
             lr at all times.
-        max_change: Bound on the relative change |update| / |theta| of all L layers' weights together in one step,
-            before momentum: each layer's update is shortened to max_change / L at the most. None for no bound.
-        decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None keeps it as it is, for
-            use with a schedule of your own.
         kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
             s, as in the paper, that is twice the KL divergence of the step. None for no bound.
     """
 
-    lr_fraction: float | None = 0.03
-    max_change: float | None = 1.0
-    decay_steps: float | None = 300.0
+    decay_steps: float | str | None = "auto"
+    max_change: float | None = None
+    lr_fraction: float | None = None
     kl_clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.lr_fraction is not None:
             checks.number("lr_fraction", self.lr_fraction, above=0, most=1)
-        for name in ("max_change", "decay_steps", "kl_clip"):
+        if self.decay_steps is not None and self.decay_steps != "auto":
+            checks.number("decay_steps", self.decay_steps, above=0)
+        for name in ("max_change", "kl_clip"):
             if getattr(self, name) is not None:
                 checks.number(name, getattr(self, name), above=0)
 
@@ -70,8 +72,8 @@ class Refresh(Group):
             default they are renewed between steps, one layer after another, by orthogonal iteration from the basis in
             use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone.
-        factor_every: Take A and B from every so many steps' batches. By default from every one until step 300, then
-            from every ``refresh_every // 12``-th, layers one after another in up to four fractions (all at once if
+        factor_every: Take A and B from every so many steps' batches. By default from every one until step 20, then
+            from every ``refresh_every // 4``-th, layers one after another in up to four fractions (all at once if
             ``deterministic``).
     """
 
@@ -193,7 +195,7 @@ PAPER: dict[str, Any] = {
     "damping_mode": "plain",
     "refresh_every": 50,
     "refresh": Refresh(deterministic=True, factor_every=1),
-    "step_size": StepSize(lr_fraction=None, max_change=None, decay_steps=None),
+    "step_size": StepSize(decay_steps=None),
 }
 
 
@@ -201,7 +203,7 @@ PAPER: dict[str, Any] = {
 class EngineOptions:
     """What the engine is told."""
 
-    refresh_every: int = 50
+    refresh_every: int | None = None
     refresh: Refresh = Refresh()
     coverage: Coverage = Coverage()
     batch: Batch = Batch()
@@ -209,7 +211,8 @@ class EngineOptions:
     grad_scaler: torch.amp.GradScaler | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        checks.integer("refresh_every", self.refresh_every, least=1)
+        if self.refresh_every is not None:
+            checks.integer("refresh_every", self.refresh_every, least=1)
         for name in ("refresh", "coverage", "batch", "numerics"):
             check_group(name, getattr(self, name))
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):

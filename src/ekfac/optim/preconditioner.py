@@ -29,7 +29,7 @@ class Preconditioner(Base):
 
     .. math::
         A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
-        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T
+        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s}) \, U_A^T
 
     with m the running mean of g, as in :class:`EKFAC`'s default: a gradient of the size of Adam's steps, which has its
     momentum already. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
@@ -67,8 +67,8 @@ class Preconditioner(Base):
         betas: tuple[float, float] | None = None,
         damping: Damping = DAMPING,
         damping_mode: str = "spectral",
-        scaling: str | Rule = "anchored",
-        refresh_every: int = 50,
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
         refresh: Refresh = Refresh(),
         coverage: Coverage = Coverage(),
         batch: Batch = Batch(),

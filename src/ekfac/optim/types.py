@@ -130,12 +130,13 @@ class InverseState(BlockState):
 
 @dataclass(frozen=True)
 class GroupRates:
-    """The numbers of one parameter group in one step: floats, or in a CUDA graph tensors."""
+    """The numbers of one parameter group in one step: floats, or in a CUDA graph tensors (all but beta_2)."""
 
     lr: float | Tensor
     damping: float | Tensor
     l2: float = 0.0
     maximize: bool = False
+    betas: tuple[float | Tensor, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class StepInputs:
         rescaled: What each gradient that was touched since backward must be multiplied by to be as it was left.
         unknown: Layers of which nothing is known yet, and whose gradient is zero.
         solves: Blocks whose bases are solved for in full before they are used.
-        warm: Whether the bases of all other covered blocks are refreshed, warm, before they are used.
+        warm: Blocks whose bases are refreshed, warm, before they are used, and the iterations of their two sides.
         processes: How many processes train together.
         mean: What gradients are multiplied by to be those of a mean over examples.
         sizes: The largest magnitude of every gradient.
@@ -186,7 +187,7 @@ class StepInputs:
     n: float | Tensor = 0.0
     n_statistics: float | Tensor = 0.0
     solves: set[Block] = field(default_factory=set)
-    warm: bool = False
+    warm: dict[Block, tuple[int, int]] = field(default_factory=dict)
     processes: int = 1
     mean: float | Tensor = 1.0
     sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)

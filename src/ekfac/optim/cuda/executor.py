@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.curvature.layers.base import Call
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Replays
@@ -63,9 +64,13 @@ class CudaExecutor(Executor):
             self.recorded = None
 
     def parallel(self, function: Callable[[Block], T], blocks: Sequence[Block]) -> list[T]:
-        if self.recorded is None:
-            return super().parallel(function, blocks)
-        return self.streams([partial(function, block) for block in blocks], list(map(widest, blocks)))
+        if not blocks:
+            return []
+        device, exact = blocks[0].key.device, self.options.refresh.deterministic
+        with no_autocast(device) if exact else tensor_cores(device):
+            if self.recorded is None:
+                return super().parallel(function, blocks)
+            return self.streams([partial(function, block) for block in blocks], list(map(widest, blocks)))
 
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor

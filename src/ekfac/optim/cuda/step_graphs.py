@@ -120,7 +120,12 @@ class StepGraphs:
         device, known = engine.partition.device, dict(self._places)
         placed = at_places(inputs, known)
         groups = [
-            replace(g, lr=_scalar(device), damping=_scalar(device) if engine.method.damping_is_free else g.damping)
+            replace(
+                g,
+                lr=_scalar(device),
+                damping=_scalar(device) if engine.method.damping_is_free else g.damping,
+                betas=None if g.betas is None else (_scalar(device), g.betas[1]),
+            )
             for g in rates.groups
         ]
         placed_rates = replace(rates, groups=groups)
@@ -154,6 +159,8 @@ class StepGraphs:
         for place, now in zip(recorded.rates.groups, rates.groups, strict=True):
             _fill(place.lr, now.lr)
             _fill(place.damping, now.damping)
+            if place.betas is not None and now.betas is not None:
+                _fill(place.betas[0], now.betas[0])
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
@@ -208,7 +215,8 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
         for block, s in inputs.sums.items()
     )
     places = tuple((p.data_ptr(), g.stride()) for p, g in inputs.gradients.items())
-    return inputs.n, groups, rates.fixed, calls, sums, places, inputs.warm
+    refreshes = tuple((block.name, iterations) for block, iterations in inputs.warm.items())
+    return inputs.n, groups, rates.fixed, calls, sums, places, refreshes
 
 
 def tensors_of(inputs: StepInputs) -> tuple[list[Tensor], ...]:

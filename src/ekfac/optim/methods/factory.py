@@ -7,10 +7,23 @@ from dataclasses import fields
 from typing import Any
 
 from ekfac import checks
+from ekfac.optim.methods.belief import Belief
 from ekfac.optim.methods.damping import DAMPING_MODES
 from ekfac.optim.methods.eigenbasis import EigenMethod
-from ekfac.optim.methods.rules import RULES, Rule
+from ekfac.optim.methods.rules import Adagrad, Adam, Anchored, Kronecker, PerExample, RMSProp, Rule, Running
 from ekfac.optim.options import RULE_OPTIONS
+
+#: The rules that have a name.
+RULES: dict[str, type[Rule]] = {
+    "belief": Belief,
+    "anchored": Anchored,
+    "running": Running,
+    "per_example": PerExample,
+    "kronecker": Kronecker,
+    "adam": Adam,
+    "rmsprop": RMSProp,
+    "adagrad": Adagrad,
+}
 
 
 def take_rule(arguments: MutableMapping[str, Any]) -> Rule:

@@ -31,6 +31,9 @@ from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes
 from ekfac.optim.types import BlockState, KeptCalls, StepInputs
 
+#: How many times the average's trace that of a batch may be.
+OUTLIER = 100.0
+
 
 class Collector:
     """Gathers what a step will need.
@@ -194,7 +197,9 @@ class Collector:
 
         def taken(*tensors: Tensor) -> tuple[Any, ...]:
             given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
-            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, o.numerics.memory_limit)
+            sampled = not o.refresh.deterministic and block.dtype == torch.float32
+            limit = o.numerics.memory_limit
+            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, limit, sampled=sampled)
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
@@ -260,7 +265,7 @@ class Collector:
         n, mean = float(self.capture.examples), 1.0
         if self.options.batch.reduction == "sum":
             mean = processes / n
-        solves, warm = self._schedule.due(covered), self._schedule.applied_steps in self._schedule.intervals.early
+        solves, warm = self._schedule.due(covered)
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
 
     def _give_up_on(self, silent: list[Block]) -> None:
@@ -367,9 +372,10 @@ class Collector:
             A = f.A.mul_(by_A.to(f.A) if isinstance(by_A, Tensor) else by_A)
             B = f.B.mul_(by_B.to(f.B) if isinstance(by_B, Tensor) else by_B)
             W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+            if not self.options.refresh.deterministic and hasattr(state, "A"):
+                A, B = (shortened(new, old, W, state.factor_weight) for new, old in ((A, state.A), (B, state.B)))
             # An input so large that its square is not finite would stay in the average for ever.
-            traces = [M.sum() if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1).sum() for M in (A, B)]
-            bad = ~torch.isfinite(traces[0] + traces[1])
+            bad = ~torch.isfinite(trace(A) + trace(B))
             bad = bad if inputs.bad is None else bad | inputs.bad
             if bad.device.type != "cpu" or bad:
                 A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
@@ -381,3 +387,18 @@ class Collector:
         if totals:
             torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
             torch._foreach_add_(totals, batch)
+
+
+def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
+    """A batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
+
+    So an outlier does not fill the factors for hundreds of steps.
+    """
+    limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
+    factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
+    return new * torch.where(limit > 0, factor, 1.0)
+
+
+def trace(factor: Tensor) -> Tensor:
+    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()

@@ -43,7 +43,7 @@ def scaling_of_examples(collector: Collector, block: Block, inputs: StepInputs, 
             for calls, count in sums.held:
                 sums.add_scaling(statistics.scaling_sum(block, calls, count, step.basis, memory))
         sums.held = []
-    if inputs.processes > 1 and (inputs.warm or block in inputs.solves):
+    if inputs.processes > 1 and (block in inputs.warm or block in inputs.solves):
         sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
         dist.all_reduce(sums.scaling)
     if sums.scaling is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.blocks import Block
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 #: after GROWTH times as many steps: the first bases are stale almost at once.
 EARLY = 10
 GROWTH = 1.15
-START = 300
-#: Afterwards A and B are taken in so many fractions of the layers, one after another.
+START = 100
+#: So many first steps take their batches into A and B of all layers; later ones so many in an interval, in fractions
+#: of the layers, one after another.
+DENSE = 20
+BATCHES = 4
 FRACTIONS = 4
+#: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
+INTERVALS = {"cuda": 20}
+INTERVAL = 50
+#: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
+WIDE_SIDE = 1024
 #: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
 TRIES = 3
 #: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
@@ -50,22 +58,21 @@ class Intervals:
     every: int
     deterministic: bool
 
-    @cached_property
-    def early(self) -> frozenset[int]:
-        """The steps, by the number of applied ones before them, that refresh all bases, warm, before they use them."""
-        return frozenset() if self.deterministic else early_steps(self.every)
-
-    def warm_after(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
+    def warm_after(self, applied: int, index: int, blocks: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
-        A, B = (2 * index * self.every // max(1, 2 * blocks), (2 * index + 1) * self.every // max(1, 2 * blocks))
-        return int((applied + A) % self.every == 0), int((applied + B) % self.every == 0)
+        iterations = []
+        for side, stretch in enumerate(stretches):
+            interval = self.every * stretch
+            phase = (2 * index + side) * interval // max(1, 2 * blocks)
+            iterations.append(int((applied + phase) % interval == 0))
+        return iterations[0], iterations[1]
 
     def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
         """Whether A and B of a layer take in the batch of the step after this many applied ones.
 
-        At first they take in every batch, later twelve in an interval, not all layers the same, so that no step pays
+        At first they take in every batch, later four in an interval, not all layers the same, so that no step pays
         for all. There are a few fractions of layers, as every one is another step for a CUDA graph to hold.
 
         Args:
@@ -73,20 +80,27 @@ class Intervals:
             layer: The layer's place among all of the model.
             given: The user's own interval, at which all layers take in the same batches.
         """
-        if given is not None or applied < START:
+        if given is not None or applied < DENSE:
             return applied % (given or 1) == 0
-        interval = max(1, self.every // 12)
+        interval = max(1, self.every // BATCHES)
         fractions = 1 if self.deterministic else min(FRACTIONS, interval)
         return applied % interval == layer % fractions * interval // fractions
 
 
-def early_steps(every: int) -> frozenset[int]:
-    """The steps, by the number of applied ones before them, that refresh all bases before they use them."""
-    steps, at = set(range(min(every, EARLY))), float(EARLY)
+@cache
+def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
+    """The steps, by the number of applied ones before them, that refresh a side before they use it."""
+    steps, at = set(range(min(every, max(1, EARLY // stretch)))), float(EARLY)
     while at < START:
         steps.add(round(at))
-        at *= GROWTH
+        at *= GROWTH**stretch
     return frozenset(steps)
+
+
+def stretches(block: Block) -> tuple[int, int]:
+    """How many times longer than others' the intervals of a block's sides A and B are."""
+    A, B = (max(1, round((width / WIDE_SIDE) ** 2)) for width in (block.shape.inputs, block.shape.out))
+    return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
 
 class Schedule:
@@ -99,12 +113,14 @@ class Schedule:
     """
 
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
-        self.intervals = Intervals(options.refresh_every, options.refresh.deterministic)
         self.applied_steps = 0
         self.warm_refreshes = 0
         #: What warm refreshes have left off the diagonal, one number a block, and the host has not read.
         self.pending: list[tuple[list[Block], Answer]] = []
+        self._options = options
         self._refresh = options.refresh
+        #: How many times longer than others' the intervals of each block's sides are.
+        self._stretches: dict[Block, tuple[int, int]] = {}
         self._method = method
         self._partition = partition
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
@@ -116,26 +132,40 @@ class Schedule:
             and options.refresh.factor_decay > 0
         )
 
-    def due(self, blocks: Iterable[Block]) -> set[Block]:
-        """The covered blocks whose bases this step solves for in full, before it uses them."""
-        states, i = self._partition.states, self.intervals
-        if i.deterministic and self.applied_steps % i.every == 0:
-            return {block for block in blocks if block.covered}
-        found = set()
+    @cached_property
+    def intervals(self) -> Intervals:
+        """Which steps renew which bases; asked for when the device is known."""
+        every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
+        return Intervals(every, self._refresh.deterministic)
+
+    def due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
+        """What this step does with the bases of covered blocks before it uses them.
+
+        Returns:
+            The blocks to solve for in full, and those to refresh, warm, with the iterations of their two sides.
+        """
+        states, t, every = self._partition.states, self.applied_steps, self.intervals.every
+        deterministic = self.intervals.deterministic
+        solves, warm = set(), {}
         for block in blocks:
             state = states.get(block.key, NOTHING_YET)
-            if block.covered and (not hasattr(state, self._method.derived) or state.strayed >= TRIES):
-                found.add(block)
-        return found
-
-    @property
-    def warm(self) -> bool:
-        """Whether this step refreshes all bases that it does not solve for, warm, before it uses them."""
-        return self.applied_steps in self.intervals.early
+            if not hasattr(state, self._method.derived) or state.strayed >= TRIES:
+                solves.add(block)
+            elif deterministic:
+                if t % every == 0:
+                    solves.add(block)
+            elif t < START:
+                if block not in self._stretches:
+                    self._stretches[block] = stretches(block)
+                A, B = self._stretches[block]
+                iterations = int(t in early_steps(every, A)), int(t in early_steps(every, B))
+                if any(iterations):
+                    warm[block] = iterations
+        return solves, warm
 
     def renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
-        return block.covered and (self.warm or bool(self.due([block])))
+        return block.covered and any(self.due([block]))
 
     def takes_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
@@ -149,7 +179,9 @@ class Schedule:
         if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         covered = self._partition.covered
-        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered))
+        if block not in self._stretches:
+            self._stretches[block] = stretches(block)
+        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered), self._stretches[block])
 
     def poll(self, wait: bool) -> None:
         """Read how warm refreshes went.
