@@ -58,9 +58,12 @@ def factor_sums(
     """
     A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
     additions = 0
+    if sharing != "expand":
+        for call in calls:
+            refuse_unaligned(block, call, n)
     with factors.full_precision(block.key.device):
         if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
-            layer = calls[0].layer
+            layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
             for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
                 for (one,) in (calls, *further):
                     B = factors.output_sum(layer.deltas(cut(one.x), cut(one.d), count), sharing, block.diagonal_B, B)
@@ -68,7 +71,7 @@ def factor_sums(
                 terms += found
                 additions += 1
         else:
-            for h, delta in positions(block, calls, n, memory, further):
+            for h, delta in sums_of_positions(block, calls, n, memory, further):
                 A, found = block.layer.input_sum(h, sharing, block.diagonal_A, A)
                 delta = delta.flatten(0, 1) if delta.dim() == 5 else delta
                 B = factors.output_sum(delta, sharing, block.diagonal_B, B)
@@ -88,6 +91,8 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
     Half of the memory is for h, delta and their projections, the other half for what is made of them.
     """
     total: Tensor | None = None
+    for call in calls:
+        refuse_unaligned(block, call, n)
     with factors.full_precision(block.key.device):
         if len(calls) == 1 and not further and calls[0].layer.direct_scaling(calls[0].x, n, basis):
             ((layer, x, d),) = ((call.layer, call.x, call.d) for call in calls)
@@ -111,15 +116,51 @@ def probe_sum(block: Block, calls: Sequence[Call], n: int, memory: int, u: Tenso
     """
     total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
     with factors.full_precision(block.key.device):
-        for h, delta in positions(block, calls, n, memory):
+        for h, delta in sums_of_positions(block, calls, n, memory):
             d, a = block.layer.probe(h, delta, v, u)
             product = (d * a).reshape(-1)
             total = total + torch.stack([product.sum(), product.norm()])
     return total
 
 
-def positions(
+def refuse_unaligned(block: Block, call: Call, n: int) -> None:
+    """Raise if positions of a call belong to no example, for statistics that need each example's own gradient."""
+    if not call.aligned(n):
+        raise ValueError(
+            f"layer '{block.name}': its input has shape {tuple(call.x.shape)}, whose leading dimension is no multiple "
+            f"of the number of examples, {n} (the model's input counts them, or batch_dim, count=, batch(n)), so that "
+            "it has no gradient per example, which scaling='per_example', sharing='reduce' and fisher's 'ekfac' need. "
+            f"Allowed: exclude=['{block.name}'], which gives it the diagonal method, or a rule that needs sums over "
+            "positions alone (another scaling, sharing='expand')"
+        )
+
+
+def rows_if_unaligned(call: Call, n: int) -> int:
+    """The number of examples, or of rows where these belong to no example: what is summed over both is the same."""
+    return n if call.aligned(n) else len(call.x)
+
+
+def sums_of_positions(
     block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """:func:`positions` for sums over all of them: those of calls that do not line up with the examples come apart."""
+    if all(call.aligned(n) for call in calls):
+        yield from positions(block, calls, n, memory, further)
+        return
+    balance = balances(calls)
+    for i, call in enumerate(calls):
+        yield from positions(
+            block, [call], rows_if_unaligned(call, n), memory, [[one[i]] for one in further], balance
+        )
+
+
+def positions(
+    block: Block,
+    calls: Sequence[Call],
+    n: int,
+    memory: int,
+    further: Passes = (),
+    balance: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """h and delta of all calls side by side, a few examples at a time so that they fit into ``memory`` bytes.
 
@@ -128,9 +169,9 @@ def positions(
     if further and any(call.layer.transposed for call in calls):
         # Here h is itself a gradient, so that no two passes share it.
         for one in (calls, *further):
-            yield from positions(block, one, n, memory)
+            yield from positions(block, one, n, memory, (), balance)
         return
-    balance = balances(calls)
+    balance = balances(calls) if balance is None else balance
     for cut, count in cuts(block, calls, n, memory, further):
         h, delta = side_by_side(calls, cut, count, balance)
         if further:
@@ -172,14 +213,14 @@ def _examples(tensor: Tensor, start: int, stop: int, n: int, dtype: torch.dtype)
 def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None) -> tuple[Tensor, Tensor]:
     """h and delta of several calls as positions of the same n examples."""
     parts = [call.layer.positions(cut(call.x), cut(call.d), n) for call in calls]
-    if len(parts) == 1:
-        return parts[0]
     if balance is not None:
         # Every product delta h^T stays as it is.
         parts = [
             (h * balance, delta / balance) if call.layer.transposed else (h, delta)
             for call, (h, delta) in zip(calls, parts, strict=True)
         ]
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat([h for h, _ in parts], 1), torch.cat([delta for _, delta in parts], 1)
 
 

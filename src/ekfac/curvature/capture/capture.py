@@ -4,26 +4,33 @@ A forward hook on every covered module keeps the input and puts a tensor hook on
 backward hooks, are not disturbed by in-place activations. Every forward of the model is one :class:`Record` of ``n``
 examples. All calls of a layer within one record are positions of the same examples, so they are handed on together:
 at once where there was one call and the graph is freed, else when the record is complete.
+
+Layers that are called without the model's own forward (``model.encode(x)``) share a record until a backward pass reaches
+it; ``batch(n)`` says which calls belong together, and how many examples they have.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.counting import Count, Counted, count_examples, tensors
+from ekfac.curvature.capture.functional import Products
 from ekfac.curvature.capture.hooks import (
     BeginHook,
     EndHook,
+    EnterHook,
     ForwardHook,
+    LeaveHook,
     calls_under_way,
     inside_backward,
     inside_transform,
@@ -31,8 +38,9 @@ from ekfac.curvature.capture.hooks import (
     remove_hooks,
     run_hooks_in_compiled_models,
 )
-from ekfac.curvature.capture.records import Held, Input, Record
-from ekfac.curvature.layers.base import Call, Layer
+from ekfac.curvature.capture.records import Arrange, Held, Input, Record
+from ekfac.curvature.layers.base import Call, Layer, Reading
+from ekfac.curvature.statistics import refuse_unaligned
 
 #: Receives all calls of one block in one record, once: (block, calls, n).
 Receiver = Callable[[Block, list[Call], int], None]
@@ -52,6 +60,9 @@ class Capture:
         lands: Called within a backward pass: whether it brings a gradient to a block's parameters (for None: to any of
             the model), and not only to somebody who asks torch.autograd.grad for that of an input.
         batch_dim: The dimension of the model's input that counts examples.
+        count: Says how many examples a forward has, from its arguments; by default the first tensor does.
+        per_example: Whether statistics need each example's own gradient, so that positions of all layers must be
+            assignable to examples. Otherwise they are sums over positions, whoever these belong to.
     """
 
     def __init__(
@@ -62,6 +73,8 @@ class Capture:
         before_forward: Callable[[], bool] = lambda: True,
         lands: Callable[[Block | None], bool] = lambda block: True,
         batch_dim: int = 0,
+        count: Count | None = None,
+        per_example: bool = False,
     ) -> None:
         self.model = model
         self.receive = receive
@@ -69,6 +82,10 @@ class Capture:
         self.before_forward = before_forward
         self.lands = lands
         self.batch_dim = batch_dim
+        self.count = count
+        self.per_example = per_example
+        #: Told each tensor whose gradient is waited for.
+        self.on_output: Callable[[Tensor], None] | None = None
         self.enabled = True
         #: Inside ``statistics()``: backward passes that are not the training loss's.
         self.aside = False
@@ -79,12 +96,18 @@ class Capture:
         self._records: list[Record] = []
         self._current: Record | None = None
         self._latest: Record | None = None
+        #: Of layers that are called without the model's own forward.
+        self._loose: Record | None = None
         self._depth = 0
+        self._in_batch = False
         #: The backward pass that reached a record last.
         self._task = -1
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_hooks, self._handles)
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
+        self._readings: dict[nn.Module, Reading] = {}
+        self._products: dict[nn.Module, Products] = {}
+        self._entered: list[nn.Module] = []
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +123,17 @@ class Capture:
             run_hooks_in_compiled_models()
         _ATTACHED.add(self)
         me = weakref.ref(self)
-        self._handles += [module.register_forward_hook(ForwardHook(me)) for module in self._uses]
+        self._readings, self._products = {}, {}
+        for module, uses in self._uses.items():
+            layer = uses[0][1]
+            if layer.seen_through_linear:
+                self._products[module] = Products(self, uses)
+                self._handles.append(module.register_forward_pre_hook(EnterHook(me)))
+                self._handles.append(module.register_forward_hook(LeaveHook(me), always_call=True))
+                continue
+            if layer.reading is not None:
+                self._readings[module] = layer.reading(module)
+            self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True))
         self._handles.append(self.model.register_forward_pre_hook(BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
@@ -124,7 +157,8 @@ class Capture:
         for record in self._records:
             record.forget()
         self._records = []
-        self._current, self._depth = None, 0
+        self._current = self._loose = None
+        self._depth = 0
         self.examples = self.examples_aside = 0
         self.held.reset()
 
@@ -135,10 +169,25 @@ class Capture:
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 
+    @contextmanager
+    def batch(self, n: int) -> Iterator[None]:
+        """All calls of layers inside belong to the same ``n`` examples, whether the model's forward is called or not."""
+        if self._in_batch:
+            raise RuntimeError("batch() cannot be used within batch()")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"batch(n={n!r}): n must be a whole number of examples, at least 1")
+        self._current, self._depth, self._in_batch = None, 1, True
+        if self.enabled and torch.is_grad_enabled() and self.before_forward():
+            self._begin(Counted(n))
+        try:
+            yield
+        finally:
+            self._current, self._depth, self._in_batch = None, 0, False
+
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts: count its examples."""
-        if self._depth and calls_under_way(self.model) < 2:  # the one that it was within has been interrupted
-            self._current, self._depth = None, 0
+        if self._depth and not self._in_batch and calls_under_way(self.model) < 2:
+            self._current, self._depth = None, 0  # the one that it was within has been interrupted
         self._depth += 1
         if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
@@ -150,12 +199,23 @@ class Capture:
         elif not self.before_forward():
             return
         self._depth = 1
+        self._begin(self._count(args, kwargs))
+
+    def _begin(self, counted: Counted) -> None:
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
         for record in self._records:
             if record.reached and not record.kept:
                 self._hand_on(record)
-        self._current = self._latest = Record(self._count(args, kwargs))
+        self._current = self._latest = Record(counted)
         self._list(self._current)
+
+    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Counted:
+        if self.count is None:
+            return count_examples(args, kwargs, self.batch_dim)
+        n = self.count(*args, **kwargs)
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ValueError(f"count= returned {n!r}, but must return how many examples the model is called with")
+        return Counted(n)
 
     def _list(self, record: Record) -> None:
         if not record.listed:
@@ -167,76 +227,148 @@ class Capture:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._current is not None:
             record, self._current = self._current, None
-            for tensor in _tensors(output):
+            for tensor in tensors(output):
                 if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
                     tensor.register_hook(lambda d: self._come(record))
 
-    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        tensor = next(_tensors((args, kwargs)), None)
-        if tensor is None or tensor.dim() <= self.batch_dim:
-            found = "no tensor" if tensor is None else f"first a tensor of shape {tuple(tensor.shape)}"
-            raise ValueError(
-                f"batch_dim={self.batch_dim}: the model's input must have a tensor whose dimension "
-                f"{self.batch_dim} counts examples, but it has {found}"
-            )
-        return int(tensor.shape[self.batch_dim])
+    def _record(self) -> Record | None:
+        """The record that a call under way belongs to; None if it is not to be captured."""
+        if self._current is not None:
+            return self._current
+        if inside_backward() and self._latest is not None:
+            return self._latest  # activation checkpointing calls layers again: the same examples once more
+        if self._depth:
+            return None
+        if self._loose is None or self._loose.reached:
+            if not self.before_forward():
+                return None
+            self._begin(Counted(None))
+            self._loose, self._current = self._current, None
+        return self._loose
 
-    def called(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """A covered layer was called: keep its input until its output's gradient comes."""
-        if not (self.enabled and isinstance(output, Tensor) and output.requires_grad) or inside_transform():
+        uses = self._uses.get(module)
+        if uses is None or not self.enabled or inside_transform():
             return
-        # Activation checkpointing calls layers again within the backward pass: the same examples once more.
-        record = self._current or (self._latest if inside_backward() else None)
-        for block, layer in self._uses.get(module, ()):
-            if record is None:
-                output.register_hook(functools.partial(self._refuse, block))
-                continue
-            x = inputs[0] if self.wanted(block) else None
-            if x is not None:
-                if x.dim() == 1 and isinstance(module, nn.Linear):
-                    raise ValueError(
-                        f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
-                        "examples: give the model a batch of one, x[None]"
-                    )
-                x = self._by_example(x.detach(), record.n, block)
-                self.held.add(x)
-            call = record.calls[block]
-            record.calls[block] += 1
-            if inside_backward():
-                record.recomputed.add(block)
-            given = Input(x)
+        if module in self._readings:
+            self._called_whole(module, uses, args, kwargs, output)
+        elif isinstance(output, Tensor) and output.requires_grad:
+            x = args[0] if args else next(iter(kwargs.values()))
+            for block, layer in uses:
+                self.watch(block, layer, x, output)
 
-            def hook(
-                d: Tensor, r: Record = record, b: Block = block, la: Layer = layer, i: Input = given, c: int = call
-            ) -> None:
-                self.arrived(r, b, la, i, d.detach(), c)
+    def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
+        """A block's weight met ``x``, which gave ``output``: keep the one until the gradient of the other comes."""
+        record = self._record() if output.requires_grad else None
+        if record is None:
+            return
+        if self.on_output is not None:
+            self.on_output(output)
+        n = record.n
+        if n is None:
+            n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        given = Input(None)
+        if self.wanted(block):
+            x = x.detach()
+            if arrange is None and self.batch_dim and layer.free_dims(x) > self.batch_dim:
+                if x.shape[self.batch_dim] == n:
+                    arrange = self._batch_first
+            given = Input(x if arrange is None else arrange(x), arrange)
+            self._check_input(block, layer, given, n)
+            self.held.add(given.x)
+        call = self._number(record, block)
 
-            output.register_hook(hook)
+        def hook(d: Tensor) -> None:
+            self.arrived(record, block, layer, given, d.detach(), call)
 
-    def _refuse(self, block: Block, d: Tensor) -> None:
-        """A gradient comes to a layer that was called outside a forward of the model."""
-        if self.enabled and self.lands(block):
-            raise RuntimeError(
-                f"layer '{block.name}' was called outside a forward of the model given to the optimizer, so its "
-                "examples cannot be counted: call the model itself, or exclude the layer"
-            )
+        output.register_hook(hook)
 
-    def _by_example(self, tensor: Tensor, n: int, block: Block) -> Tensor:
-        """Bring examples to the front, and check that there are k n of them."""
-        if self.batch_dim:
-            if tensor.dim() <= self.batch_dim or tensor.shape[self.batch_dim] != n:
+    def _number(self, record: Record, block: Block) -> int:
+        """Count a call of a block within a record; return how many there were before."""
+        number = record.calls[block]
+        record.calls[block] += 1
+        if inside_backward():
+            record.recomputed.add(block)
+        return number
+
+    def _batch_first(self, tensor: Tensor) -> Tensor:
+        return tensor.movedim(self.batch_dim, 0)
+
+    def _leading(self, layer: Layer, x: Tensor) -> int:
+        """How many examples a layer's input seems to have."""
+        free = layer.free_dims(x)
+        return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
+
+    def _called_whole(
+        self,
+        module: nn.Module,
+        uses: list[tuple[Block, Layer]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        """A module was called that is read as a whole, once the gradients of all its outputs are there."""
+        outputs = [t for t in tensors(output) if t.requires_grad]
+        record = self._record() if outputs else None
+        if record is None:
+            return
+        reading = self._readings[module]
+        kept: list[Tensor] = []
+        if record.n is None or any(self.wanted(block) for block, _ in uses):
+            kept = [t.detach() for t in reading.keep(args, kwargs)]
+            record.settle(reading.examples(kept))
+        versions = [t._version for t in kept]
+        numbers = {block: self._number(record, block) for block, _ in uses}
+        if self.on_output is not None:
+            for tensor in outputs:
+                self.on_output(tensor)
+
+        def hook(grads: Sequence[Tensor | None]) -> None:
+            wanted = bool(kept) and any(self.wanted(block) and self._counts(block) for block, _ in uses)
+            if wanted and versions != [t._version for t in kept]:
+                self._refuse_changed(uses[0][0])
+            with torch.no_grad():
+                parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
+            if not keeps_graph():
+                kept.clear()
+            for block, layer in uses:
+                x, d = parts.get(layer.part, (None, grads[0]))
+                if x is not None:
+                    self.held.add(x)
+                    self._check_input(block, layer, Input(x), record.examples())
+                self.arrived(record, block, layer, Input(x), d, numbers[block])
+
+        register_multi_grad_hook(outputs, hook)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module that hides its products is about to be called: watch them, if anything of it is needed."""
+        uses = self._uses.get(module)
+        if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+            return
+        if any(self.wanted(block) or block not in self.fired for block, _ in uses):
+            self._products[module].__enter__()
+            self._entered.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """It has been called."""
+        if self._entered and self._entered[-1] is module:
+            self._entered.pop()
+            self._products[module].__exit__(None, None, None)
+
+    def _check_input(self, block: Block, layer: Layer, given: Input, n: int) -> None:
+        """Refuse an input whose positions belong to no example, where that matters."""
+        x = given.x
+        assert x is not None
+        if x.dim() == 1 and layer.free_dims(x) == 0:
+            if len(x) == n > 1:
                 raise ValueError(
-                    f"layer '{block.name}': its input has shape {tuple(tensor.shape)}, whose dimension "
-                    f"batch_dim={self.batch_dim} is not the number of examples, {n}"
+                    f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
+                    "examples: give the model a batch of one, x[None]"
                 )
-            return tensor.movedim(self.batch_dim, 0)
-        if n == 0 or tensor.dim() == 0 or tensor.shape[0] % n:
-            raise ValueError(
-                f"layer '{block.name}': its input has shape {tuple(tensor.shape)}, whose leading dimension is no "
-                f"multiple of the number of examples, {n} (the model's input counts them). Layers that mix or share "
-                f"examples have no gradient per example: exclude=['{block.name}'] gives it the diagonal method"
-            )
-        return tensor
+            given.x, given.arrange = x[None], lambda d: d[None]
+        if self.per_example:
+            refuse_unaligned(block, Call(layer, given.x, given.x), n)
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
@@ -257,10 +389,10 @@ class Capture:
         if self.aside:
             if not record.reached_aside:
                 record.reached_aside = True
-                self.examples_aside += record.n
+                self.examples_aside += record.examples()
         elif not record.reached:
             record.reached = True
-            self.examples += record.n
+            self.examples += record.examples()
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
@@ -275,21 +407,20 @@ class Capture:
         if x is None:
             return
         if given.changed:
-            raise RuntimeError(
-                f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be "
-                f"captured: change a copy, or exclude=['{block.name}']"
-            )
+            self._refuse_changed(block)
         if not keeps_graph():
             given.x = None
         if not self.wanted(block):
             return
-        if self.batch_dim:
-            d = d.movedim(self.batch_dim, 0)
+        if given.arrange is not None:
+            d = given.arrange(d)
+        if not x.numel():
+            return  # an expert that no token was sent to
         keep = keeps_graph() and not self.aside
         record.kept |= keep
         alone = record.calls[block] == 1 and block not in record.recomputed
         if alone and not keep and not record.waiting.get(block):
-            self.receive(block, [Call(layer, x, d)], record.n)
+            self.receive(block, [Call(layer, x, d)], record.examples())
             if given.x is None:
                 self.held.remove(x)
             return
@@ -300,9 +431,15 @@ class Capture:
         self.held.add(d)
         waiting[call] = Call(layer, x, d)
 
+    def _refuse_changed(self, block: Block) -> None:
+        raise RuntimeError(
+            f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be "
+            f"captured: change a copy, or exclude=['{block.name}']"
+        )
+
     def _hand_on(self, record: Record) -> None:
         for block, calls in record.waiting.items():
-            self.receive(block, list(calls.values()), record.n)
+            self.receive(block, list(calls.values()), record.examples())
             for call in calls.values():
                 self.held.remove(call.x)
                 self.held.remove(call.d)
@@ -329,15 +466,3 @@ def unseen(model: nn.Module) -> Iterator[None]:
             if not modules.isdisjoint(capture._uses):
                 stack.enter_context(capture.paused())
         yield
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested arguments, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -36,6 +36,9 @@ class EmbeddingLayer(Layer):
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         return x.reshape(n, -1), live_gradient(self.module, x, d).reshape(n, -1, 1, self.shape.out)
 
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim()
+
     def numbers_per_position(self) -> int:
         """The one-hot rows are never written; sums over equal tokens take a few copies of delta."""
         return 4 * self.shape.out
@@ -92,6 +95,9 @@ class TransposedEmbedding(Layer):
         tokens = live_gradient(self.module, x, tokens)
         tokens = tokens.reshape(n, -1, 1, self.shape.out)
         return F.pad(h, (0, self.shape.columns - h.shape[-1])), tokens
+
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim()
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
         return d.numel() // (n * d.shape[-1])

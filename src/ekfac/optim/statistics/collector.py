@@ -66,7 +66,13 @@ class Intake(Coverage):
         self.lanes = Lanes()
         self._replays = Replays("taking statistics", settings.cuda_graphs, settings.memory_limit)
         self.capture = Capture(
-            model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
+            model,
+            self._receive,
+            self._wanted,
+            self._before_forward,
+            self._lands,
+            settings.batch_dim,
+            per_example=method.needs_examples or settings.sharing == "reduce",
         )
         self.watch = GradientWatch([])
         self.set_parameters(parameters)

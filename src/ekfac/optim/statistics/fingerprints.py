@@ -41,13 +41,7 @@ class Fingerprints:
     def agree(self, block: Block, rows: Rows) -> bool:
         """Whether the ``.grad`` of a linear layer has the fingerprint of the product of its rows, up to rounding."""
         u, v = self.vectors(block)
-        width = block.shape.columns - ("bias" in block.parameters)
-        columns = {"weight": slice(0, width), "bias": slice(width, width + 1)}
-        found = torch.zeros((), dtype=block.dtype)
-        for role, p in block.parameters.items():  # one after the other: putting them together would copy the gradient
-            assert p.grad is not None
-            G = p.grad.to(block.dtype).reshape(1, block.shape.out, -1)
-            found = found + torch.einsum("go,goc,gc->", u, G, v[..., columns[role]])
+        found = block.layer.fingerprint({r: p.grad for r, p in block.parameters.items() if p.grad is not None}, u, v)
         products = torch.einsum("gmo,go->gm", rows.delta, u) * torch.einsum("gmc,gc->gm", rows.h, v)
         bound = 1e3 * torch.finfo(block.dtype).eps * products.abs().sum()
         return bool((found - products.sum()).abs() <= bound)
