@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
-from ekfac.curvature.layers.base import Call
+from ekfac.curvature.layers.base import Call, Layer
 from ekfac.curvature.scaling import chunks
 
 #: Further backward passes over the same forward: the same calls with other output gradients.
@@ -60,7 +61,7 @@ def factor_sums(
     additions = 0
     if sharing != "expand":
         for call in calls:
-            refuse_unaligned(block, call, n)
+            refuse_unaligned(block, call.layer, call.x, n)
     with factors.full_precision(block.key.device):
         if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
             layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
@@ -92,7 +93,7 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
     """
     total: Tensor | None = None
     for call in calls:
-        refuse_unaligned(block, call, n)
+        refuse_unaligned(block, call.layer, call.x, n)
     with factors.full_precision(block.key.device):
         if len(calls) == 1 and not further and calls[0].layer.direct_scaling(calls[0].x, n, basis):
             ((layer, x, d),) = ((call.layer, call.x, call.d) for call in calls)
@@ -123,35 +124,42 @@ def probe_sum(block: Block, calls: Sequence[Call], n: int, memory: int, u: Tenso
     return total
 
 
-def refuse_unaligned(block: Block, call: Call, n: int) -> None:
+def refuse_unaligned(block: Block, layer: Layer, x: Tensor, n: int) -> None:
     """Raise if positions of a call belong to no example, for statistics that need each example's own gradient."""
-    if not call.aligned(n):
-        raise ValueError(
-            f"layer '{block.name}': its input has shape {tuple(call.x.shape)}, whose leading dimension is no multiple "
-            f"of the number of examples, {n} (the model's input counts them, or batch_dim, count=, batch(n)), so that "
-            "it has no gradient per example, which scaling='per_example', sharing='reduce' and fisher's 'ekfac' need. "
-            f"Allowed: exclude=['{block.name}'], which gives it the diagonal method, or a rule that needs sums over "
-            "positions alone (another scaling, sharing='expand')"
+    if not layer.has_examples(x, n):
+        refuse(
+            block,
+            x,
+            f"whose leading dimension is no multiple of the number of examples, {n} (the model's input counts them, or "
+            "batch_dim, count=, batch(n))",
         )
+
+
+def refuse(block: Block, x: Tensor, why: str) -> NoReturn:
+    """Raise, as an input's positions belong to no example."""
+    raise ValueError(
+        f"layer '{block.name}': its input has shape {tuple(x.shape)}, {why}, so that "
+        "it has no gradient per example, which scaling='per_example', sharing='reduce' and fisher's 'ekfac' need. "
+        f"Allowed: exclude=['{block.name}'], which gives it the diagonal method, or a rule that needs sums over "
+        "positions alone (another scaling, sharing='expand')"
+    )
 
 
 def rows_if_unaligned(call: Call, n: int) -> int:
     """The number of examples, or of rows where these belong to no example: what is summed over both is the same."""
-    return n if call.aligned(n) else len(call.x)
+    return n if call.layer.has_examples(call.x, n) else len(call.x)
 
 
 def sums_of_positions(
     block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """:func:`positions` for sums over all of them: those of calls that do not line up with the examples come apart."""
-    if all(call.aligned(n) for call in calls):
+    if all(call.layer.has_examples(call.x, n) for call in calls):
         yield from positions(block, calls, n, memory, further)
         return
     balance = balances(calls)
     for i, call in enumerate(calls):
-        yield from positions(
-            block, [call], rows_if_unaligned(call, n), memory, [[one[i]] for one in further], balance
-        )
+        yield from positions(block, [call], rows_if_unaligned(call, n), memory, [[one[i]] for one in further], balance)
 
 
 def positions(

@@ -5,8 +5,8 @@ backward hooks, are not disturbed by in-place activations. Every forward of the 
 examples. All calls of a layer within one record are positions of the same examples, so they are handed on together:
 at once where there was one call and the graph is freed, else when the record is complete.
 
-Layers that are called without the model's own forward (``model.encode(x)``) share a record until a backward pass reaches
-it; ``batch(n)`` says which calls belong together, and how many examples they have.
+Layers that are called without the model's own forward (``model.encode(x)``) share a record until a backward pass
+reaches it; ``batch(n)`` says which calls belong together, and how many examples they have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.capture.counting import Count, Counted, count_examples, tensors
+from ekfac.curvature.capture.counting import Count, tensors
+from ekfac.curvature.capture.forwards import Forwards
 from ekfac.curvature.capture.functional import Products
 from ekfac.curvature.capture.hooks import (
     BeginHook,
@@ -31,20 +33,15 @@ from ekfac.curvature.capture.hooks import (
     EnterHook,
     ForwardHook,
     LeaveHook,
-    calls_under_way,
     inside_backward,
     inside_transform,
     keeps_graph,
     remove_hooks,
     run_hooks_in_compiled_models,
 )
-from ekfac.curvature.capture.records import Arrange, Held, Input, Record
+from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, hand_on
 from ekfac.curvature.layers.base import Call, Layer, Reading
-from ekfac.curvature.statistics import refuse_unaligned
-
-#: Receives all calls of one block in one record, once: (block, calls, n).
-Receiver = Callable[[Block, list[Call], int], None]
-
+from ekfac.curvature.statistics import refuse, refuse_unaligned
 
 _ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
@@ -79,35 +76,26 @@ class Capture:
         self.model = model
         self.receive = receive
         self.wanted = wanted
-        self.before_forward = before_forward
         self.lands = lands
+        self.held = Held()
         self.batch_dim = batch_dim
-        self.count = count
+        self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
         self.per_example = per_example
         #: Told each tensor whose gradient is waited for.
         self.on_output: Callable[[Tensor], None] | None = None
-        self.enabled = True
         #: Inside ``statistics()``: backward passes that are not the training loss's.
         self.aside = False
         self.examples = 0
         self.examples_aside = 0
         self.fired: set[Block] = set()
-        self.held = Held()
-        self._records: list[Record] = []
-        self._current: Record | None = None
-        self._latest: Record | None = None
-        #: Of layers that are called without the model's own forward.
-        self._loose: Record | None = None
-        self._depth = 0
-        self._in_batch = False
-        #: The backward pass that reached a record last.
-        self._task = -1
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_hooks, self._handles)
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered: list[nn.Module] = []
+        #: Blocks and shapes of inputs that have been found to have examples.
+        self._looked_at: set[tuple[Block, torch.Size]] = set()
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -143,108 +131,49 @@ class Capture:
         _ATTACHED.discard(self)
         self.drop()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether forwards are captured."""
+        return self.forwards.enabled
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Capture nothing: forwards inside count no examples."""
-        before, self.enabled = self.enabled, False
+        before, self.forwards.enabled = self.forwards.enabled, False
         try:
             yield
         finally:
-            self.enabled = before
+            self.forwards.enabled = before
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
-        for record in self._records:
-            record.forget()
-        self._records = []
-        self._current = self._loose = None
-        self._depth = 0
+        self.forwards.drop()
         self.examples = self.examples_aside = 0
         self.held.reset()
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
-        for record in self._records:
-            self._hand_on(record)
+        for record in self.forwards.records:
+            self.forwards.hand_on(record)
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def batch(self, n: int) -> Iterator[None]:
-        """All calls of layers inside belong to the same ``n`` examples, whether the model's forward is called or not."""
-        if self._in_batch:
-            raise RuntimeError("batch() cannot be used within batch()")
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"batch(n={n!r}): n must be a whole number of examples, at least 1")
-        self._current, self._depth, self._in_batch = None, 1, True
-        if self.enabled and torch.is_grad_enabled() and self.before_forward():
-            self._begin(Counted(n))
-        try:
-            yield
-        finally:
-            self._current, self._depth, self._in_batch = None, 0, False
+    def batch(self, n: int) -> AbstractContextManager[None]:
+        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        return self.forwards.batch(n)
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts: count its examples."""
-        if self._depth and not self._in_batch and calls_under_way(self.model) < 2:
-            self._current, self._depth = None, 0  # the one that it was within has been interrupted
-        self._depth += 1
-        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
-            return
-        if inside_backward():
-            # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
-            # without gradients before.
-            if self._task == torch._C._current_graph_task_id():
-                return
-        elif not self.before_forward():
-            return
-        self._depth = 1
-        self._begin(self._count(args, kwargs))
-
-    def _begin(self, counted: Counted) -> None:
-        # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
-        for record in self._records:
-            if record.reached and not record.kept:
-                self._hand_on(record)
-        self._current = self._latest = Record(counted)
-        self._list(self._current)
-
-    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Counted:
-        if self.count is None:
-            return count_examples(args, kwargs, self.batch_dim)
-        n = self.count(*args, **kwargs)
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"count= returned {n!r}, but must return how many examples the model is called with")
-        return Counted(n)
-
-    def _list(self, record: Record) -> None:
-        if not record.listed:
-            record.listed = True
-            self._records.append(record)
+        """A forward of the model starts."""
+        self.forwards.begin(args, kwargs)
 
     def end(self, output: Any) -> None:
         """A forward of the model ended, well or by an exception."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and self._current is not None:
-            record, self._current = self._current, None
-            for tensor in tensors(output):
-                if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                    tensor.register_hook(lambda d: self._come(record))
-
-    def _record(self) -> Record | None:
-        """The record that a call under way belongs to; None if it is not to be captured."""
-        if self._current is not None:
-            return self._current
-        if inside_backward() and self._latest is not None:
-            return self._latest  # activation checkpointing calls layers again: the same examples once more
-        if self._depth:
-            return None
-        if self._loose is None or self._loose.reached:
-            if not self.before_forward():
-                return None
-            self._begin(Counted(None))
-            self._loose, self._current = self._current, None
-        return self._loose
+        record = self.forwards.end()
+        if record is None:
+            return
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
+                tensor.register_hook(lambda d: self._come(record))
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """A covered layer was called: keep its input until its output's gradient comes."""
@@ -260,7 +189,7 @@ class Capture:
 
     def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
         """A block's weight met ``x``, which gave ``output``: keep the one until the gradient of the other comes."""
-        record = self._record() if output.requires_grad else None
+        record = self.forwards.record() if output.requires_grad else None
         if record is None:
             return
         if self.on_output is not None:
@@ -271,12 +200,9 @@ class Capture:
         given = Input(None)
         if self.wanted(block):
             x = x.detach()
-            if arrange is None and self.batch_dim and layer.free_dims(x) > self.batch_dim:
-                if x.shape[self.batch_dim] == n:
-                    arrange = self._batch_first
-            given = Input(x if arrange is None else arrange(x), arrange)
-            self._check_input(block, layer, given, n)
-            self.held.add(given.x)
+            if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
+                arrange = self._batch_first
+            given = self._checked(block, layer, x, n, arrange)
         call = self._number(record, block)
 
         def hook(d: Tensor) -> None:
@@ -310,7 +236,7 @@ class Capture:
     ) -> None:
         """A module was called that is read as a whole, once the gradients of all its outputs are there."""
         outputs = [t for t in tensors(output) if t.requires_grad]
-        record = self._record() if outputs else None
+        record = self.forwards.record() if outputs else None
         if record is None:
             return
         reading = self._readings[module]
@@ -328,16 +254,17 @@ class Capture:
             wanted = bool(kept) and any(self.wanted(block) and self._counts(block) for block, _ in uses)
             if wanted and versions != [t._version for t in kept]:
                 self._refuse_changed(uses[0][0])
+            outputs_gradient = next(g for g in grads if g is not None)
             with torch.no_grad():
                 parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
             if not keeps_graph():
                 kept.clear()
             for block, layer in uses:
-                x, d = parts.get(layer.part, (None, grads[0]))
-                if x is not None:
-                    self.held.add(x)
-                    self._check_input(block, layer, Input(x), record.examples())
-                self.arrived(record, block, layer, Input(x), d, numbers[block])
+                given, d = Input(None), outputs_gradient
+                if layer.part in parts:
+                    x, d = parts[layer.part]
+                    given = self._checked(block, layer, x, record.examples())
+                self.arrived(record, block, layer, given, d, numbers[block])
 
         register_multi_grad_hook(outputs, hook)
 
@@ -347,28 +274,32 @@ class Capture:
         if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
         if any(self.wanted(block) or block not in self.fired for block, _ in uses):
-            self._products[module].__enter__()
+            self._products[module].__enter__()  # type: ignore[no-untyped-call]
             self._entered.append(module)
 
     def leave(self, module: nn.Module) -> None:
         """It has been called."""
         if self._entered and self._entered[-1] is module:
             self._entered.pop()
-            self._products[module].__exit__(None, None, None)
+            self._products[module].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _check_input(self, block: Block, layer: Layer, given: Input, n: int) -> None:
-        """Refuse an input whose positions belong to no example, where that matters."""
-        x = given.x
-        assert x is not None
+    def _checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
+        """Keep an input; refuse one whose positions belong to no example, where that matters."""
         if x.dim() == 1 and layer.free_dims(x) == 0:
             if len(x) == n > 1:
                 raise ValueError(
                     f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
                     "examples: give the model a batch of one, x[None]"
                 )
-            given.x, given.arrange = x[None], lambda d: d[None]
+            arrange = _as_batch
+        x = x if arrange is None else arrange(x)
         if self.per_example:
-            refuse_unaligned(block, Call(layer, given.x, given.x), n)
+            refuse_unaligned(block, layer, x, n)
+            if (block, x.shape) not in self._looked_at and layer.shared(x):
+                refuse(block, x, "and counts up, as positions that all examples share do")
+            self._looked_at.add((block, x.shape))
+        self.held.add(x)
+        return Input(x, arrange)
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
@@ -378,14 +309,14 @@ class Capture:
 
     def _come(self, record: Record) -> None:
         """A backward pass has come to the output of a forward."""
-        self._latest, self._task = record, torch._C._current_graph_task_id()
+        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
         if self._counts(None):
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
         """A backward pass has come to a record: its examples count, once."""
-        self._latest, self._task = record, torch._C._current_graph_task_id()
-        self._list(record)
+        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+        self.forwards.list(record)
         if self.aside:
             if not record.reached_aside:
                 record.reached_aside = True
@@ -397,7 +328,7 @@ class Capture:
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
         if given.x is None and record.reached and block in self.fired and not self.aside:
-            self._latest, self._task = record, torch._C._current_graph_task_id()
+            self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
             return  # nothing that is not known
         if not self._counts(block):
             return
@@ -437,24 +368,21 @@ class Capture:
             f"captured: change a copy, or exclude=['{block.name}']"
         )
 
-    def _hand_on(self, record: Record) -> None:
-        for block, calls in record.waiting.items():
-            self.receive(block, list(calls.values()), record.examples())
-            for call in calls.values():
-                self.held.remove(call.x)
-                self.held.remove(call.d)
-        record.waiting = {}
-
     @contextmanager
     def statistics_aside(self) -> Iterator[None]:
         """Backward passes inside are not the training loss's: they are captured apart from its examples."""
         self.aside = True
         try:
             yield
-            for record in self._records:
-                self._hand_on(record)
+            for record in self.forwards.records:
+                self.forwards.hand_on(record)
         finally:
             self.aside = False
+
+
+def _as_batch(tensor: Tensor) -> Tensor:
+    """A vector as a batch of one."""
+    return tensor[None]
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.counting import Counted
 from ekfac.curvature.layers.base import Call
 
+#: Receives all calls of one block in one record, once: (block, calls, n).
+Receiver = Callable[[Block, list[Call], int], None]
 #: Brings the examples of a tensor to the front.
 Arrange = Callable[[Tensor], Tensor]
 
@@ -108,3 +110,13 @@ class Record:
         """Reset to the state before any backward pass."""
         self.waiting = {}
         self.listed = self.reached = self.reached_aside = self.kept = False
+
+
+def hand_on(receive: Receiver, held: Held, record: Record) -> None:
+    """Hand on the gradients that waited for the rest of their record."""
+    for block, calls in record.waiting.items():
+        receive(block, list(calls.values()), record.examples())
+        for call in calls.values():
+            held.remove(call.x)
+            held.remove(call.d)
+    record.waiting = {}

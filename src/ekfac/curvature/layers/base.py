@@ -36,10 +36,6 @@ class Call:
     x: Tensor
     d: Tensor
 
-    def aligned(self, n: int) -> bool:
-        """Whether the leading dimension is that of n examples, or of n examples' positions one after the other."""
-        return n > 0 and len(self.x) % n == 0
-
 
 class Reading(ABC):
     """Reads the calls of a module whose h and delta are not simply its input and the gradient of its output.
@@ -114,6 +110,14 @@ class Layer(ABC):
     def of_part(cls, module: nn.Module, part: str, roles: frozenset[str], *, sua: bool = False) -> Layer:
         """Return the layer of one part of a module."""
         return cls(module, roles, sua=sua)
+
+    def has_examples(self, x: Tensor, n: int) -> bool:
+        """Whether an input's leading dimension counts n examples, or their positions, one example after the other."""
+        return n > 0 and len(x) % n == 0
+
+    def shared(self, x: Tensor) -> bool:
+        """Whether an input is seen to be one that all examples share; reads its numbers."""
+        return False
 
     def free_dims(self, x: Tensor) -> int:
         """How many leading dimensions of an input count examples and positions, and not features."""

@@ -41,7 +41,7 @@ class LinearLayer(Layer):
         spans = {role: slice(*edge) for role, edge in zip(widths, itertools.pairwise(edges), strict=True)}
         #: Columns of the input that trained weights multiply, by weight.
         self._spans = {role: span for role, span in spans.items() if role in roles}
-        self._whole = len(self._spans) == len(widths)
+        self._whole = 0 < len(self._spans) == len(widths)
         self.widths = {role: width for role, width in widths.items() if role in roles}
         self.biases = [role for role in biases if role in roles]
         self.weight_columns = sum(self.widths.values())
@@ -69,7 +69,7 @@ class LinearLayer(Layer):
 
     @property
     def direct_inputs(self) -> bool:
-        return self._whole and bool(self.widths) and bool(self.biases)
+        return self._whole and bool(self.biases)
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """A with its last rows and columns, which belong to biases, without writing columns of ones beside x."""

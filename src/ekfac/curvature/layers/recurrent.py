@@ -3,8 +3,8 @@
 No hook sees into them, so a call is computed again in the backward pass: step by step, with zeros added to what goes
 into the gates. The gradients of those zeros are the deltas, exactly; h is the input beside the state before the step.
 
-* LSTM and RNN: the gates see W_ih x + b_ih + W_hh h + b_hh, so that the two weights and the two biases are the columns of
-  one matrix, with h = (x_t, h_{t-1}, 1, 1).
+* LSTM and RNN: the gates see W_ih x + b_ih + W_hh h + b_hh, so that the two weights and the two biases are the columns
+  of one matrix, with h = (x_t, h_{t-1}, 1, 1).
 * GRU: its reset gate multiplies W_hh h + b_hh inside the candidate, so that input and state see different deltas: two
   blocks, "ih" and "hh".
 * A projected LSTM's W_hr is a block of its own.
