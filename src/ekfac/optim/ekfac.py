@@ -293,6 +293,10 @@ class EKFAC(Grouped):
         """
         return self.engine.statistics()
 
+    def batch(self, n: int) -> AbstractContextManager[None]:
+        """All layers called inside see the same ``n`` examples, whether the model's own forward is called or not."""
+        return self.engine.capture.batch(n)
+
     def paused(self) -> AbstractContextManager[None]:
         """Forwards and backwards inside are not captured."""
         return self.engine.capture.paused()

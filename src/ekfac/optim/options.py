@@ -64,6 +64,8 @@ class CaptureArguments(TypedDict, total=False):
             position, whose factors would cost more than all else; never with sharing="reduce".
         loss_reduction: "mean" (default) or "sum", over examples.
         batch_dim: The dimension of the model's input that counts examples. Default 0.
+        count: A function of the arguments of the model's forward that returns how many examples there are, for inputs
+            whose first tensor does not say. By default it does; where there is none, the first layer's input.
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
         unsupported: "diagonal" (default), or "error" to refuse parameters that no block covers.
@@ -82,6 +84,7 @@ class CaptureArguments(TypedDict, total=False):
     sua: bool | None
     loss_reduction: str
     batch_dim: int
+    count: Callable[..., int] | None
     include: str | Sequence[str] | None
     exclude: str | Sequence[str]
     unsupported: str
@@ -150,6 +153,7 @@ class EngineOptions:
     basis: str = "kronecker"
     loss_reduction: str = "mean"
     batch_dim: int = 0
+    count: Callable[..., int] | None = None
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] = ()
     unsupported: str = "diagonal"
@@ -173,6 +177,8 @@ class EngineOptions:
         one_of("basis", self.basis, ("kronecker", "identity"))
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         integer("batch_dim", self.batch_dim, least=0)
+        if self.count is not None and not callable(self.count):
+            raise ValueError(f"count={self.count!r} must be a function of the model's arguments, or None")
         one_of("unsupported", self.unsupported, ("diagonal", "error"))
         if self.max_factor_dim is not None:
             integer("max_factor_dim", self.max_factor_dim, least=1)

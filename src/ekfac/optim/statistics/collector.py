@@ -72,6 +72,7 @@ class Intake(Coverage):
             self._before_forward,
             self._lands,
             settings.batch_dim,
+            settings.count,
             per_example=method.needs_examples or settings.sharing == "reduce",
         )
         self.watch = GradientWatch([])
