@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ekfac.curvature.layers.attention import ProjectionLayer
 from ekfac.curvature.layers.base import ElementwiseLayer, Layer
 from ekfac.curvature.layers.convolution import ConvolutionLayer, Convs, TransposedConvolutionLayer, TransposedConvs
-from ekfac.curvature.layers.embedding import EmbeddingLayer, TransposedEmbedding
-from ekfac.curvature.layers.linear import BilinearLayer, Conv1DLayer, LinearLayer
+from ekfac.curvature.layers.embedding import EmbeddingLayer, OwnForwardEmbeddingLayer, TransposedEmbedding
+from ekfac.curvature.layers.experts import ExpertsLayer
+from ekfac.curvature.layers.linear import BilinearLayer, Conv1DLayer, LinearLayer, OwnForwardLinearLayer
 from ekfac.curvature.layers.norms import (
     BatchNormLayer,
     ForeignRMSNormLayer,
@@ -45,6 +46,12 @@ FOREIGN_KINDS: dict[str, type[Layer]] = {
     "Conv1D": Conv1DLayer,
     "RMSNorm": ForeignRMSNormLayer,
     "LayerNorm": ForeignRMSNormLayer,
+    "Experts": ExpertsLayer,
+}
+#: Subclasses that have a forward of their own, by the kind whose product it uses.
+OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: OwnForwardLinearLayer,
+    nn.Embedding: OwnForwardEmbeddingLayer,
 }
 
 #: Sides that are wider are kept diagonal where nothing is said: a basis for 50,000 classes would take 10 GB.
@@ -137,7 +144,8 @@ def layer_class(module: nn.Module) -> type[Layer] | None:
         if isinstance(module, kind) and type(module).forward is kind.forward and cls.supports(module):
             return cls
     if isinstance(module, tuple(KINDS)):
-        return None
+        own = (cls for kind, cls in OWN_FORWARD.items() if isinstance(module, kind))
+        return next((cls for cls in own if type(module) not in KINDS and cls.supports(module)), None)
     name = type(module).__name__
     return next((cls for part, cls in FOREIGN_KINDS.items() if part in name and cls.supports(module)), None)
 
@@ -273,7 +281,9 @@ def _layer_block(
         if isinstance(module, nn.Embedding) and not isinstance(owner, nn.Embedding):
             if not isinstance(owner, nn.Linear):
                 return None
-            uses[module] = TransposedEmbedding(module, frozenset({"weight"}), layer.shape.columns)
+            uses[module] = TransposedEmbedding(
+                module, frozenset({"weight"}), layer.shape.columns, layer_class(module) is OwnForwardEmbeddingLayer
+            )
         elif layer_class(module) is cls:
             other = cls.of_part(module, use.part, frozenset(roles), sua=bool(sua))
             if other.shape != layer.shape:

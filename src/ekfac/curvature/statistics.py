@@ -63,7 +63,15 @@ def factor_sums(
         for call in calls:
             refuse_unaligned(block, call.layer, call.x, n)
     with factors.full_precision(block.key.device):
-        if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
+        if block.layer.scattered:
+            sides = block.dtype, block.diagonal_A, block.diagonal_B
+            new_A, found, new_B = block.layer.sums_of_calls(calls, *sides)
+            for others in further:
+                new_B += block.layer.sums_of_calls(others, *sides)[2]
+            A = new_A if A is None else A.add_(new_A)
+            B = new_B if B is None else B.add_(new_B)
+            terms += found
+        elif sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
             layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
             for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
                 for (one,) in (calls, *further):
@@ -117,11 +125,20 @@ def probe_sum(block: Block, calls: Sequence[Call], n: int, memory: int, u: Tenso
     """
     total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
     with factors.full_precision(block.key.device):
-        for h, delta in sums_of_positions(block, calls, n, memory):
-            d, a = block.layer.probe(h, delta, v, u)
+        for d, a in _probes(block, calls, n, memory, u, v):
             product = (d * a).reshape(-1)
             total = total + torch.stack([product.sum(), product.norm()])
     return total
+
+
+def _probes(
+    block: Block, calls: Sequence[Call], n: int, memory: int, u: Tensor, v: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    if block.layer.scattered:
+        yield block.layer.probe_of_calls(calls, v, u)
+        return
+    for h, delta in sums_of_positions(block, calls, n, memory):
+        yield block.layer.probe(h, delta, v, u)
 
 
 def refuse_unaligned(block: Block, layer: Layer, x: Tensor, n: int) -> None:

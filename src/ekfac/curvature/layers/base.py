@@ -88,6 +88,8 @@ class Layer(ABC):
     reading: ClassVar[type[Reading] | None] = None
     #: The module hides its products from hooks: they are seen where it calls ``F.linear`` with its parameters.
     seen_through_linear: ClassVar[bool] = False
+    #: Each group has rows of its own: :meth:`sums_of_calls` and :meth:`probe_of_calls` stand for :meth:`positions`.
+    scattered: ClassVar[bool] = False
     #: Which part of the module this is; "" where it has only one.
     part: str = ""
 
@@ -171,6 +173,16 @@ class Layer(ABC):
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum of h h^T over examples (and positions and taps), added to ``into``, and the number of its terms."""
         return factors.input_sum(h, self.shape, sharing, diagonal, into)
+
+    def sums_of_calls(
+        self, calls: Sequence[Call], dtype: torch.dtype, diagonal_A: bool, diagonal_B: bool
+    ) -> tuple[Tensor, int, Tensor]:
+        """The sum that gives A, the number of its terms, and the sum that gives B."""
+        raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have sums_of_calls")
+
+    def probe_of_calls(self, calls: Sequence[Call], columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`probe` of all rows of some calls."""
+        raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have probe_of_calls")
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
         """Sum of h^2 over all positions and the number of its entries; for kinds that a tied weight may join."""

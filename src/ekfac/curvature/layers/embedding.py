@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ekfac.curvature.eigenbasis import Basis, rotate_rows
 from ekfac.curvature.layers.base import Layer, square_sum
+from ekfac.curvature.layers.recognise import multiplies_with_its_weight
 from ekfac.curvature.layers.shapes import BlockShape
 
 
@@ -79,6 +80,16 @@ class EmbeddingLayer(Layer):
         return {"weight": matrix[0].T}
 
 
+class OwnForwardEmbeddingLayer(EmbeddingLayer):
+    """A subclass of ``nn.Embedding`` whose own forward looks up by ``F.embedding``, and scales what it finds, say."""
+
+    seen_through_linear = True
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        return super().supports(module) and multiplies_with_its_weight(module)
+
+
 class TransposedEmbedding(Layer):
     """An embedding whose weight an output layer shares: as a use of that layer, rows and columns exchanged.
 
@@ -89,8 +100,9 @@ class TransposedEmbedding(Layer):
     module: Any
     transposed = True
 
-    def __init__(self, module: nn.Embedding, roles: frozenset[str], columns: int) -> None:
+    def __init__(self, module: nn.Embedding, roles: frozenset[str], columns: int, own_forward: bool = False) -> None:
         super().__init__(module, roles)
+        self.seen_through_linear = own_forward  # type: ignore[misc]
         self.shape = BlockShape(1, module.num_embeddings, columns)
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ekfac.curvature import factors
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Layer, Reading, square_sum
-from ekfac.curvature.layers.recognise import behaves_like
+from ekfac.curvature.layers.recognise import behaves_like, multiplies_with_its_weight
 from ekfac.curvature.layers.shapes import BlockShape
 
 
@@ -127,6 +127,16 @@ class LinearLayer(Layer):
             G = tensors[role].to(u.dtype)
             found = found + u[0] @ (G * piece if role in self.biases else self.matrix(G) @ piece)
         return found
+
+
+class OwnForwardLinearLayer(LinearLayer):
+    """A subclass of ``nn.Linear`` whose own forward calls ``F.linear`` with its weight, and does what else it likes."""
+
+    seen_through_linear = True
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        return multiplies_with_its_weight(module)
 
 
 class Conv1DLayer(LinearLayer):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 #: What was found out about a module: it is asked once.
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -40,6 +43,42 @@ def _compare(module: nn.Module, features: int, expected: Iterable[Callable[[Tens
         if bool((found.double() - right).abs().max() <= 8 * eps**0.75 * (1 + right.abs().max())):
             return True
     return False
+
+
+class _OwnWeight(TorchFunctionMode):
+    """Notes whether ``F.linear`` or ``F.embedding`` is called with a given weight."""
+
+    def __init__(self, weight: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.linear, F.embedding):
+            given = args[1] if len(args) > 1 else kwargs.get("weight")
+            self.seen |= given is not None and given is self.weight
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def multiplies_with_its_weight(module: nn.Module) -> bool:
+    """Whether the forward of a subclass of Linear or Embedding hands its weight, as it is, to torch's own function."""
+    if module not in _KNOWN:
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return False
+        _KNOWN[module] = False
+        if not weight.is_meta:
+            is_linear = isinstance(module, nn.Linear)
+            x = weight.new_zeros(1, weight.shape[1]) if is_linear else weight.new_zeros(1, 1, dtype=torch.long)
+            with torch.random.fork_rng(devices=[]), _OwnWeight(weight) as mode:
+                try:
+                    type(module).forward(module, x)
+                except Exception:  # it wants something else
+                    return False
+            _KNOWN[module] = mode.seen
+    return _KNOWN[module]
 
 
 def takes_one_tensor(module: nn.Module) -> bool:

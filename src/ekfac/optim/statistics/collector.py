@@ -162,7 +162,7 @@ class Intake(Coverage):
                 return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self.method.needs_examples and count == n)
-        if not self.graphs_possible or block in self.fingerprints.unprobed:
+        if not self.graphs_possible or block in self.fingerprints.unprobed or block.layer.scattered:
             return False
         size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
         if self._stashed_bytes + size > self.settings.memory_limit:
@@ -208,7 +208,7 @@ class Intake(Coverage):
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
-        if block in self.stash or not self.graphs_possible:
+        if block in self.stash or not self.graphs_possible or block.layer.scattered:
             return FactorSums(*taken())
         return FactorSums(*self._replays((block, n, *((c.layer, c.layer.mode) for c in calls)), taken, *tensors))
 
