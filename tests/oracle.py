@@ -373,7 +373,7 @@ def observe(
             h_calls, delta_calls, turned = [], [], []
             for module, x, z in record[layer.key]:
                 g = of_zeros[id(z)]
-                if g is None:
+                if g is None or not len(x):
                     continue
                 h, delta = layer.positions(module, x, g)
                 h_calls.append(h)

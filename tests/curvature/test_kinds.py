@@ -340,3 +340,313 @@ def test_recurrent(kind: type[nn.Module], options: dict[str, Any], given: bool, 
     twin = Unrolled(model).double()
     batches = data((6, 3, 3), model, steps=3)
     compare(model, Twin(twin, twin.pack, twin.keys()), batches, 6, rule)
+
+
+# ----------------------------------------------------------------------------- kinds that are a Linear in disguise
+
+
+class Conv1D(nn.Module):
+    """As in transformers: the weight is stored as (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As in Gemma and BART."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 3.0
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor, gain: float = 2.0) -> Tensor:
+        return gain * super().forward(x)
+
+
+class Disguised(nn.Module):
+    """Each kind between two layers; ``kind`` says which."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(5, 2)
+        self.inner: nn.Module = {
+            "conv1d": lambda: Conv1D(5, 4), "own forward": lambda: Doubled(4, 5), "bilinear": lambda: nn.Bilinear(4, 4, 5),
+            "bilinear without bias": lambda: nn.Bilinear(4, 4, 5, bias=False), "lstm cell": lambda: nn.LSTMCell(4, 5),
+            "gru cell": lambda: nn.GRUCell(4, 5), "rnn cell": lambda: nn.RNNCell(4, 5),
+        }[kind]()  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if "bilinear" in self.kind:
+            return self.last(self.inner(h, input2=h.cos()))
+        if "cell" in self.kind:
+            state, out = None, []
+            for t in range(x.shape[1]):
+                state = self.inner(h[:, t], state)
+                out.append(state[0] if isinstance(state, tuple) else state)
+            return self.last(torch.stack(out, 1))
+        return self.last(self.inner(h))
+
+
+class Plain(Disguised):
+    """The same with Linear layers alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        del self.inner
+        columns = {"conv1d": 4, "own forward": 4, "bilinear": 16, "bilinear without bias": 16, "lstm cell": 11,
+                   "rnn cell": 11, "gru cell": 4}[kind]  # fmt: skip
+        rows = {"lstm cell": 20, "gru cell": 15}.get(kind, 5)
+        self.a = nn.Linear(columns, rows, bias=kind in ("conv1d", "own forward", "bilinear", "gru cell"))
+        if kind == "gru cell":
+            self.b = nn.Linear(5, 15)
+
+    def cell(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "gru cell":
+            (i_r, i_z, i_n), (h_r, h_z, h_n) = self.a(x).chunk(3, -1), self.b(h).chunk(3, -1)
+            z = torch.sigmoid(i_z + h_z)
+            return (1 - z) * torch.tanh(i_n + torch.sigmoid(i_r + h_r) * h_n) + z * h, c
+        gates = self.a(torch.cat([x, h, x.new_ones(len(x), 2)], 1))
+        if self.kind == "rnn cell":
+            return gates.tanh(), c
+        i, f, g, o = gates.chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if "bilinear" in self.kind:
+            return self.last(self.a((h[..., :, None] * h.cos()[..., None, :]).flatten(-2)))
+        if "cell" in self.kind:
+            state = c = h.new_zeros(len(x), 5)
+            out = []
+            for t in range(x.shape[1]):
+                state, c = self.cell(h[:, t], state, c)
+                out.append(state)
+            return self.last(torch.stack(out, 1))
+        return self.last(self.a(h) * (2.0 if self.kind == "own forward" else 1.0))
+
+
+def pack_plain(kind: str, p: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: t for name, t in p.items() if not name.startswith("inner")}
+    own = {name.removeprefix("inner."): t for name, t in p.items() if name.startswith("inner")}
+    if kind == "gru cell":
+        return found | {"a.weight": own["weight_ih"], "a.bias": own["bias_ih"], "b.weight": own["weight_hh"],
+                        "b.bias": own["bias_hh"]}  # fmt: skip
+    if "cell" in kind:
+        columns = [own["weight_ih"], own["weight_hh"], own["bias_ih"][:, None], own["bias_hh"][:, None]]
+        return found | {"a.weight": torch.cat(columns, 1)}
+    weight = own["weight"].T if kind == "conv1d" else own["weight"].flatten(1)
+    return found | {"a.weight": weight} | ({"a.bias": own["bias"]} if "bias" in own else {})
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "kind",
+    ["conv1d", "own forward", "bilinear", "bilinear without bias", "lstm cell", "gru cell", "rnn cell"],
+)
+def test_a_linear_layer_in_disguise(kind: str, rule: str) -> None:
+    torch.manual_seed(0)
+    model, twin = jittered(Disguised(kind)), Plain(kind).double()
+    keys = {"a.weight": "inner.weight_ih" if "cell" in kind else "inner.weight", "b.weight": "inner.weight_hh"}
+    compare(model, Twin(twin, lambda p: pack_plain(kind, p), keys), data((7, 3, 3), model), 7, rule)
+
+
+class Bag(nn.Module):
+    """A bag of tokens; its twin looks them up one by one."""
+
+    def __init__(self, mode: str, plain: bool, padding_idx: int | None) -> None:
+        super().__init__()
+        self.mode, self.plain, self.padding_idx = mode, plain, padding_idx
+        kind = nn.Embedding if plain else nn.EmbeddingBag
+        options = {} if plain else {"mode": mode}
+        self.bag, self.last = kind(6, 4, padding_idx=padding_idx, **options), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.plain:
+            return self.last(self.bag(tokens))
+        live = torch.ones(tokens.shape, dtype=torch.float64)
+        if self.padding_idx is not None:
+            live = live * (tokens != self.padding_idx)
+        found = (self.bag(tokens) * live[..., None]).sum(1)
+        return self.last(found / live.sum(1, keepdim=True).clamp(min=1) if self.mode == "mean" else found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_tokens(mode: str, padding_idx: int | None, rule: str) -> None:
+    torch.manual_seed(0)
+    model, twin = jittered(Bag(mode, False, padding_idx)), Bag(mode, True, padding_idx).double()
+    batches = [(torch.randint(0, 6, (7, 5)), torch.randn(7, 2, dtype=torch.float64)) for _ in range(4)]
+    compare(model, Twin(twin, dict, {}), batches, 7, rule)
+
+
+@pytest.mark.parametrize("last_offset", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_bags_of_unequal_sizes(last_offset: bool, weighted: bool) -> None:
+    """They are the bags of equal sizes that are padded; only sums over positions are defined."""
+    torch.manual_seed(0)
+    mode = "sum" if weighted else "mean"
+    bag = nn.EmbeddingBag(6, 4, mode=mode, include_last_offset=last_offset, dtype=torch.float64)
+    opt = EKFAC(nn.Sequential(bag), lr=0.1, damping=0.1)
+    tokens, offsets = torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 2, 3] + [6] * last_offset)
+    weights = torch.linspace(1, 2, 6, dtype=torch.float64) if weighted else None
+    out = bag(tokens, offsets, per_sample_weights=weights)
+    out.sin().sum().backward()
+    assert opt.engine.capture.examples == 3
+    d = torch.cos(out.detach())[[0, 0, 1, 2, 2, 2]]
+    share = weights if weighted else torch.tensor([1 / 2, 1 / 2, 1, 1 / 3, 1 / 3, 1 / 3], dtype=torch.float64)
+    opt.step()  # which compares the gradient with what was captured
+    state = opt.state[bag.weight]
+    rows = 3 * d * share[:, None]
+    torch.testing.assert_close(state["B"][0] / state["factor_weight"], rows.T @ rows / 3)
+    torch.testing.assert_close(
+        state["A"][0] / state["factor_weight"], torch.bincount(tokens, minlength=6).to(torch.float64) / 6
+    )
+
+
+class LlamaLike(nn.Module):
+    def __init__(self, width: int, one: bool = False) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon, self.one = nn.Parameter(torch.ones(width)), 1e-6, one
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        normal = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (1 + self.weight if self.one else self.weight) * normal
+
+
+class LlamaLikeRMSNorm(LlamaLike):
+    pass
+
+
+class NotAnRMSNorm(LlamaLike):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("one", [False, True])
+def test_norms_of_other_libraries(one: bool, rule: str) -> None:
+    torch.manual_seed(0)
+    model = jittered(nn.Sequential(nn.Linear(3, 4), LlamaLikeRMSNorm(4, one), nn.Linear(4, 2)))
+    twin = nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-6), nn.Linear(4, 2)).double()
+
+    def pack(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t + one if name == "1.weight" else t for name, t in p.items()}
+
+    compare(model, Twin(twin, pack, {}), data((7, 3, 3), model), 7, rule)
+
+
+def test_a_norm_that_is_none_is_left_alone() -> None:
+    (row,) = summary(NotAnRMSNorm(4)).rows
+    assert row.block == "diagonal" and "NotAnRMSNorm" in row.why
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rule", ["running", "per_example", "KFAC"])
+def test_a_scaled_embedding_tied_to_the_output(rule: str, bias: bool) -> None:
+    class Tied(nn.Module):
+        def __init__(self, scaled: bool) -> None:
+            super().__init__()
+            self.tokens = ScaledEmbedding(6, 4) if scaled else nn.Embedding(6, 4)
+            self.scaled, self.head = scaled, nn.Linear(4, 6, bias=bias)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.tokens(x) * (1.0 if self.scaled else 3.0)))
+
+    torch.manual_seed(0)
+    model, twin = jittered(Tied(True)), Tied(False).double()
+    batches = [(torch.randint(0, 6, (7, 3)), torch.randn(7, 3, 6, dtype=torch.float64)) for _ in range(4)]
+    compare(model, Twin(twin, dict, {}), batches, 7, rule)
+
+
+# ------------------------------------------------------------------------------------------------------- experts
+
+
+class FusedExperts(nn.Module):
+    """A stack of matrices, used one by one, by torch's grouped product, or as a batch."""
+
+    def __init__(self, how: str, turned: bool) -> None:
+        super().__init__()
+        self.how, self.is_transposed = how, turned
+        self.up = nn.Parameter(torch.randn(3, 4, 8) if turned else torch.randn(3, 8, 4))
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        up = self.up if self.is_transposed else self.up.mT
+        order = to.argsort(stable=True)
+        rows = x[order]
+        ends = torch.bincount(to, minlength=3).cumsum(0)
+        if self.how == "batch":
+            return x.new_zeros(len(x), 8).index_copy(0, order, torch.bmm(rows.reshape(3, -1, 4), up).reshape(-1, 8))
+        if self.how == "grouped":
+            out = torch._grouped_mm(rows, up, offs=ends.int())
+        else:
+            starts = [0, *ends.tolist()]
+            out = torch.cat([
+                F.linear(rows[a:b], up[e].T) if self.how == "linear" else rows[a:b] @ up[e]
+                for e, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
+            ])  # fmt: skip
+        return x.new_zeros(len(x), 8).index_copy(0, order, out)
+
+
+class Mixture(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        x, to = given
+        return self.inner(x.reshape(-1, 4), to).reshape(*x.shape[:-1], 8).sin()
+
+
+class Separate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 8)
+        for e, layer in enumerate(self.layers):
+            out = out.index_copy(0, (to == e).nonzero()[:, 0], layer(x[to == e]))
+        return out
+
+
+@pytest.mark.parametrize("rule", ["running", "kronecker", "KFAC"])
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("how", ["linear", "matmul", "grouped", "batch"])
+def test_fused_experts_are_as_many_linear_layers(how: str, turned: bool, rule: str) -> None:
+    torch.manual_seed(0)
+    model, twin = Mixture(FusedExperts(how, turned)).double(), Mixture(Separate()).double()
+    chosen = COMMON | RULES[rule]
+    kind = KFAC if chosen.pop("optimizer", "") == "KFAC" else EKFAC
+    with torch.no_grad():
+        for e, layer in enumerate(twin.inner.layers):
+            layer.weight.copy_(model.inner.up[e].T if turned else model.inner.up[e])
+    opts = kind(model, **chosen), kind(twin, **chosen)
+    assert [row.block for row in opts[0].summary().rows] == ["kronecker 4 x 8, 3 groups"]
+    for _ in range(4):
+        x = torch.randn(6, 4, 4, dtype=torch.float64)
+        to = torch.arange(24) % 3 if how == "batch" else torch.randint(0, 3, (24,))
+        to = to[torch.randperm(24)]
+        for m, opt in zip((model, twin), opts, strict=True):
+            opt.zero_grad()
+            m((x, to)).square().sum((1, 2)).mean().backward()
+            opt.step()
+        for e, layer in enumerate(twin.inner.layers):
+            own = model.inner.up[e].T if turned else model.inner.up[e]
+            torch.testing.assert_close(own, layer.weight, rtol=1e-9, atol=1e-11)
+
+
+def test_experts_have_no_examples() -> None:
+    model = Mixture(FusedExperts("linear", False)).double()
+    with EKFAC(model, lr=0.1, scaling="per_example"), pytest.raises(ValueError, match=r"layer 'inner.up'.*exclude="):
+        model((torch.randn(6, 4, 4, dtype=torch.float64), torch.arange(24) % 3))

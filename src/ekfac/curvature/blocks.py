@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 from ekfac.curvature.layers.attention import ProjectionLayer
 from ekfac.curvature.layers.base import ElementwiseLayer, Layer
 from ekfac.curvature.layers.convolution import ConvolutionLayer, Convs, TransposedConvolutionLayer, TransposedConvs
-from ekfac.curvature.layers.embedding import EmbeddingLayer, OwnForwardEmbeddingLayer, TransposedEmbedding
+from ekfac.curvature.layers.embedding import (
+    EmbeddingBagLayer,
+    EmbeddingLayer,
+    OwnForwardEmbeddingLayer,
+    TransposedEmbedding,
+)
 from ekfac.curvature.layers.experts import ExpertsLayer
 from ekfac.curvature.layers.linear import BilinearLayer, Conv1DLayer, LinearLayer, OwnForwardLinearLayer
 from ekfac.curvature.layers.norms import (
@@ -40,6 +46,7 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.MultiheadAttention: ProjectionLayer,
     **dict.fromkeys((*Recurrent, *Cells), RecurrentLayer),
     nn.Bilinear: BilinearLayer,
+    nn.EmbeddingBag: EmbeddingBagLayer,
 }
 #: Kinds that other libraries define, by the name of the class or a part of it; they are known by what they do.
 FOREIGN_KINDS: dict[str, type[Layer]] = {
@@ -74,6 +81,7 @@ class Block:
         diagonal_A: Whether A is kept as a vector.
         diagonal_B: Whether B is kept as a vector.
         note: What else a reader of the summary should know.
+        why: Why no layer covers the parameter; "" where one does, or where that was asked for.
     """
 
     name: str
@@ -84,6 +92,7 @@ class Block:
     diagonal_A: bool = False
     diagonal_B: bool = False
     note: str = field(default="")
+    why: str = field(default="")
 
     @property
     def shape(self) -> BlockShape:
@@ -217,15 +226,36 @@ def find_blocks(
             f"unsupported='error', and no layer that can be preconditioned covers: "
             f"{', '.join(names[p] for p in rest)}. Allowed: unsupported='diagonal', or freeze them"
         )
-    blocks += [Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}) for p in rest]
+    owners = {p: (name, m) for name, m in reversed(modules.items()) for p in m._parameters.values() if p is not None}
+    for p in rest:
+        name, owner = owners[p]
+        asked = matches(name, exclude) or (include is not None and not matches(name, include))
+        why = "" if asked else "its layer is never called" if p in silent else _why(owner, p in users)
+        blocks.append(Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}, why=why))
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
+
+
+def _why(module: nn.Module, tied: bool) -> str:
+    """Why a parameter that a module holds has no layer."""
+    kind = type(module).__name__
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return "what the layer multiplies with is made of it by a parametrization"
+    if not {"weight_g", "weight_orig"}.isdisjoint(module._parameters):
+        return "what the layer multiplies with is made of it by a hook"
+    if tied:
+        return "layers of several kinds share it"
+    known = [k for k in KINDS if isinstance(module, k)]
+    if known and type(module).forward is not known[0].forward:
+        return f"{kind} has a forward of its own"
+    return f"{kind} has no block in this form" if known else f"{kind} is no kind that is known"
 
 
 def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]) -> None:
     for argument, patterns in (("include", include or ()), ("exclude", exclude)):
         for pattern in patterns:
-            if not any(matches(name, [pattern]) for name in modules):
+            parts = (f"{n}.{part}" for n, m in modules.items() if (cls := layer_class(m)) for part in cls.parts(m))
+            if not any(matches(name, [pattern]) for name in itertools.chain(modules, parts)):
                 layers = ", ".join(n for n, m in modules.items() if n and layer_class(m)) or "none"
                 raise ValueError(f"{argument}={pattern!r} names no module of the model. Layers: {layers}")
 

@@ -21,6 +21,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
+from ekfac.curvature.summary import low_coverage
 from ekfac.optim.cuda.replay import Lanes, Replays
 from ekfac.optim.cuda.side_stream import Aside
 from ekfac.optim.methods.base import Method
@@ -62,6 +63,8 @@ class Intake(Coverage):
         self.stash: dict[Block, list[tuple[list[Call], int]]] = {}
         self._stashed_bytes = 0
         self._aside_used = False
+        #: Whether low coverage has been told, if there was any to tell.
+        self._told_coverage = False
         self.aside = Aside(settings.cuda_graphs)
         self.lanes = Lanes()
         self._replays = Replays("taking statistics", settings.cuda_graphs, settings.memory_limit)
@@ -259,6 +262,10 @@ class Intake(Coverage):
 
     def _check_captured(self) -> None:
         """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
+        if not self._told_coverage:
+            self._told_coverage = True
+            if (text := low_coverage(self.blocks)) is not None:
+                warnings.warn(text, UserWarning, stacklevel=2)
         if self.capture.examples == 0:
             raise RuntimeError(
                 "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
