@@ -7,6 +7,7 @@ function written out with ``nn.Linear`` layers, whose weights are the kind's own
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -377,7 +378,8 @@ class Disguised(nn.Module):
         self.kind = kind
         self.first, self.last = nn.Linear(3, 4), nn.Linear(5, 2)
         self.inner: nn.Module = {
-            "conv1d": lambda: Conv1D(5, 4), "own forward": lambda: Doubled(4, 5), "bilinear": lambda: nn.Bilinear(4, 4, 5),
+            "conv1d": lambda: Conv1D(5, 4), "own forward": lambda: Doubled(4, 5),
+            "bilinear": lambda: nn.Bilinear(4, 4, 5),
             "bilinear without bias": lambda: nn.Bilinear(4, 4, 5, bias=False), "lstm cell": lambda: nn.LSTMCell(4, 5),
             "gru cell": lambda: nn.GRUCell(4, 5), "rnn cell": lambda: nn.RNNCell(4, 5),
         }[kind]()  # fmt: skip
@@ -593,7 +595,7 @@ class FusedExperts(nn.Module):
             starts = [0, *ends.tolist()]
             out = torch.cat([
                 F.linear(rows[a:b], up[e].T) if self.how == "linear" else rows[a:b] @ up[e]
-                for e, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
+                for e, (a, b) in enumerate(itertools.pairwise(starts))
             ])  # fmt: skip
         return x.new_zeros(len(x), 8).index_copy(0, order, out)
 
@@ -625,7 +627,8 @@ class Separate(nn.Module):
 @pytest.mark.parametrize("how", ["linear", "matmul", "grouped", "batch"])
 def test_fused_experts_are_as_many_linear_layers(how: str, turned: bool, rule: str) -> None:
     torch.manual_seed(0)
-    model, twin = Mixture(FusedExperts(how, turned)).double(), Mixture(Separate()).double()
+    dtype = torch.float32 if how == "grouped" else torch.float64  # all that torch's grouped product knows
+    model, twin = Mixture(FusedExperts(how, turned)).to(dtype), Mixture(Separate()).to(dtype)
     chosen = COMMON | RULES[rule]
     kind = KFAC if chosen.pop("optimizer", "") == "KFAC" else EKFAC
     with torch.no_grad():
@@ -634,16 +637,19 @@ def test_fused_experts_are_as_many_linear_layers(how: str, turned: bool, rule: s
     opts = kind(model, **chosen), kind(twin, **chosen)
     assert [row.block for row in opts[0].summary().rows] == ["kronecker 4 x 8, 3 groups"]
     for _ in range(4):
-        x = torch.randn(6, 4, 4, dtype=torch.float64)
-        to = torch.arange(24) % 3 if how == "batch" else torch.randint(0, 3, (24,))
-        to = to[torch.randperm(24)]
+        x = torch.randn(6, 12, 4, dtype=dtype)
+        to = torch.arange(72) % 3
+        if how != "batch":
+            to[36:] = torch.randint(0, 3, (36,))  # enough for all, so that no eigenvalue is zero
+        to = to[torch.randperm(72)]
         for m, opt in zip((model, twin), opts, strict=True):
             opt.zero_grad()
             m((x, to)).square().sum((1, 2)).mean().backward()
             opt.step()
         for e, layer in enumerate(twin.inner.layers):
             own = model.inner.up[e].T if turned else model.inner.up[e]
-            torch.testing.assert_close(own, layer.weight, rtol=1e-9, atol=1e-11)
+            tolerance = 1e-3 if how == "grouped" else 1e-9
+            torch.testing.assert_close(own, layer.weight, rtol=tolerance, atol=tolerance)
 
 
 def test_experts_have_no_examples() -> None:

@@ -152,7 +152,8 @@ def test_attention_has_a_block_for_each_projection() -> None:
     }  # fmt: skip
     how = {row.name: row.block for row in summary(nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True))).rows}
     assert how == {
-        "0.in_proj": "kronecker 5 x 12", "0.out_proj": "kronecker 5 x 4", "0.bias_k": "diagonal", "0.bias_v": "diagonal",
+        "0.in_proj": "kronecker 5 x 12", "0.out_proj": "kronecker 5 x 4", "0.bias_k": "diagonal",
+        "0.bias_v": "diagonal",
     }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from ekfac.curvature.capture.hooks import (
     remove_hooks,
     run_hooks_in_compiled_models,
 )
-from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, hand_on
+from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
 from ekfac.curvature.layers.base import Call, Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
 
@@ -175,17 +175,26 @@ class Capture:
             if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
                 tensor.register_hook(lambda d: self._come(record))
 
-    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """A covered layer was called: keep its input until its output's gradient comes."""
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """A covered layer was called: keep its input until its output's gradient comes.
+
+        Returns:
+            What to give out in place of the output, or None to leave it.
+        """
         uses = self._uses.get(module)
         if uses is None or not self.enabled or inside_transform():
-            return
+            return None
         if module in self._readings:
+            if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
+                # A cell's new state is made of its new memory: only a view has the gradient that comes from outside.
+                output = tuple(t.view_as(t) for t in output)
             self._called_whole(module, uses, args, kwargs, output)
-        elif isinstance(output, Tensor) and output.requires_grad:
+            return output
+        if isinstance(output, Tensor) and output.requires_grad:
             x = args[0] if args else next(iter(kwargs.values()))
             for block, layer in uses:
                 self.watch(block, layer, x, output)
+        return None
 
     def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
         """A block's weight met ``x``, which gave ``output``: keep the one until the gradient of the other comes."""
@@ -253,7 +262,7 @@ class Capture:
         def hook(grads: Sequence[Tensor | None]) -> None:
             wanted = bool(kept) and any(self.wanted(block) and self._counts(block) for block, _ in uses)
             if wanted and versions != [t._version for t in kept]:
-                self._refuse_changed(uses[0][0])
+                refuse_changed(uses[0][0])
             outputs_gradient = next(g for g in grads if g is not None)
             with torch.no_grad():
                 parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
@@ -291,7 +300,7 @@ class Capture:
                     f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
                     "examples: give the model a batch of one, x[None]"
                 )
-            arrange = _as_batch
+            arrange = as_batch
         x = x if arrange is None else arrange(x)
         if self.per_example:
             refuse_unaligned(block, layer, x, n)
@@ -338,7 +347,7 @@ class Capture:
         if x is None:
             return
         if given.changed:
-            self._refuse_changed(block)
+            refuse_changed(block)
         if not keeps_graph():
             given.x = None
         if not self.wanted(block):
@@ -362,12 +371,6 @@ class Capture:
         self.held.add(d)
         waiting[call] = Call(layer, x, d)
 
-    def _refuse_changed(self, block: Block) -> None:
-        raise RuntimeError(
-            f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be "
-            f"captured: change a copy, or exclude=['{block.name}']"
-        )
-
     @contextmanager
     def statistics_aside(self) -> Iterator[None]:
         """Backward passes inside are not the training loss's: they are captured apart from its examples."""
@@ -378,11 +381,6 @@ class Capture:
                 self.forwards.hand_on(record)
         finally:
             self.aside = False
-
-
-def _as_batch(tensor: Tensor) -> Tensor:
-    """A vector as a batch of one."""
-    return tensor[None]
 
 
 @contextmanager

@@ -39,10 +39,9 @@ def _nothing() -> None:
 class ForwardHook(_Hook):
     """After a call of a layer."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
-        if self.capture is not None:
-            self.capture.called(module, args, *kwargs_and_output)
+        return None if self.capture is None else self.capture.called(module, args, *kwargs_and_output)
 
 
 class EnterHook(_Hook):

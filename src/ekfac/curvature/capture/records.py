@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -120,3 +121,16 @@ def hand_on(receive: Receiver, held: Held, record: Record) -> None:
             held.remove(call.x)
             held.remove(call.d)
     record.waiting = {}
+
+
+def refuse_changed(block: Block) -> NoReturn:
+    """Raise, as an input is no longer what the layer has read."""
+    raise RuntimeError(
+        f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be captured: "
+        f"change a copy, or exclude=['{block.name}']"
+    )
+
+
+def as_batch(tensor: Tensor) -> Tensor:
+    """A vector as a batch of one."""
+    return tensor[None]

@@ -1,8 +1,8 @@
 """Experts in one parameter: a stack of matrices ``[E, out, in]`` or ``[E, in, out]``, one for each expert.
 
 Each expert is a group of its own. Its A is the mean over the tokens that were sent to it, its B the sum over them, as
-if it were a linear layer by itself. Which token belongs to which example is not known here, so there are no per-example
-gradients.
+if it were a linear layer by itself; a batch that sends it none counts as zeros in the averages over steps. Which token
+belongs to which example is not known here, so there are no per-example gradients.
 """
 
 from __future__ import annotations
