@@ -33,6 +33,7 @@ from ekfac.curvature.capture.hooks import (
     EnterHook,
     ForwardHook,
     LeaveHook,
+    calls_under_way,
     inside_backward,
     inside_transform,
     keeps_graph,
@@ -147,6 +148,7 @@ class Capture:
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
+        self._leave_interrupted()
         self.forwards.drop()
         self.examples = self.examples_aside = 0
         self.held.reset()
@@ -164,6 +166,7 @@ class Capture:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts."""
+        self._leave_interrupted()
         self.forwards.begin(args, kwargs)
 
     def end(self, output: Any) -> None:
@@ -176,11 +179,7 @@ class Capture:
                 tensor.register_hook(lambda d: self._come(record))
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """A covered layer was called: keep its input until its output's gradient comes.
-
-        Returns:
-            What to give out in place of the output, or None to leave it.
-        """
+        """A covered layer was called: keep its input until its output's gradient comes; return what to give out."""
         uses = self._uses.get(module)
         if uses is None or not self.enabled or inside_transform():
             return None
@@ -291,6 +290,11 @@ class Capture:
         if self._entered and self._entered[-1] is module:
             self._entered.pop()
             self._products[module].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _leave_interrupted(self) -> None:
+        """Stop watching modules whose calls were broken off, by Ctrl-C say, which skips the hooks after them."""
+        while self._entered and not calls_under_way(self._entered[-1]):
+            self.leave(self._entered[-1])
 
     def _checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
         """Keep an input; refuse one whose positions belong to no example, where that matters."""

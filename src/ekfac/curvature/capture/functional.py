@@ -19,14 +19,18 @@ from ekfac.curvature.layers.linear import LinearLayer, RowsLayer
 if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
 
-#: torch's attention hands itself over as a whole to whoever watches its calls; this copy goes on to its own calls.
-_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": lambda tensors: False},
-    "multi_head_attention_forward",
-    F.multi_head_attention_forward.__defaults__,
-)
-_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
+
+def _attention() -> types.FunctionType:
+    """torch's attention, which hands itself over as a whole to whoever watches: a copy that goes on to its own calls.
+
+    Made anew each time, so that it calls what ``torch.nn.functional`` holds now.
+    """
+    original = F.multi_head_attention_forward
+    names = {**vars(F), "has_torch_function": lambda tensors: False}
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
+
 
 #: Products with a stack of matrices ``[E, in, out]``, or one of them.
 _STACKED = {torch.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch._grouped_mm}
@@ -55,7 +59,7 @@ class Products(TorchFunctionMode):
             query = args[0] if args else kwargs["query"]
             self._examples = query.shape[1] if query.dim() == 3 else 1
             with self:
-                return _attention(*args, **kwargs)
+                return _attention()(*args, **kwargs)
         output = func(*args, **kwargs)
         if func is F.linear or func is F.embedding:
             self._seen(output, *args[:3], **kwargs)
