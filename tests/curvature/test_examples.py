@@ -183,7 +183,7 @@ def counted(model: nn.Module, run: Callable[[nn.Module], Tensor], **options: Any
     """How many examples a backward pass brings."""
     with EKFAC(model, lr=0.1, **options) as opt:
         run(model).sum().backward()
-        found = opt.engine.capture.examples
+        found = opt.engine.collector.capture.examples
         opt.step()
         return found
 
@@ -250,7 +250,7 @@ def test_a_model_that_is_not_called_itself_trains_as_one_that_is(how: str, scali
                     with opt.batch(len(part)):
                         out = model(part) if how == "batch and forward" else model.decode(model.encode(part))
                 (0.5 * (out - part).square().sum() / len(x)).backward()
-            assert opt.engine.capture.examples == len(x)
+            assert opt.engine.collector.capture.examples == len(x)
             opt.step()
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

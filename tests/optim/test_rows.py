@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ekfac.optim.statistics import collector as intake
+from ekfac.optim.statistics import collector
 from ekfac.optim.statistics import factored_gradient as rows
 from paper import EKFAC, KFAC
 
@@ -31,6 +31,7 @@ def train(make, model: nn.Module, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=["one row an example", "two rows an example"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,13 +54,14 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
         assert "projected" in taken
         assert ("scaling_sum" in taken) == (name != "running" and len(shape) == 1)
     taken.clear()
-    monkeypatch.setattr(intake, "may_use_rows", lambda block, settings: False)
+    monkeypatch.setattr(collector, "may_use_rows", lambda block, options: False)
     by_gradient = train(MAKERS[name], twin, shape)
     assert not taken
     for p, q in zip(by_rows, by_gradient, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
     """Bit for bit: the first step after loading must not be computed another way than it would have been."""

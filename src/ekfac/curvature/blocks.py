@@ -62,7 +62,7 @@ OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {
 }
 
 #: Sides that are wider are kept diagonal where nothing is said: a basis for 50,000 classes would take 10 GB.
-MAX_FACTOR_DIM = 10_000
+MAX_FACTOR_DIM = 4_096
 #: Inputs of a convolution at one position from which on its taps are taken as uncorrelated where nothing is said. The
 #: factors of VGG11's layers, with up to 4,608, would make its step several times as long.
 WIDE = 512

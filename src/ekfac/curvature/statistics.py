@@ -1,4 +1,4 @@
-"""From the calls of a block's layers to its sums: A, B, s* and a check that the gradient was seen whole."""
+"""From the calls of a block's layers to its sums: A, B and s*."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from ekfac.curvature.scaling import chunks
 
 #: Further backward passes over the same forward: the same calls with other output gradients.
 Passes = Sequence[Sequence[Call]]
+
+#: So many positions are enough for a factor of up to half as many columns.
+ROWS = 4096
 
 #: Takes a few examples out of a captured tensor, in the block's dtype.
 Cut = Callable[[Tensor], Tensor]
@@ -45,6 +48,7 @@ def factor_sums(
     memory: int,
     further: Passes = (),
     into: FactorSums | None = None,
+    sampled: bool = False,
 ) -> FactorSums:
     """Sum h h^T and delta delta^T over n examples; several calls of a layer are positions of the same example.
 
@@ -56,13 +60,23 @@ def factor_sums(
         memory: Bytes that temporary tensors may take.
         further: See :data:`Passes`.
         into: Sums of earlier batches, which these are added to, in place; :meth:`FactorSums.mirror` is due at the end.
+        sampled: Take no more rows than factors of that width need, and products of half-precision tensors on tensor
+            cores, where they are exact.
     """
+    if sampled and sharing == "expand" and into is None and not further and not block.layer.scattered:
+        step = stride(block, calls, n)
+        if step > 1:
+            before, calls = len(calls[0].d), [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
+            n = len(calls[0].d)
+            sums = factor_sums(block, calls, n, sharing, memory, sampled=True)
+            return FactorSums(sums.A, sums.terms, sums.B.mul_(before / n))
     A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
     additions = 0
     if sharing != "expand":
         for call in calls:
             refuse_unaligned(block, call.layer, call.x, n)
-    with factors.full_precision(block.key.device):
+    half = sampled and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
+    with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
         if block.layer.scattered:
             sides = block.dtype, block.diagonal_A, block.diagonal_B
             new_A, found, new_B = block.layer.sums_of_calls(calls, *sides)
@@ -94,6 +108,19 @@ def factor_sums(
     return sums
 
 
+def stride(block: Block, calls: Sequence[Call], n: int) -> int:
+    """Every how many-th entry of a batch is enough for A and B: a few thousand positions, twice the width.
+
+    Odd, so that entries that alternate in kind are all met.
+    """
+    lengths = {len(t) for call in calls for t in (call.x, call.d)}
+    if len(lengths) > 1 or not all(call.layer.splittable for call in calls):
+        return 1
+    positions = sum(call.layer.positions_per_example(call.d, n) for call in calls) * n
+    step = min(positions // max(ROWS, 2 * block.shape.inputs, 2 * block.shape.out), lengths.pop())
+    return max(1, step - 1 + step % 2)
+
+
 def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int, further: Passes = ()) -> Tensor:
     """Sum over n examples of the squared gradient in the basis, ``[G, O, C]``.
 
@@ -116,29 +143,6 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
             del h, delta, part  # before the next ones are made
     assert total is not None
     return total
-
-
-def probe_sum(block: Block, calls: Sequence[Call], n: int, memory: int, u: Tensor, v: Tensor) -> Tensor:
-    """u^T G v of the captured gradient, and the size of its terms, as ``[2]``.
-
-    If ``.grad`` gives another number for u^T G v, part of it did not pass through the layer's calls.
-    """
-    total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
-    with factors.full_precision(block.key.device):
-        for d, a in _probes(block, calls, n, memory, u, v):
-            product = (d * a).reshape(-1)
-            total = total + torch.stack([product.sum(), product.norm()])
-    return total
-
-
-def _probes(
-    block: Block, calls: Sequence[Call], n: int, memory: int, u: Tensor, v: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    if block.layer.scattered:
-        yield block.layer.probe_of_calls(calls, v, u)
-        return
-    for h, delta in sums_of_positions(block, calls, n, memory):
-        yield block.layer.probe(h, delta, v, u)
 
 
 def refuse_unaligned(block: Block, layer: Layer, x: Tensor, n: int) -> None:

@@ -15,7 +15,8 @@ from ekfac.curvature.summary import Summary, human
 from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
 from ekfac.optim import options as checks
 from ekfac.optim.ekfac import LR
-from ekfac.optim.options import PAPER, EngineOptions
+from ekfac.optim.options import PAPER
+from ekfac.optim.statistics.schedule import INTERVAL
 
 #: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
 LR_FACTOR, DAMPING_FACTOR, FURTHER = 3.0, 10.0, 3
@@ -201,7 +202,7 @@ def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
     best = _chosen(trials, first, given=probe.middle())
     settings: dict[str, float | int] = {}
     if best.loss < first:
-        interval = _interval(prices, probe.options.get("refresh_every", EngineOptions.refresh_every))
+        interval = _interval(prices, probe.options.get("refresh_every") or INTERVAL)
         settings = {"lr": best.lr, "damping": best.damping, "refresh_every": interval}
     return Diagnosis(
         summary=course.summary,
@@ -286,7 +287,7 @@ def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
     if len(set(PAPER) - paper) <= len(settings):
         rest = {name: value for name, value in wanted.items() if name not in paper}
         return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
-    usual = {"lr": LR, "damping": checks.DAMPING, "refresh_every": EngineOptions.refresh_every}
+    usual = {"lr": LR, "damping": checks.DAMPING, "refresh_every": INTERVAL}
     rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
     return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
 

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from ekfac.checks import decays as decays
 from ekfac.checks import flag as flag
 from ekfac.checks import integer as integer
 from ekfac.checks import number as number
@@ -31,14 +32,6 @@ def damping(name: str, value: Any, step: int = 0) -> float:
     return float(value)
 
 
-def decays(name: str, value: Any) -> None:
-    """Two numbers in [0, 1)."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
-    for item in value:
-        number(name, item, least=0, below=1)
-
-
 def keywords(function: Callable[..., Any]) -> set[str]:
     """The names of a function's keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
@@ -52,13 +45,14 @@ class CaptureArguments(TypedDict, total=False):
     """Arguments that EKFAC, KFAC and Preconditioner share: what is captured, and when bases are renewed.
 
     Attributes:
-        refresh_every: Renew the bases (inverses) every so many applied steps. Default 50.
+        refresh_every: Renew the bases (inverses) every so many applied steps; sides wider than 1,024 more rarely.
+            Default 20 on a GPU, 50 on a CPU.
         deterministic: Solve in full for all bases (inverses) within every ``refresh_every``-th step, as Algorithm 1 has
             it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
             basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
-        factor_every: Take A and B from every so many steps' batches. Default 1 until step 300, then
-            ``refresh_every // 12``, at least 1, layers by turns in up to four shares (at once if ``deterministic``).
+        factor_every: Take A and B from every so many steps' batches. Default 1 until step 20, then
+            ``refresh_every // 4``, at least 1, layers by turns in up to four shares (at once if ``deterministic``).
         sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
         sua: Take the taps of a convolution as uncorrelated. Default None: where it reads more than 512 numbers at a
             position, whose factors would cost more than all else; never with sharing="reduce".
@@ -69,14 +63,14 @@ class CaptureArguments(TypedDict, total=False):
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
         unsupported: "diagonal" (default), or "error" to refuse parameters that no block covers.
-        max_factor_dim: A side wider than this is kept diagonal; None for no limit. Default 10,000.
+        max_factor_dim: A side wider than this is kept diagonal; None for no limit. Default 4,096.
         memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
             what was captured and the sums themselves. One example at a time is the least. Default 256 MiB.
         cuda_graphs: Capture repeated steps in CUDA graphs (one a batch size). Default True.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
     """
 
-    refresh_every: int
+    refresh_every: int | None
     deterministic: bool
     factor_decay: float
     factor_every: int | None
@@ -98,13 +92,13 @@ class CurvatureArguments(CaptureArguments, total=False):
     """Arguments that EKFAC and Preconditioner share besides those of :class:`CaptureArguments`.
 
     Attributes:
-        scaling: "anchored" (default), "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
-            its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; see :mod:`ekfac.optim.methods.rules`.
+        scaling: "belief" (default), "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC),
+            "kronecker" (KFAC in its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; or a rule itself
+            (see :mod:`ekfac.optim.methods.rules`).
         damping_mode: "spectral" (a share of each factor's largest eigenvalue, default), "relative" (of the layer's
             mean s), "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only
             ``eps``.
         scaling_decay: Weight of the past in s. Default 0.98 for "anchored", 0.95 for "running", 0 for "per_example".
-        betas: Decays of "adam", by default (0.9, 0.999); the first is also that of "anchored".
         alpha: Decay of "rmsprop". Default 0.99.
         eps: What "adam", "rmsprop" (1e-8) and "adagrad" (1e-10) add to the square root.
         on_refresh: "kronecker" restarts s at S_B x S_A in a new basis (default of "anchored" and "running"), "carry"
@@ -112,10 +106,9 @@ class CurvatureArguments(CaptureArguments, total=False):
         basis: "kronecker" (default), or "identity" for the plain diagonal method.
     """
 
-    scaling: str
+    scaling: Any
     damping_mode: str
     scaling_decay: float | None
-    betas: tuple[float, float]
     alpha: float
     eps: float | None
     on_refresh: str | None
@@ -144,7 +137,7 @@ PAPER: dict[str, Any] = {
 class EngineOptions:
     """The checked form of :class:`CaptureArguments`, with its defaults."""
 
-    refresh_every: int = 50
+    refresh_every: int | None = None
     deterministic: bool = False
     factor_decay: float = 0.95
     factor_every: int | None = None
@@ -163,7 +156,8 @@ class EngineOptions:
     grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
-        integer("refresh_every", self.refresh_every, least=1)
+        if self.refresh_every is not None:
+            integer("refresh_every", self.refresh_every, least=1)
         flag("deterministic", self.deterministic)
         flag("cuda_graphs", self.cuda_graphs)
         number("factor_decay", self.factor_decay, least=0, below=1)
