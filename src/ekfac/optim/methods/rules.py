@@ -92,11 +92,11 @@ def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | No
 
 def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = None) -> None:
     """Write a tensor over the one that is there: a CUDA graph holds on to its address. Not where ``ok`` is 0."""
-    there = state.get(name)
+    there = state.__dict__.get(name)
     if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
         there.copy_(value if ok is None else torch.where(ok > 0, value, there))
     else:
-        state[name] = value
+        setattr(state, name, value)
 
 
 def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
