@@ -72,7 +72,7 @@ def compare(model: nn.Module, twin: Twin, batches: list[Inputs], n: int, rule: s
         if kind == "EKFAC":
             states = {key: opt.state[named[twin.keys.get(key, key)]] for key in dict(twin.model.named_parameters())
                       if twin.keys.get(key, key) in named}  # fmt: skip
-            bases = {key: (s["U_A"], s["U_B"]) for key, s in states.items() if "U_A" in s}
+            bases = {key: (s.get("U_A"), s.get("U_B")) for key, s in states.items() if "S_A" in s}
         expected = oracle.step([batch], bases=bases)
         got = twin.pack(parameters_of(model))
         assert_same_weights({k: got[k] for k in expected}, expected, 1e-9, f"step {number + 1}")
