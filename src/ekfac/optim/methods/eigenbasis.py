@@ -96,7 +96,10 @@ class EigenMethod:
             step.seen = step.g * step.ratio
         elif step.left is not None:
             step.seen = step.left if basis is None else basis.project(step.left)
-        step.damped = lambda s: self.damp(s, step.rates.damping, basis)
+        epsilon = (
+            step.rates.damping
+        )  # not through the step: that would be a reference cycle, which holds on to its rows
+        step.damped = lambda s: self.damp(s, epsilon, basis)
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
         """Let the rule take in the gradient as backward left it."""
