@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ekfac
+from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.data.datasets import load_dataset
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.run import TrainConfig, train
@@ -17,7 +18,6 @@ def config(task: str, **more) -> TrainConfig:
         task,
         "ekfac-ra",
         dataset="mnist-5k-padded",
-        plugins=("ekfac.lab.data.padded",),
         limit=500,
         batch_size=100,
         refresh_every=20,

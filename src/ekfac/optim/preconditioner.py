@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
 from ekfac.curvature.factors import no_autocast
-from ekfac.curvature.operators import Curvature
-from ekfac.curvature.summary import Summary
 from ekfac.optim import options
-from ekfac.optim.factory import build_engine, check_model
-from ekfac.optim.methods.rules import State
-from ekfac.optim.options import CurvatureArguments, Damping
-from ekfac.optim.state import checkpoint, exchange
+from ekfac.optim.base import Base, check_model
+from ekfac.optim.engine import Engine
+from ekfac.optim.methods.factory import eigen_methods, take_rule
+from ekfac.optim.methods.rules import Rule
+from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, with_old_names
+from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
-from ekfac.optim.types import Update
+from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
-class Preconditioner:
+class Preconditioner(Base):
     r"""Replaces ``.grad`` by the gradient preconditioned in a Kronecker-factored eigenbasis.
 
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
 
     .. math::
         A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
-        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T
+        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s}) \, U_A^T
 
     with m the running mean of g, as in :class:`EKFAC`'s default: a gradient of the size of Adam's steps, which has its
     momentum already. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
@@ -47,21 +47,56 @@ class Preconditioner:
 
     Args:
         model: The model; its forward counts the examples.
+        betas: Decays of m and, for "adam", of s; the rule's own by default.
         damping: epsilon, a positive number or a function of the step.
-        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+        damping_mode: As in :class:`EKFAC`.
+        scaling: As in :class:`EKFAC`.
+        refresh_every: Renew the bases every so many applied steps.
+        refresh: How bases are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
-        self, model: nn.Module, *, damping: Damping = options.DAMPING, **arguments: Unpack[CurvatureArguments]
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float] | None = None,
+        damping: Damping = DAMPING,
+        damping_mode: str = "spectral",
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **old: Any,
     ) -> None:
         check_model(model)
         options.damping("damping", damping)
-        self._arguments: dict[str, Any] = {"damping": damping, **arguments}
+        given = {
+            "betas": betas,
+            "damping_mode": damping_mode,
+            "scaling": scaling,
+            "refresh_every": refresh_every,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+        }
+        arguments = with_old_names("Preconditioner", given, old, {*given, "damping"})
+        rule, mode = take_rule(arguments), arguments.pop("damping_mode")
+        self._arguments = {"damping": damping, "scaling": rule, "damping_mode": mode, **arguments}
         self.model = model
         self.damping = damping
-        self.state: defaultdict[Tensor, State] = defaultdict(dict)
-        parameters = list(model.parameters())
-        self.engine = build_engine("Preconditioner", model, parameters, self.state, dict(arguments), also=("damping",))
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        parameters, methods = list(model.parameters()), eigen_methods(rule, mode)
+        self.engine = Engine(model, parameters, EngineOptions(**arguments), *methods, self.state, whole_steps=False)
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
@@ -70,48 +105,38 @@ class Preconditioner:
             Whether it was done. If a gradient is not finite all are set to None, so that the optimizer that follows
             leaves the parameters alone; on a GPU they are set to zero, as the host does not wait to know.
         """
-        epsilon = options.damping("damping", self.damping, self.engine.applied_steps)
-        update = Update(lambda block: epsilon)
-        with no_autocast(self.engine.device):
-            directions = self.engine.directions(update)
-        if directions is None:
-            for p in self.engine.parameters:
+        engine = self.engine
+        engine.settle()
+        epsilon = options.damping("damping", self.damping, engine.schedule.applied_steps)
+        rates = Rates([GroupRates(1.0, epsilon)], dict.fromkeys(engine.partition.parameters, 0))
+        with no_autocast(engine.partition.device):
+            done = engine.step(rates, self._replace)
+            if done:
+                engine.finish(rates)
+        if done is False:
+            for p in engine.partition.parameters:
                 p.grad = None
-            return False
+        return done is not False
+
+    def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
             for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
-                if p.grad is not None:
-                    p.grad.copy_(step)
-        if directions:
-            with no_autocast(self.engine.device):
-                self.engine.finish(update)
-        return True
+                if p in inputs.gradients:
+                    inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop what was captured and not used."""
         self.model.zero_grad(set_to_none)
-        self.engine.drop()
-
-    def statistics(self) -> AbstractContextManager[None]:
-        """Backward passes inside give factors and s* in place of the training loss's; ``.grad`` is left alone."""
-        return self.engine.statistics()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Forwards and backwards inside are not captured."""
-        return self.engine.capture.paused()
-
-    def summary(self) -> Summary:
-        """Which block covers each parameter."""
-        return self.engine.summary()
+        self.engine.collector.drop()
 
     def stats(self) -> dict[str, float]:
-        """Scalars for any logger."""
+        """Return scalars for any logger."""
         stats = engine_stats(self.engine)
-        stats["damping"] = options.damping("damping", self.damping, self.engine.applied_steps)
+        stats["damping"] = options.damping("damping", self.damping, self.engine.schedule.applied_steps)
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, keyed by parameter name, as plain data."""
+        """Return everything, keyed by parameter name, as plain data."""
         extra = checkpoint.engine_state(self.engine)
         names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
         return {"state": {names[p]: dict(s) for p, s in self.state.items() if p in names}, "ekfac": extra}
@@ -124,24 +149,7 @@ class Preconditioner:
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
-
-    def curvature(self) -> Curvature:
-        """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""
-        return exchange.curvature(self.engine)
-
-    def seed(self, operator: Curvature) -> None:
-        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
-        exchange.seed(self.engine, operator)
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        self.engine.partition.take_states(self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)

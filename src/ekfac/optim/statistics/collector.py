@@ -1,82 +1,96 @@
-"""What the backward passes since the last step have left of the covered blocks: the engine up to the step.
+"""What the backward passes since the last step have left of the covered blocks.
 
 Statistics are taken as soon as a layer's calls are complete, so that these can go; where the step itself can use the
-calls better they wait for it in the stash.
+calls better they are kept for it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ekfac.curvature import statistics
+from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
-from ekfac.optim.cuda.replay import Lanes, Replays
-from ekfac.optim.cuda.side_stream import Aside
+from ekfac.curvature.summary import low_coverage
+from ekfac.optim.executor import Executor, world_size
 from ekfac.optim.methods.base import Method
-from ekfac.optim.methods.rules import State
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch
-from ekfac.optim.statistics.partition import Coverage, widest
-from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes, world_size
+from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.schedule import Schedule
+from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes
+from ekfac.optim.types import BlockState, KeptCalls, StepInputs
+
+#: How many times the average's trace that of a batch may be.
+OUTLIER = 100.0
 
 
-class Intake(Coverage):
-    """Gathers the statistics of the blocks that a step will need.
+class Collector:
+    """Gathers what a step will need.
 
     Args:
-        model: The model; its forward counts examples.
-        parameters: Those that are trained.
-        settings: Checked options.
+        options: Checked options.
         method: What is done with blocks that a layer covers.
-        state: Where each block keeps its tensors, by parameter.
+        partition: The blocks.
+        schedule: Knows what the step will need of each.
+        executor: Runs what takes the statistics.
+        moved: Called when the model is found on another kind of device.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: Iterable[nn.Parameter],
-        settings: EngineOptions,
-        method: Method,
-        state: MutableMapping[Tensor, State],
+        options: EngineOptions,
+        method: Method[Any],
+        partition: Partition,
+        schedule: Schedule,
+        executor: Executor,
+        moved: Callable[[], None],
     ) -> None:
-        super().__init__(model, settings, method, state)
+        self.options = options
+        self._method = method
+        self._partition = partition
+        self._schedule = schedule
+        self.executor = executor
+        self._moved = moved
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self._accumulators: dict[nn.Parameter, Node] = {}
         self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
-        self.stash: dict[Block, list[tuple[list[Call], int]]] = {}
-        self._stashed_bytes = 0
-        self._aside_used = False
-        self.aside = Aside(settings.cuda_graphs)
-        self.lanes = Lanes()
-        self._replays = Replays("taking statistics", settings.cuda_graphs, settings.memory_limit)
+        self.calls: dict[Block, KeptCalls] = {}
+        #: Bytes of those that are kept for a CUDA graph.
+        self._kept = 0
+        #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
+        self.separate = False
+        #: Whether low coverage has been told, if there was any to tell.
+        self._told_coverage = False
         self.capture = Capture(
-            model, self._receive, self._wanted, self._before_forward, self._lands, settings.batch_dim
-        )
+            partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
+            options.batch.dim, options.batch.count,
+            per_example=method.needs_examples or options.coverage.sharing == "reduce",
+        )  # fmt: skip
         self.watch = GradientWatch([])
-        self.set_parameters(parameters)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
-        self.fingerprints.unprobed |= self.assign(parameters)
-        self.capture.attach(self.blocks)
-        self.watch.attach(self.parameters)
-        self.sums = {b: s for b, s in self.sums.items() if b in set(self.blocks)}
+        self.fingerprints.unverified |= self._partition.assign(parameters)
+        self.capture.attach(self._partition.blocks)
+        self.watch.attach(self._partition.parameters)
+        self.sums = {b: s for b, s in self.sums.items() if b in set(self._partition.blocks)}
+
+    # --- during forward and backward ------------------------------------------------------------------------------
 
     def _before_forward(self) -> bool:
         """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
@@ -84,21 +98,23 @@ class Intake(Coverage):
         Returns:
             Whether to capture: not where the whole model is frozen, as another's adversary.
         """
-        layout = tuple(p.requires_grad for p in self.offered)
-        if not any(layout):
+        if self._partition.is_frozen():
             return False
-        if layout != self._layout:
-            self.set_parameters(self.offered)
+        if not self._partition.is_current():
+            kind = self._partition.kind
+            self.set_parameters(self._partition.offered)
+            if kind != self._partition.kind:
+                self._moved()
         self.watch.before_forward()
         if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
             self.drop()
         return True
 
-    def _lands(self, block: Block | None) -> bool:
+    def _reaches_parameters(self, block: Block | None) -> bool:
         """Whether the backward pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        return any(map(self._reached, self._everything if block is None else block.parameters.values()))
+        return any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
 
-    def _reached(self, parameter: nn.Parameter) -> bool:
+    def _reaches(self, parameter: nn.Parameter) -> bool:
         if not parameter.requires_grad:
             return False
         known = self._accumulators.get(parameter)
@@ -113,108 +129,98 @@ class Intake(Coverage):
 
     def _wanted(self, block: Block) -> bool:
         return (
-            self.method.needs_examples
-            or self.wants_factors(block)
-            or block in self.fingerprints.unprobed
-            or self._may_use_rows(block)
+            self._method.needs_examples
+            or self._schedule.takes_factors(block)
+            or block in self.fingerprints.unverified
+            or self.may_use_rows(block)
         )
-
-    # --- taking it ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
-        if self._aside_used and not self.capture.aside:
+        if self.separate and not self.capture.aside:
             return
         if self._keeps_for_step(block, calls, n):
-            self.stash.setdefault(block, []).append((calls, n))
+            self.calls.setdefault(block, []).append((calls, n))
             self._hold(calls)
             return
-        if self._may_use_rows(block):  # rows of several batches are of no use to the step
-            for earlier, count in self.stash.pop(block, []):
-                self._take(block, earlier, count, hold=self._renews(block))
+        if self.may_use_rows(block):  # rows of several batches are of no use to the step
+            for earlier, count in self.calls.pop(block, []):
+                self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 for call in earlier:
                     self.capture.held.remove(call.x)
                     self.capture.held.remove(call.d)
-        self._take(block, calls, n, hold=self._renews(block))
+        self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
 
     def _hold(self, calls: list[Call]) -> None:
         for call in calls:
             self.capture.held.add(call.x)
             self.capture.held.add(call.d)
 
-    def _may_use_rows(self, block: Block) -> bool:
-        return may_use_rows(block, self.settings) and not self.capture.aside
+    def may_use_rows(self, block: Block) -> bool:
+        """Tell whether the gradient of a block can be known to be the product of its rows."""
+        return may_use_rows(block, self.options) and not self.capture.aside
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
         if self.capture.aside or len(calls) > 1:
             return False
-        if self._may_use_rows(block):
-            if block in self.stash or block in self.sums:
+        if self.may_use_rows(block):
+            if block in self.calls or block in self.sums:
                 return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
-            return rows_are_cheaper(block, count, self.method.needs_examples and count == n)
-        if not self.graphs_possible or block in self.fingerprints.unprobed:
+            return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
+        fits = not block.layer.scattered and self.executor.keeps_calls(calls, self._kept)
+        if block in self.fingerprints.unverified or not fits:
             return False
-        size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
-        if self._stashed_bytes + size > self.settings.memory_limit:
-            return False
-        self._stashed_bytes += size
+        self._kept += bytes_of(calls)
         return True
 
-    @property
-    def graphs_possible(self) -> bool:
-        """Whether steps may be captured in CUDA graphs."""
-        return (
-            self.settings.cuda_graphs
-            and self.device.type == "cuda"
-            and self.settings.grad_scaler is None
-            and world_size() == 1
-        )
-
-    def _take(self, block: Block, calls: list[Call], n: int, hold: bool) -> None:
+    def _take(
+        self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
+    ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
-        sums = self.sums.setdefault(block, BlockSums())
-        memory = self.settings.memory_limit
-        if self.wants_factors(block):
-            sums.add_factors(self._factor_sums(block, calls, n))
-        if block in self.fingerprints.unprobed and not self.capture.aside:
-            sums.add_probe(statistics.probe_sum(block, calls, n, memory, *self.fingerprints.vectors(block)))
-        if self.method.needs_examples:
+        gathered = sums.setdefault(block, BlockSums())
+        memory = self.options.numerics.memory_limit
+        if self._schedule.takes_factors(block):
+            gathered.add_factors(self._factor_sums(block, calls, n, replay))
+        if block in self.fingerprints.unverified and not self.capture.aside:
+            vectors = self.fingerprints.vectors(block)
+            gathered.add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
+        if self._method.needs_examples:
             if hold:
-                sums.held.append((calls, n))
+                gathered.held.append((calls, n))
                 self._hold(calls)
             else:
-                self.aside.join()
-                basis = self.method.basis(block, self.state[block.key])
+                self.executor.join()
+                basis = self._method.basis(block, self._partition.states[block.key])
                 assert basis is not None
-                sums.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
+                gathered.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
 
-    def _factor_sums(self, block: Block, calls: list[Call], n: int) -> FactorSums:
-        """The sums of A and B; replayed where that has been captured, but for calls that the step itself takes."""
-        s = self.settings
+    def _factor_sums(self, block: Block, calls: list[Call], n: int, replay: bool) -> FactorSums:
+        o = self.options
 
         def taken(*tensors: Tensor) -> tuple[Any, ...]:
-            given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)] if tensors else calls
-            sums = statistics.factor_sums(block, given, n, s.sharing, s.memory_limit)
+            given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
+            sampled = not o.refresh.deterministic and block.dtype == torch.float32
+            limit = o.numerics.memory_limit
+            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, limit, sampled=sampled)
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
-        if block in self.stash or not self.graphs_possible:
-            return FactorSums(*taken())
-        return FactorSums(*self._replays((block, n, *((c.layer, c.layer.mode) for c in calls)), taken, *tensors))
+        if not replay or block.layer.scattered:
+            return FactorSums(*taken(*tensors))
+        key = (block, n, *((c.layer, c.layer.mode) for c in calls))
+        return FactorSums(*self.executor.call("taking statistics", key, taken, *tensors))
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
         """Backward passes inside give factors and s*, in place of the training loss's, and leave ``.grad`` alone."""
-        saved = [(p, p.grad) for p in self.offered]
+        saved = [(p, p.grad) for p in self._partition.offered]
         for p, _ in saved:
             p.grad = None
-        if not self._aside_used:
-            self.sums = {}
-            self.stash = {}
-            self._aside_used = True
+        if not self.separate:
+            self.sums, self.calls, self.separate, self._kept = {}, {}, True, 0
         self.watch.enabled = False
         try:
             with self.capture.statistics_aside():
@@ -229,93 +235,179 @@ class Intake(Coverage):
         self.capture.drop()
         self.watch.forget()
         self._accumulators = {}  # not for longer than a step: they hold on to the stream on which they were made
-        self.sums = {}
-        self.stash = {}
-        self._stashed_bytes = 0
-        self._aside_used = False
+        self.sums, self.calls, self.separate, self._kept = {}, {}, False, 0
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
-        self.aside.join()
-        self._replays.clear()
         self.drop()
         self.capture.close()
         self.watch.close()
 
     # --- when the step begins -------------------------------------------------------------------------------------
 
-    def _check_gradients(self, live: list[nn.Parameter]) -> None:
-        for p in live:
-            if p.grad is not None and p.grad.layout != torch.strided:
-                name = next((name for name, q in self.model.named_parameters() if q is p), "?")
-                raise ValueError(f"parameter '{name}': its gradient is {p.grad.layout}. Allowed: dense gradients")
-
-    def _check_captured(self) -> None:
-        """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
+    def inputs(self) -> StepInputs | None:
+        """What the host can know before anything is computed; None if there is no gradient."""
+        gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
+        if not gradients:
+            self.drop()
+            return None
+        for p, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                name = next((name for name, q in self._partition.model.named_parameters() if q is p), "?")
+                raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
+        if not self._told_coverage:
+            self._told_coverage = True
+            if (text := low_coverage(self._partition.blocks)) is not None:
+                warnings.warn(text, UserWarning, stacklevel=2)
+        self.capture.finish()
         if self.capture.examples == 0:
             raise RuntimeError(
                 "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
                 "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
             )
-        missing = [
-            b
-            for b in self.blocks
-            if b.covered and b not in self.capture.fired and any(p.grad is not None for p in b.parameters.values())
+        processes, covered = world_size(), self._partition.covered
+        silent = [
+            b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
-        if not missing or world_size() > 1:
-            return
+        if silent and processes == 1:
+            self._give_up_on(silent)
+        n, mean = float(self.capture.examples), 1.0
+        if self.options.batch.reduction == "sum":
+            mean = processes / n
+        solves, warm = self._schedule.due(covered)
+        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
+
+    def _give_up_on(self, silent: list[Block]) -> None:
+        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
         warnings.warn(
             "these layers have gradients but their forward was never called, so they get the diagonal method: "
-            + ", ".join(b.name for b in missing),
+            + ", ".join(b.name for b in silent),
             RuntimeWarning,
             stacklevel=2,
         )
-        self.silent.update(p for b in missing for p in b.parameters.values())
-        self.set_parameters(self.offered)
+        self._partition.silent.update(p for b in silent for p in b.parameters.values())
+        self.set_parameters(self._partition.offered)
 
-    def is_plain_step(self) -> bool:
-        """Whether the step has nothing that only the eager way can do, so that a graph may hold it.
+    def collect(self, inputs: StepInputs) -> None:
+        """Take the statistics of calls that were kept, and sum all of them over processes.
 
-        All parameters have gradients as backward left them, no basis is solved for, or turned where that takes much
-        memory, and no layer waits for its probe.
+        A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused.
         """
-        return (
-            bool(self.capture.examples)
-            and not self._aside_used
-            and all(s.probe is None and not s.held for s in self.sums.values())
-            and not any(b in self.fingerprints.unprobed or self._due(b) for b in self._index)
-            and (self._turns_small() or not self.schedule.turns_within(self.applied_steps))
-            and all(p.grad is not None and p.grad.layout == torch.strided for p in self.parameters)
-            and not any(map(self.watch.touched, self.parameters))
-            and all(b in self.capture.fired for b in self._index)
-        )
+        if inputs.calls:
+            self.take_calls(inputs)
+        if self.separate:
+            inputs.n_statistics = float(self.capture.examples_aside)
+        if inputs.processes > 1:
+            counts = [self.capture.examples, int(inputs.n_statistics)]
+            expected = {b: self._expected(b) for b in self._partition.covered}
+            totals = reduce_over_processes(inputs.sums, expected, counts, self._partition.device)
+            inputs.n, inputs.n_statistics = totals
+            if self.options.batch.reduction == "sum":
+                inputs.mean = inputs.processes / inputs.n
+        for block in self._partition.covered:
+            gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
+            if hasattr(state, "A") or (gathered is not None and gathered.factors is not None):
+                continue
+            if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
+                raise RuntimeError(
+                    f"layer '{block.name}' has a gradient, but no backward pass that was captured has come to it yet: "
+                    f"let the loss inside opt.statistics() reach it, or exclude=['{block.name}']"
+                )
+            inputs.unknown.add(block)
 
-    def _take_stash(self) -> None:
+    def take_calls(self, inputs: StepInputs) -> None:
+        """Take the statistics of calls that were kept for the step."""
+
         def take(block: Block) -> None:
-            for calls, n in self.stash[block]:
-                self._take(block, calls, n, hold=True)
+            for calls, n in inputs.calls[block]:
+                self._take(inputs.sums, block, calls, n, hold=True, replay=False)
 
-        self.lanes([partial(take, block) for block in self.stash], list(map(widest, self.stash)))
+        self.executor.parallel(take, list(inputs.calls))
 
     def _expected(self, block: Block) -> Expected:
-        aside = self._aside_used
-        scaling = self.method.needs_examples and not self._renews(block)
-        return Expected(self.wants_factors(block), scaling, block in self.fingerprints.unprobed and not aside)
+        scaling = self._method.needs_examples and not self._schedule.renews(block)
+        unverified = block in self.fingerprints.unverified and not self.separate
+        return Expected(self._schedule.takes_factors(block), scaling, unverified)
 
-    def _gather(self) -> tuple[float | Tensor, float | Tensor]:
-        """N of the gradient and N of the statistics, over all processes, after summing the statistics over them."""
-        counts = [
-            self.capture.examples,
-            self.capture.examples_aside if self._aside_used else self.capture.examples,
-        ]
-        if world_size() == 1:
-            return float(counts[0]), float(counts[1])
-        expected = {b: self._expected(b) for b in self.blocks if b.covered}
-        n, n_statistics = reduce_over_processes(self.sums, expected, counts, self.device)
-        return n, n_statistics
+    def verify(self, inputs: StepInputs) -> None:
+        """Check that gradients are those that passed through the calls, and find what was done to them since."""
+        if self.fingerprints.unverified:
+            self.fingerprints.verify(inputs, self.watch, self.loss_scale())
+        if inputs.touched or inputs.processes > 1:
+            inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
-    def _loss_scale(self) -> float | Tensor:
-        scaler = self.settings.grad_scaler
+    def loss_scale(self) -> float | Tensor:
+        """What a GradScaler has multiplied the loss by."""
+        scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
-        return scaler.scale(torch.ones((), device=self.device))
+        return scaler.scale(torch.ones((), device=self._partition.device))
+
+    # --- within the step ------------------------------------------------------------------------------------------
+
+    def delta_square(self, inputs: StepInputs) -> float | Tensor:
+        """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
+
+        Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
+        W processes it is N / W times. Under a sum it is the captured gradient itself.
+        """
+        n, w = inputs.n_statistics, inputs.processes
+        scale = 1.0 if self.options.grad_scaler is None else self.loss_scale()
+        if self.options.batch.reduction == "sum":
+            return 1 / (n * scale * scale)
+        return n / (w * w * scale * scale)
+
+    def update_factors(self, inputs: StepInputs) -> None:
+        """Take a step's sums into A and B, which average over steps, each batch weighted by its N.
+
+        Numerators and denominator are kept apart.
+        """
+        n, ok, decay = inputs.n_statistics, inputs.ok, self.options.refresh.factor_decay
+        square = self.delta_square(inputs)
+        totals: list[Tensor] = []
+        batch: list[Tensor] = []
+        for block, gathered in inputs.sums.items():
+            f = gathered.factors
+            if f is None:
+                continue
+            state: BlockState | None = self._partition.states.get(block.key)
+            if state is None:
+                state = self._partition.state(block)
+            weight: float | Tensor = n
+            terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
+            if isinstance(terms, Tensor):
+                weight, terms = n * (terms > 0), terms.clamp(min=1)
+            by_A, by_B = weight / terms, weight * square
+            A = f.A.mul_(by_A.to(f.A) if isinstance(by_A, Tensor) else by_A)
+            B = f.B.mul_(by_B.to(f.B) if isinstance(by_B, Tensor) else by_B)
+            W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+            if not self.options.refresh.deterministic and hasattr(state, "A"):
+                A, B = (shortened(new, old, W, state.factor_weight) for new, old in ((A, state.A), (B, state.B)))
+            # An input so large that its square is not finite would stay in the average for ever.
+            bad = ~torch.isfinite(trace(A) + trace(B))
+            bad = bad if inputs.bad is None else bad | inputs.bad
+            if bad.device.type != "cpu" or bad:
+                A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
+            if not hasattr(state, "A"):
+                state.A, state.B, state.factor_weight = A, B, W.clone()
+            else:
+                totals += [state.A, state.B, state.factor_weight]
+                batch += [A, B, W]
+        if totals:
+            torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
+            torch._foreach_add_(totals, batch)
+
+
+def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
+    """A batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
+
+    So an outlier does not fill the factors for hundreds of steps.
+    """
+    limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
+    factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
+    return new * torch.where(limit > 0, factor, 1.0)
+
+
+def trace(factor: Tensor) -> Tensor:
+    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()
