@@ -166,6 +166,7 @@ def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]
     return [p.detach() for p in model.parameters()], opt.engine.executor.step_graphs.replays
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("memory", [1, 20_000, 2**28], ids=["sums alone", "sums and calls", "calls"])
 @pytest.mark.parametrize("kind", ["anchored", "running", "per_example", "KFAC"])
 @pytest.mark.parametrize("factor_every", [None, 3])
