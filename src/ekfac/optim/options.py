@@ -133,14 +133,19 @@ class Batch(Group):
     Attributes:
         reduction: "mean" or "sum", what the loss does over examples.
         dim: The dimension of the model's input that counts examples.
+        count: A function of the arguments of the model's forward that returns how many examples there are, for inputs
+            whose first tensor does not say. By default it does; where there is none, the first layer's input.
     """
 
     reduction: str = "mean"
     dim: int = 0
+    count: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("reduction", self.reduction, ("mean", "sum"))
         checks.integer("dim", self.dim, least=0)
+        if self.count is not None and not callable(self.count):
+            raise ValueError(f"count={self.count!r} must be a function of the model's arguments, or None")
 
 
 @dataclass(frozen=True, repr=False)

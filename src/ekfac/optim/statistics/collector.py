@@ -20,6 +20,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
+from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor, world_size
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
@@ -73,9 +74,12 @@ class Collector:
         self._kept = 0
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
+        #: Whether low coverage has been told, if there was any to tell.
+        self._told_coverage = False
         self.capture = Capture(
             partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
-            options.batch.dim,
+            options.batch.dim, options.batch.count,
+            per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.watch = GradientWatch([])
 
@@ -166,7 +170,8 @@ class Collector:
                 return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
-        if block in self.fingerprints.unverified or not self.executor.keeps_calls(calls, self._kept):
+        fits = not block.layer.scattered and self.executor.keeps_calls(calls, self._kept)
+        if block in self.fingerprints.unverified or not fits:
             return False
         self._kept += bytes_of(calls)
         return True
@@ -203,7 +208,7 @@ class Collector:
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
-        if not replay:
+        if not replay or block.layer.scattered:
             return FactorSums(*taken(*tensors))
         key = (block, n, *((c.layer, c.layer.mode) for c in calls))
         return FactorSums(*self.executor.call("taking statistics", key, taken, *tensors))
@@ -250,6 +255,10 @@ class Collector:
             if gradient.layout != torch.strided:
                 name = next((name for name, q in self._partition.model.named_parameters() if q is p), "?")
                 raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
+        if not self._told_coverage:
+            self._told_coverage = True
+            if (text := low_coverage(self._partition.blocks)) is not None:
+                warnings.warn(text, UserWarning, stacklevel=2)
         self.capture.finish()
         if self.capture.examples == 0:
             raise RuntimeError(
