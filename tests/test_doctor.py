@@ -160,7 +160,7 @@ def test_what_was_given_is_kept_where_it_does_nearly_as_well():
 @pytest.mark.parametrize(
     ("options", "settings", "call"),
     [
-        ({}, {"lr": 0.01, "damping": 1e-8, "refresh_every": 50}, "EKFAC(model)"),
+        ({}, {"lr": 0.004, "damping": 1e-8, "refresh_every": 50}, "EKFAC(model)"),
         (
             {"sua": True},
             {"lr": 0.03, "damping": 1e-8, "refresh_every": 20},
@@ -179,7 +179,7 @@ def test_the_call_to_use_makes_the_optimizer_that_was_tried(options, settings, c
     made = eval(call, {"EKFAC": ekfac.EKFAC, "ekfac": ekfac, "model": network()})
     group = made.param_groups[0]
     assert (group["lr"], group["damping"]) == (settings["lr"], settings["damping"])
-    assert made.engine.options.refresh_every == settings["refresh_every"]
+    assert made.engine.schedule.intervals.every == settings["refresh_every"]
     assert made.engine.options.refresh == options.get("refresh", ekfac.Refresh())
     made.close()
 
