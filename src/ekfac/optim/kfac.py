@@ -67,7 +67,6 @@ class KFAC(Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
-            "decay_vectors": True,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
@@ -80,4 +79,5 @@ class KFAC(Optimizer):
             return Engine(model, parameters, settings, method, elementwise, state, whole_steps=True)
 
         everything = {**update, "kl_clip": kl_clip, "pi_correction": pi_correction, **arguments}
-        super().__init__(model, params, update, make_engine, everything, kl_clip=kl_clip)
+        defaults = {**update, "decay_vectors": True}
+        super().__init__(model, params, defaults, make_engine, everything, kl_clip=kl_clip)

@@ -232,10 +232,10 @@ class Optimizer(Base, Grouped):
         }
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
-        super().load_state_dict({**state_dict, "state": {}})
-        for group in self.param_groups:  # of a version that did not have them all
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
+        missing["decay_vectors"] = True  # versions before had no other way
+        groups = [{**missing, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
         self.state.update(state)
         self.engine.partition.states = self.state  # torch has put a new dict there

@@ -43,7 +43,7 @@ class LRFraction:
 
     def __init__(self, start: float | None = None) -> None:
         if start is not None:
-            checks.number("lr_fraction", start, above=0, most=1)
+            checks.number("pace", start, above=0, most=1)
         self.start = start
         #: The fraction of the next step, t, e and E, changed in place: a CUDA graph holds on to their address.
         self._next: Tensor | None = None
