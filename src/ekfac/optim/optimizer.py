@@ -145,9 +145,9 @@ class Optimizer(Base, Grouped):
         return Rates(groups, self._group_index(), (tuple(fixed), self.kl_clip.bound, self.max_change))
 
     def _on_course(self, group: dict[str, Any]) -> bool:
-        """Tell whether the built-in course has a group's rate: nobody schedules it, nor has changed the default."""
-        untouched = self._arguments.get("lr") is not None or group["lr"] == self.defaults["lr"]
-        return not is_scheduled(group) and (untouched or self.course.total_steps is not None)
+        """Tell whether the built-in course has a group's rate: nobody schedules it, nor names it and no course."""
+        named = group["lr_named"] or bool(group["lr"] != self.defaults["lr"])
+        return not is_scheduled(group) and not (self.course.automatic and named)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -233,7 +233,7 @@ class Optimizer(Base, Grouped):
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
-        missing["decay_vectors"] = True  # versions before had no other way
+        missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
         groups = [{**missing, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
