@@ -160,7 +160,7 @@ def test_what_was_given_is_kept_where_it_does_nearly_as_well():
 @pytest.mark.parametrize(
     ("options", "settings", "call"),
     [
-        ({}, {"lr": 0.004, "damping": 1e-8, "refresh_every": 50}, "EKFAC(model)"),
+        ({}, {"lr": 0.01, "damping": 1e-8, "refresh_every": 50}, "EKFAC(model, lr=0.01, refresh_every=50)"),
         (
             {"sua": True},
             {"lr": 0.03, "damping": 1e-8, "refresh_every": 20},

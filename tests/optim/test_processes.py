@@ -37,8 +37,8 @@ METHODS = {
     "running": (paper.EKFAC, {"scaling": "running", "kl_clip": 0.01}),
     "kronecker": (paper.EKFAC, {"scaling": "kronecker"}),
     "kfac": (paper.KFAC, {}),
-    "default": (ekfac.EKFAC, {}),
-    "diagonal": (ekfac.EKFAC, {"exclude": "*"}),
+    "default": (ekfac.EKFAC, {"eps": 1e-4}),  # where a gradient is zero, its rounding is divided by eps
+    "diagonal": (ekfac.EKFAC, {"exclude": "*", "eps": 1e-4}),
     "default, s* of each batch": (ekfac.EKFAC, {"scaling": "per_example"}),
     "adaptive": (paper.EKFAC, {"damping": ekfac.AdaptiveDamping(start=0.05, every=2), "lr": 0.5}),
 }

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ekfac import checks
 from ekfac.curvature.summary import Summary, human
 from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
-from ekfac.optim.methods.belief import Belief
 from ekfac.optim.options import DAMPING, PAPER, Batch, Group, into_groups, out_of_groups
 from ekfac.optim.statistics.schedule import INTERVAL
 
@@ -282,14 +281,13 @@ def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, l
 
 
 def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
-    """How EKFAC is made with these options and settings: what is its default anyway is left out."""
+    """How EKFAC is made with these options and settings, as they were tried: a rate that is named has no course."""
     wanted = {**into_groups(options), **settings}
     paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
     if len(set(PAPER) - paper) <= len(settings):
         rest = {name: value for name, value in wanted.items() if name not in paper}
         return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
-    usual = {"lr": Belief.lr, "damping": DAMPING, "refresh_every": INTERVAL}
-    rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
+    rest = {name: value for name, value in wanted.items() if (name, value) != ("damping", DAMPING)}
     return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
 
 

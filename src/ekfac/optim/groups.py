@@ -64,6 +64,7 @@ class Grouped(torch.optim.Optimizer):
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         if "weight_decay" in group:
             group.setdefault("decay_vectors", True)
+        group.setdefault("lr_named", "lr" in group)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):

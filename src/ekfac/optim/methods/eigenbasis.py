@@ -96,9 +96,7 @@ class EigenMethod:
             step.seen = step.g * step.ratio
         elif step.left is not None:
             step.seen = step.left if basis is None else basis.project(step.left)
-        epsilon = (
-            step.rates.damping
-        )  # not through the step: that would be a reference cycle, which holds on to its rows
+        epsilon = step.rates.damping  # not the step itself: a cycle would keep its tensors
         step.damped = lambda s: self.damp(s, epsilon, basis)
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
