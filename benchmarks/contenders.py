@@ -20,7 +20,7 @@ from ekfac.lab.optimizers import Trains, build_optimizer
 from ekfac.lab.registry import LabError
 from ekfac.lab.rivals import matrices
 from ekfac.lab.tasks import TASKS, Task
-from ekfac.optim.statistics.refresh import START
+from ekfac.optim.statistics.schedule import START
 
 WARM_UP = 40  # by then every kind of step has been captured; the start's turning of all bases goes on until step 300
 LR = 1e-4  # small: on random data, and for optimizers of other packages
@@ -200,8 +200,8 @@ def _contender(optimizer: Trains, loss: Callable[[], Tensor], captured: bool) ->
         optimizer.step()
 
     def skip_start() -> None:
-        if isinstance(optimizer, ekfac.EKFAC):
-            optimizer.engine.applied_steps = max(START, optimizer.engine.applied_steps)
+        if isinstance(optimizer, ekfac.EKFAC | ekfac.KFAC):
+            optimizer.engine.schedule.applied_steps = max(START, optimizer.engine.schedule.applied_steps)
 
     return Contender(_captured(step, optimizer) if captured else step, skip_start, lambda: state_bytes(optimizer))
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ekfac import EKFAC
+from ekfac import EKFAC, KFAC
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from zoo import PROBLEMS  # the networks that the tests train
@@ -91,7 +91,7 @@ def train(name: str, optimizer: str, options: dict[str, Any], seed: int, mode: s
         "train": statistics.fmean(losses[-LAST:]),
         "held_out": statistics.fmean(parts),
         "all_moved": all(not torch.equal(p.float(), before[n]) for n, p in model.named_parameters()),
-        "captured_bytes": opt.stats()["captured_bytes"] if isinstance(opt, EKFAC) else None,
+        "captured_bytes": opt.stats()["captured_bytes"] if isinstance(opt, EKFAC | KFAC) else None,
     }
 
 

@@ -179,8 +179,8 @@ def test_the_call_to_use_makes_the_optimizer_that_was_tried(options, settings, c
     made = eval(call, {"EKFAC": ekfac.EKFAC, "ekfac": ekfac, "model": network()})
     group = made.param_groups[0]
     assert (group["lr"], group["damping"]) == (settings["lr"], settings["damping"])
-    assert made.engine.settings.refresh_every == settings["refresh_every"]
-    assert made.engine.settings.deterministic == options.get("deterministic", False)
+    assert made.engine.options.refresh_every == settings["refresh_every"]
+    assert made.engine.options.deterministic == options.get("deterministic", False)
     made.close()
 
 

@@ -68,3 +68,11 @@ def patterns(name: str, value: Any) -> list[str]:
         if not isinstance(item, str):
             raise ValueError(f"{name}={value!r} must be a name or pattern of layers, or a list of them")
     return items
+
+
+def decays(name: str, value: Any) -> None:
+    """Two numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
+    for item in value:
+        number(name, item, least=0, below=1)

@@ -12,9 +12,8 @@ from ekfac.curvature.eigenbasis import (
     Basis,
     carry_moment,
     carry_second_moment,
-    eigh_with_fallback,
-    is_eigendecomposition,
 )
+from ekfac.curvature.eigensolvers import eigh_with_fallback, is_eigendecomposition
 from ekfac.curvature.layers.shapes import BlockShape
 from oracle import carried
 

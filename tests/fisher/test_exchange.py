@@ -101,7 +101,7 @@ def test_seeding_counts_as_a_batch_of_its_examples(scaling: str) -> None:
     close(opt.curvature().dense(), whole.dense())
     step(opt, model, data[0])
     batch = fisher(model, data[:1], "categorical", approximation="kfac")
-    for block in opt.engine.blocks:
+    for block in opt.engine.partition.blocks:
         state = opt.state[block.key]
         (part,) = whole.restrict(block.name).parts
         (own,) = batch.restrict(block.name).parts

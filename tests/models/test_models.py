@@ -55,7 +55,7 @@ def test_every_second_moment_is_that_of_the_per_example_gradients(name: str) -> 
     for parameter, g in gradients.items():
         torch.testing.assert_close(g.mean(0), mean[parameter], rtol=1e-8, atol=1e-12)
     assert pre.step()
-    for block in pre.engine.blocks:
+    for block in pre.engine.partition.blocks:
         names = list(block.parameter_names.values())
         G = block.stack([mean[n] for n in names])
         if not block.covered:

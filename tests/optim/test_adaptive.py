@@ -397,13 +397,13 @@ def test_the_bend_is_that_of_the_curvature_as_an_operator(kind: Any, options: di
     engine = opt.engine
     d = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     found = sum(
-        float(engine.method_of(b).bend(b, engine.state[b.key], b.stack(d[name] for name in b.parameter_names.values())))
-        for b in engine.blocks
+        float(engine.method_of(b).quadratic_form(b, opt.state[b.key], b.stack(d[name] for name in b.parameter_names.values())))
+        for b in engine.partition.blocks
     )
     if kind is KFAC:  # its inverses are older than its factors
-        for b in engine.blocks:
+        for b in engine.partition.blocks:
             if b.covered:
-                state, weight = engine.state[b.key], engine.state[b.key]["factor_weight"]
+                state, weight = opt.state[b.key], opt.state[b.key]["factor_weight"]
                 state["A"], state["B"] = state["inverted_A"] * weight, state["inverted_B"] * weight
     assert found == pytest.approx(float(opt.curvature().quadratic(d)), rel=1e-9)
 

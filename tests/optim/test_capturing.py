@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ekfac.optim.cuda import replay as capturing
-from ekfac.optim.cuda.replay import Lanes, OwnStream, Replays
+from ekfac.optim.cuda import replay, streams
+from ekfac.optim.cuda.replay import Replays
+from ekfac.optim.cuda.streams import OwnStream, ParallelStreams
 
 
 class OnGPU(torch.Tensor):
@@ -45,7 +46,7 @@ class Doubling:
 
     def replay(self) -> None:
         assert self.of is not None
-        (x, _), ((_, [place], (returned, _)),) = self.captured[-1], self.of._captured.values()
+        (x, _), ((_, [place], (returned, _)),) = self.captured[-1], self.of._graphs.values()
         assert x is place
         returned.copy_(2 * x)
 
@@ -59,7 +60,7 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Doubling:
     def nothing(*arguments: Any, **options: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(capturing, "capturing", nothing)
+    monkeypatch.setattr(replay, "recording", nothing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: found)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -91,7 +92,7 @@ def test_other_forms_and_keys_are_other_graphs(function: Doubling, other: Callab
         key, x = other(n)
         for _ in range(2):
             of(key, function, x)
-    assert function.calls == 8 and not of._captured
+    assert function.calls == 8 and not of._graphs
 
 
 def test_what_does_not_fit_runs(function: Doubling, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +132,11 @@ def test_a_function_that_cannot_be_captured_runs_from_then_on(function: Doubling
     for _ in range(2):
         of("key", function, on_gpu(1.0))
     function.fails = True
-    told = pytest.warns(RuntimeWarning, match="doubling cannot be captured and runs without: no kernel for this")
+    told = pytest.warns(RuntimeWarning, match="doubling cannot be recorded and runs without: no kernel for this")
     with told, pytest.raises(RuntimeError):
         of("key", function, on_gpu(1.0))
     function.fails = False
-    assert of("key", function, on_gpu(1.0))[0].tolist() == [2.0] and not of._captured
+    assert of("key", function, on_gpu(1.0))[0].tolist() == [2.0] and not of._graphs
 
 
 def test_nothing_is_captured_within_a_capture_or_on_the_cpu(
@@ -171,18 +172,18 @@ def test_lanes_of_an_optimizer_that_is_gone_serve_the_next(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: object())
     device = torch.device("cuda", 5)
 
-    def opened(lanes: Lanes) -> list[object]:
+    def opened(lanes: ParallelStreams) -> list[object]:
         for _ in range(2):
             with lanes.opened(device):
                 assert lanes.open
             assert not lanes.open
-        return list(lanes._lanes)
+        return list(lanes._streams)
 
-    one, other = Lanes(), Lanes()
+    one, other = ParallelStreams(), ParallelStreams()
     first, second = opened(one), opened(other)
-    assert len(set(first + second)) == 2 * capturing.LANES, "two that live may be replayed side by side"
+    assert len(set(first + second)) == 2 * streams.STREAMS, "two that live may be replayed side by side"
     del one
-    assert opened(Lanes()) == first
+    assert opened(ParallelStreams()) == first
 
 
 def test_lanes_that_are_not_open_run_their_parts_in_order() -> None:
@@ -195,4 +196,4 @@ def test_lanes_that_are_not_open_run_their_parts_in_order() -> None:
 
         return run
 
-    assert Lanes()([part(index) for index in range(5)], [1, 5, 3, 2, 4]) == done == list(range(5))
+    assert ParallelStreams()([part(index) for index in range(5)], [1, 5, 3, 2, 4]) == done == list(range(5))

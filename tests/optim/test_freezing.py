@@ -75,7 +75,7 @@ def test_a_checkpoint_of_a_partly_frozen_model_goes_into_the_whole() -> None:
     new = EKFAC(other)
     new.load_state_dict(opt.state_dict())
     usual(other, new)
-    assert new.engine.applied_steps == 2
+    assert new.engine.schedule.applied_steps == 2
 
 
 def test_state_of_a_frozen_layer_is_in_checkpoints_and_copies() -> None:

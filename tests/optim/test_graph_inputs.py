@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ekfac
-from ekfac.optim.cuda.nonfinite import Verdicts
-from ekfac.optim.cuda.step_graphs import REPEATS, Rates
+from ekfac.optim.cuda.executor import CudaExecutor
+from ekfac.optim.cuda.nonfinite import NonFiniteMask
+from ekfac.optim.cuda.step_graphs import REPEATS, Compute, StepGraphs, copied, tensors_of
 from ekfac.optim.engine import Engine
-from ekfac.optim.statistics.collector import Intake
-from ekfac.optim.statistics.refresh import EARLY, START
+from ekfac.optim.statistics.schedule import EARLY, START
 from ekfac.optim.statistics.sums import BlockSums
-from ekfac.optim.types import Work
+from ekfac.optim.types import Rates, StepInputs
 
 
 class StandIn:
@@ -120,40 +120,21 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
         under_way.clear()
         pool.close(place)
 
-    mask, compute = Engine.mask_on_device, ekfac.EKFAC.compute
+    run_eagerly = StepGraphs.run
 
-    def recorded_mask(engine: Engine, work: Work) -> None:
-        if not under_way:
-            return mask(engine, work)
-        engine.ok = torch.ones((), dtype=torch.float64)
-        return None
-
-    def recorded_compute(opt: ekfac.EKFAC, work: Work, rates: Rates) -> None:
-        if not under_way:
-            return compute(opt, work, rates)
+    def recorded_run(graphs: StepGraphs, engine: Engine, inputs: StepInputs, rates: Rates, compute: Compute) -> None:
         if stood_in.spoilt:
             raise RuntimeError(stood_in.spoilt.pop())
-        engine = opt.engine
-        gradients, stash, sums, ok = [p.grad for p in engine.parameters], engine.stash, engine.sums, engine.ok
-        assert ok is not None
+        ok = inputs.ok = torch.ones((), dtype=torch.float64)
 
         def run() -> None:
-            before = [p.grad for p in engine.parameters], engine.stash, engine.sums, engine.ok
-            for p, gradient in zip(engine.parameters, gradients, strict=True):
-                p.grad = gradient
             # A step adds to its sums: each replay begins with those that it is given.
-            engine.stash, engine.sums = stash, {b: s.at(iter(s.tensors())) for b, s in sums.items()}
-            again = Work(list(engine.parameters), work.n, work.n_statistics)
-            mask(engine, again)
-            compute(opt, again, rates)
-            assert engine.ok is not None
-            ok.copy_(engine.ok)
-            for p, gradient in zip(engine.parameters, before[0], strict=True):
-                p.grad = gradient
-            engine.stash, engine.sums, engine.ok = before[1:]
+            again = replace(inputs, sums=copied(inputs))
+            run_eagerly(graphs, engine, again, rates, compute)
+            assert again.ok is not None
+            ok.copy_(again.ok)
 
         under_way[0].run = run
-        return None
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
     monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -162,10 +143,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the user's")
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(Verdicts, "expect", lambda self, ok: None)
-    monkeypatch.setattr(Engine, "mask_on_device", recorded_mask)
-    monkeypatch.setattr(ekfac.EKFAC, "compute", recorded_compute)
-    monkeypatch.setattr(Intake, "graphs_possible", property(lambda self: self.settings.cuda_graphs))
+    monkeypatch.setattr(NonFiniteMask, "expect", lambda self, ok: None)
+    monkeypatch.setattr(StepGraphs, "run", recorded_run)
+    monkeypatch.setattr(CudaExecutor, "graphs_possible", lambda self, device: self.options.cuda_graphs)
     return stood_in
 
 
@@ -182,7 +162,7 @@ def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]
         for part in (slice(0, n // 2), slice(n // 2, n)) if t % 5 == 4 else (slice(0, n),):
             (mse_loss(model(x[part]), y[part]) * len(x[part]) / n).backward()
         opt.step()
-    return [p.detach() for p in model.parameters()], opt._graphs.replays
+    return [p.detach() for p in model.parameters()], opt.engine.executor.step_graphs.replays
 
 
 @pytest.mark.parametrize("memory", [1, 20_000, 2**28], ids=["sums alone", "sums and calls", "calls"])
@@ -209,32 +189,32 @@ def small(**options: Any) -> tuple[nn.Sequential, ekfac.EKFAC]:
 
 def replayed(model: nn.Module, opt: ekfac.EKFAC, steps: int, sizes: tuple[int, ...] = (16,)) -> int:
     """Train; how many of the steps were replayed."""
-    before = opt._graphs.replays
+    before = opt.engine.executor.step_graphs.replays
     for step in range(steps):
         opt.zero_grad()
         model(torch.randn(sizes[step % len(sizes)], 6).double()).square().sum(1).mean().backward()
         opt.step()
-    return opt._graphs.replays - before
+    return opt.engine.executor.step_graphs.replays - before
 
 
 def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(recording: Torch) -> None:
     model, opt = small()
     replayed(model, opt, 20)
-    opt.engine.applied_steps = START
+    opt.engine.schedule.applied_steps = START
     assert replayed(model, opt, 40) >= 20
     assert len(recording.pools) == 2, "one for the first steps and one for those that follow"
-    assert len(opt._graphs._captured) >= 4 and recording.pools[1].graphs == len(opt._graphs._captured)
+    assert len(opt.engine.executor.step_graphs._recorded) >= 4 and recording.pools[1].graphs == len(opt.engine.executor.step_graphs._recorded)
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert replayed(model, opt, 40) >= 20 and len(recording.pools) == 3
-    assert len({len(c.inputs[0]) for c in opt._graphs._captured.values()}) == 1
-    first, second, *_ = opt._graphs._captured.values()
-    assert all(a is b for a, b in zip(first.inputs[0], second.inputs[0], strict=True)), "gradients at one place"
+    gradients = [tensors_of(step.inputs)[0] for step in opt.engine.executor.step_graphs._recorded.values()]
+    assert len({len(tensors) for tensors in gradients}) == 1
+    assert all(a is b for a, b in zip(*gradients[:2], strict=True)), "gradients at one place"
 
 
 def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
     model, opt = small()
     replayed(model, opt, 20)
-    opt.engine.applied_steps = START
+    opt.engine.schedule.applied_steps = START
     replayed(model, opt, 120, (16, 12, 8))
     assert replayed(model, opt, 48, (16, 12, 8)) == 48
 
@@ -243,9 +223,9 @@ def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Tor
     model, opt = small(deterministic=True)
     assert replayed(model, opt, 40, (12,)) >= 10
     recording.spoilt.append("no kernel for this")
-    with pytest.warns(RuntimeWarning, match="cannot be captured and runs without: no kernel for this") as told:
+    with pytest.warns(RuntimeWarning, match="cannot be recorded and runs without: no kernel for this") as told:
         assert replayed(model, opt, 40) == 0
-    assert len([w for w in told if "captured" in str(w.message)]) == 1 and not opt._graphs._places
+    assert len([w for w in told if "recorded" in str(w.message)]) == 1 and not opt.engine.executor.step_graphs._places
     assert gc.isenabled()
     assert replayed(model, opt, 40, (12,)) >= 20, "steps of the other kind, captured again"
     gc.disable()
@@ -280,7 +260,7 @@ def test_a_replayed_step_that_must_change_nothing_turns_no_basis(
     opt.step()
     opt.engine.settle()
     after = opt.state[model.weight], model.weight.detach()
-    assert opt._graphs.replays == 3, "the step was replayed"
+    assert opt.engine.executor.step_graphs.replays == 3, "the step was replayed"
     assert opt.stats()["warm_refreshes"] == turned
     for name in (n for n, value in before[0].items() if isinstance(value, Tensor) and n != "products"):
         assert torch.equal(before[0][name], after[0][name]), name
@@ -302,7 +282,7 @@ def test_a_layer_that_leaves_training_is_another_step(recording: Torch) -> None:
     for training in (True, False, True):
         model[1].train(training)
         replayed(model, opt, 8)
-        captured.append(len(opt._graphs._captured))
+        captured.append(len(opt.engine.executor.step_graphs._recorded))
     assert captured == [1, 2, 2]
 
 

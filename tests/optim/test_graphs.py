@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import ekfac
-from ekfac.optim.cuda.replay import capturing
-from ekfac.optim.cuda.side_stream import Aside
+from ekfac.optim.cuda.replay import recording
+from ekfac.optim.cuda.streams import SideStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs")]
 
@@ -64,7 +64,7 @@ def both_ways(steps: int, kind: str, make, **options: object) -> int:
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
     assert opt.stats()["skipped_steps"] == plain.stats()["skipped_steps"]
     assert opt.stats()["steps"] == plain.stats()["steps"]
-    return opt._graphs.replays
+    return opt.engine.executor.step_graphs.replays
 
 
 @pytest.mark.parametrize("kind", ["plain", "nan", "clip", "rates", "sizes"])
@@ -104,8 +104,8 @@ def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: in
             opt.zero_grad()
             mse_loss(model(x), y).backward()
             opt.step()
-        assert len(opt.engine._replays._captured) == (1 if cuda_graphs and memory == 50_000 else 0), "what fits"
-        return [p.detach() for p in model.parameters()], opt._graphs.replays
+        assert len(opt.engine.executor.replays["taking statistics"]._graphs) == (1 if cuda_graphs and memory == 50_000 else 0), "what fits"
+        return [p.detach() for p in model.parameters()], opt.engine.executor.step_graphs.replays
 
     # Otherwise no two trainings agree to the last bit, and what solvers make of it is seen after 60 steps.
     with torch.backends.cudnn.flags(deterministic=True):
@@ -125,10 +125,10 @@ for _ in range(30):
     opt.zero_grad()
     model(torch.randn(24, 3, 6, 6, device="cuda")).square().mean().backward()
     opt.step()
-assert opt._graphs.replays and opt.engine._replays._captured
+assert opt.engine.executor.step_graphs.replays and opt.engine.executor.replays["taking statistics"]._graphs
 if {closed}:
     opt.close()
-    assert not (opt._graphs._captured or opt.engine._replays._captured)
+    assert not (opt.engine.executor.step_graphs._recorded or opt.engine.executor.replays["taking statistics"]._graphs)
 """
 
 
@@ -145,7 +145,7 @@ def test_a_graph_that_is_garbage_does_not_spoil_the_next_capture() -> None:
 
     def captured(meanwhile: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
+        with recording(graph):
             meanwhile()
             x.add_(1)
         return graph
@@ -192,10 +192,10 @@ def test_a_loaded_checkpoint_is_what_the_next_replay_uses() -> None:
     first = train(opt, model, 10)
     opt.load_state_dict(saved)
     model.load_state_dict(weights)
-    before = opt._graphs.replays
+    before = opt.engine.executor.step_graphs.replays
     for p, q in zip(first, train(opt, model, 10), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-    assert opt._graphs.replays > before, "captured again"
+    assert opt.engine.executor.step_graphs.replays > before, "captured again"
 
 
 def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed() -> None:
@@ -206,13 +206,13 @@ def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed
     def trained(beside: bool) -> list[Tensor]:
         model = wide()
         opt = ekfac.EKFAC(model, lr=1e-3, refresh_every=5)
-        opt.engine.aside = Aside(beside)
+        opt.engine.executor.side = SideStream(beside)
         for t in range(60):
             opt.zero_grad()
             x, y = (tensor.float() for tensor in batch(t))
             mse_loss(model(x), y).backward()
             opt.step()
-        assert opt._graphs.replays >= 10 and opt.stats()["warm_refreshes"] > 30
+        assert opt.engine.executor.step_graphs.replays >= 10 and opt.stats()["warm_refreshes"] > 30
         return [p.detach().clone() for p in model.parameters()]
 
     for p, q in zip(trained(beside=True), trained(beside=False), strict=True):
@@ -221,7 +221,7 @@ def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed
 
 @pytest.mark.parametrize("rule", ["anchored", "running", "kronecker"])
 def test_many_layers_side_by_side(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ekfac.optim.cuda.replay.LARGE", 40 * 41)
+    monkeypatch.setattr("ekfac.optim.cuda.streams.LARGE", 40 * 41)
 
     def trained(cuda_graphs: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_many_layers_side_by_side(rule: str, monkeypatch: pytest.MonkeyPatch) ->
         model.double().cuda()
         opt = ekfac.EKFAC(model, scaling=rule, lr=1e-3, damping=1e-2, cuda_graphs=cuda_graphs)
         weights = train(opt, model, 60, "nan")
-        return weights, opt._graphs.replays
+        return weights, opt.engine.executor.step_graphs.replays
 
     (found, replays), (expected, _) = trained(True), trained(False)
     assert replays >= 45, f"only {replays} of 60 steps were replayed"

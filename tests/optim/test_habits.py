@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ekfac
 from ekfac import EKFAC, KFAC
-from ekfac.optim.statistics.refresh import START
+from ekfac.optim.statistics.schedule import START
 from loops import X, Y, assert_same, loss_of, mlp, usual, weights
 
 
@@ -104,7 +104,7 @@ def test_a_whole_model_can_be_checkpointed_reentrantly_after_a_validation_with_g
         opts[1].zero_grad()
         models[1](X[:8])
         F.cross_entropy(checkpoint(models[1], x, use_reentrant=True), Y).backward()
-        assert opts[1].engine.capture.examples == 16
+        assert opts[1].engine.collector.capture.examples == 16
         opts[1].step()
     assert_same(*models)
 
@@ -132,7 +132,7 @@ def test_a_body_checkpointed_reentrantly_under_a_frozen_head(sizes: tuple[int, i
             opt.zero_grad()
             parts = [X[:size].clone().requires_grad_() for size in sizes]
             sum(F.cross_entropy(model(x), Y[: len(x)], reduction="sum") for x in parts).div(sum(sizes)).backward()
-            assert opt.engine.capture.examples == sum(sizes)
+            assert opt.engine.collector.capture.examples == sum(sizes)
             opt.step()
     assert_same(*models)
 
@@ -146,7 +146,7 @@ def test_an_interrupted_forward_is_noticed_by_the_next(gradients: bool) -> None:
         model(X[:4])
     model.stop = False
     loss_of(model).backward()
-    assert opt.engine.capture.examples == 16
+    assert opt.engine.collector.capture.examples == 16
     opt.step()
 
 
@@ -181,7 +181,7 @@ def test_examples_of_an_attack_do_not_count(to_none: bool) -> None:
     for _ in range(3):
         opt.zero_grad(set_to_none=to_none)
         F.cross_entropy(model(attack(model, X)), Y).backward()
-        assert opt.engine.capture.examples == 16
+        assert opt.engine.collector.capture.examples == 16
         opt.step()
 
 
@@ -191,7 +191,7 @@ def test_fast_weights_do_not_count() -> None:
     loss_of(model).backward()
     fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     torch.func.functional_call(model, fast, (X,)).sum().backward()
-    assert opt.engine.capture.examples == 16
+    assert opt.engine.collector.capture.examples == 16
     opt.step()
 
 
@@ -408,18 +408,18 @@ def branched(by: str, hook_all: bool = False) -> tuple[list[Tensor], list[int]]:
     """Weights after steps of which few take statistics, and how many examples each counted."""
     model, x = Branches().double(), torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0)).double()
     opt = EKFAC(model, factor_every=5, refresh_every=1000)
-    opt.engine.applied_steps = START
+    opt.engine.schedule.applied_steps = START
     examples = []
     for step in range(12):
         opt.zero_grad()
         for part in {"output": "o", "branch": "ob"[step > 0], "turns": "ob"[step % 2], "both": "ob"}[by]:
             if hook_all:
-                opt.engine.capture.fired.clear()
+                opt.engine.collector.capture.fired.clear()
             output = model(x)
             (output if part == "o" else model.kept).square().sum((1, 2)).mean().backward()
-        examples.append(opt.engine.capture.examples)
+        examples.append(opt.engine.collector.capture.examples)
         if hook_all:
-            opt.engine.capture.fired.update(opt.engine.blocks)
+            opt.engine.collector.capture.fired.update(opt.engine.partition.blocks)
         opt.step()
     return [p.detach() for p in model.parameters()], examples
 

@@ -10,23 +10,22 @@ from torch import Tensor, nn
 
 import ekfac
 import paper
-from ekfac.optim.cuda.nonfinite import Verdicts
+from ekfac.optim.executor import Executor
 
 
-class Late(Verdicts):
+class Late(Executor):
     """Answers as on a GPU: a mask now, the verdict only when the next step asks."""
 
-    def __init__(self) -> None:
-        self.bad = False
+    bad = False
 
-    def judge(self, sizes: list[Tensor], at_once: bool) -> tuple[bool, Tensor | None]:
+    def check_finite(self, sizes: list[Tensor], wait: bool) -> tuple[bool, Tensor | None]:
         good = all(bool(torch.isfinite(size)) for size in sizes)
-        if at_once:
+        if wait:
             return good, None
         self.bad = not good
         return True, torch.tensor(float(good), dtype=torch.float64)
 
-    def settle(self) -> bool:
+    def was_skipped(self) -> bool:
         bad, self.bad = self.bad, False
         return bad
 
@@ -54,7 +53,7 @@ def test_a_masked_step_changes_what_a_skipped_one_changes(options: dict[str, Any
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias=False)).double()
         opt = paper.EKFAC(model, **{"lr": 0.02, "refresh_every": 5, **options})
         if late:
-            opt.engine.verdicts = Late()
+            opt.engine.executor = Late(opt.engine.options, whole_steps=True)
         for step in range(14):
             opt.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
@@ -77,7 +76,7 @@ def test_a_masked_step_leaves_zeros_to_the_optimizer_that_follows(scaling: str) 
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
     pre = ekfac.Preconditioner(model, scaling=scaling, deterministic=True)
-    pre.engine.verdicts = Late()
+    pre.engine.executor = Late(pre.engine.options, whole_steps=False)
     for step in range(4):
         pre.zero_grad()
         model(torch.randn(32, 6).double()).square().sum(1).mean().backward()

@@ -153,7 +153,7 @@ def test_state_is_what_the_summary_says_and_within_its_bound(method: str) -> Non
         model(torch.randn(8, 3, 4, 4, dtype=torch.float64)).square().sum(1).mean().backward()
         opt.step()
     said = {row.name: row for row in opt.summary().rows}
-    for block in opt.engine.blocks:
+    for block in opt.engine.partition.blocks:
         tensors = [t for t in opt.state[block.key].values() if isinstance(t, Tensor)]
         found = sum(t.nbytes for t in tensors)
         assert 0 <= found - said[block.name].bytes <= 8 * 10, "counts and sums of products alone are not in the table"

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
 import paper
-from ekfac.optim.refresh import START
-from ekfac.optim.skipping import Verdicts
+from ekfac.optim.statistics.schedule import START
+from ekfac.optim.executor import Executor
 
 METHODS = {
     "per_example": (paper.EKFAC, {"scaling": "per_example"}),
@@ -115,18 +115,18 @@ def train(averaging, how, method, rank=0, world=1):
     return {"model": {**model.state_dict(), "damping": damping}, "state": state}
 
 
-class Late(Verdicts):
+class Late(Executor):
     # As on a GPU: a mask now, the verdict only when the next step asks.
     bad = False
 
-    def judge(self, sizes, at_once):
+    def check_finite(self, sizes, wait):
         good = all(bool(torch.isfinite(size)) for size in sizes)
-        if at_once:
+        if wait:
             return good, None
         self.bad = not good
         return True, torch.tensor(float(good), dtype=torch.float64)
 
-    def settle(self):
+    def was_skipped(self):
         bad, self.bad = self.bad, False
         return bad
 
@@ -136,10 +136,10 @@ def skip_after_the_start(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
     opt = ekfac.EKFAC(model, refresh_every=48, lr=1e-3)
-    opt.engine.verdicts = Late()
+    opt.engine.executor = Late(opt.engine.options, whole_steps=True)
     for step in range(30):
         if step == 12:
-            opt.engine.applied_steps = START
+            opt.engine.schedule.applied_steps = START
         generator = torch.Generator().manual_seed(world * step + rank)
         x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
         if step == 17:

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
+from ekfac.optim.cuda.step_graphs import signature
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import refresh
-from ekfac.optim.statistics.refresh import EARLY, START, Schedule, early_steps
+from ekfac.optim.statistics.averages import factors_of
+from ekfac.optim.executor import Answer
+from ekfac.optim.statistics.schedule import EARLY, START, TRIES, Intervals, early_steps
+from ekfac.optim.types import BlockStep, EigenState, GroupRates
 
 
 def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
@@ -27,20 +31,26 @@ def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
     return opt
 
 
+def refresh_warm(opt: ekfac.EKFAC, iterations: tuple[int, int], ok: Tensor | None = None) -> None:
+    engine, block = opt.engine, opt.engine.partition.blocks[0]
+    state = engine.partition.state(block)
+    engine.method.warm_refresh(block, state, *factors_of(state), 1e-8, engine.refresher, iterations, ok)
+
+
 def test_bases_turn_together_at_growing_intervals() -> None:
     steps = sorted(early_steps(20))
     assert steps[:EARLY] == list(range(EARLY)) and max(steps) < START
     gaps = [b - a for a, b in itertools.pairwise(steps[EARLY:])]
     assert all(abs(after - 1.15 * before) <= 2 for before, after in itertools.pairwise(gaps))
-    assert not any(Schedule(20, deterministic=True).turns_within(t) for t in range(START))
+    assert not any(Intervals(20, deterministic=True).warm_within(t) for t in range(START))
 
 
 @pytest.mark.parametrize("every", [3, 20])
 def test_every_side_of_every_block_turns_once_in_an_interval(every: int) -> None:
-    schedule = Schedule(every, deterministic=False)
+    schedule = Intervals(every, deterministic=False)
     for blocks in (1, 4):
         for index in range(blocks):
-            found = [schedule.turns_after(t, index, blocks) for t in range(100 * every, 101 * every)]
+            found = [schedule.warm_after(t, index, blocks) for t in range(100 * every, 101 * every)]
             assert [sum(side) for side in zip(*found, strict=True)] == [1, 1]
 
 
@@ -52,14 +62,14 @@ def test_a_basis_that_strays_is_turned_again_and_then_solved_for(monkeypatch: py
     stats = opt.stats()
     assert stats["refreshes"] > calm["refreshes"]
     assert stats["warm_refreshes"] > calm["warm_refreshes"]
-    assert stats["refreshes"] <= 2 + 2 * 30 / refresh.TRIES, "no more often than after so many tries"
+    assert stats["refreshes"] <= 2 + 2 * 30 / TRIES, "no more often than after so many tries"
 
 
 def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = trained(12, refresh_every=1000)
     before = opt.stats()
-    block = opt.engine.blocks[0]
-    opt.engine.refresher._pending.append(([block], torch.tensor([0.9]), None))
+    block = opt.engine.partition.blocks[0]
+    opt.engine.refresher.pending.append(([block], Answer(torch.tensor([0.9]))))
     model = opt.model
     for _ in range(2):
         opt.zero_grad()
@@ -67,7 +77,7 @@ def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
         opt.step()
     assert opt.stats()["refreshes"] == before["refreshes"]
     assert opt.stats()["warm_refreshes"] >= before["warm_refreshes"] + 1
-    assert "strayed" not in opt.state[block.key]
+    assert opt.state[block.key].strayed == 0
 
 
 def test_s_star_is_taken_in_the_basis_that_it_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +87,14 @@ def test_s_star_is_taken_in_the_basis_that_it_scales(monkeypatch: pytest.MonkeyP
     model = nn.Linear(6, 3).double()
     opt = ekfac.EKFAC(model, scaling="per_example", refresh_every=1000)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    rule = opt.engine.method.rule
-    observe = rule.observe
+    observe = PerExample.observe
 
-    def spy(state: dict[str, Tensor], g: Tensor, n: float, s_star: Tensor, ok: Tensor | None) -> None:
-        seen.append((state["U_A"][0].clone(), state["U_B"][0].clone(), s_star[0].clone()))
-        observe(state, g, n, s_star, ok)
+    def spy(rule: PerExample, state: EigenState, step: BlockStep) -> None:
+        assert step.s_star is not None
+        seen.append((state.U_A[0].clone(), state.U_B[0].clone(), step.s_star[0].clone()))
+        observe(rule, state, step)
 
-    monkeypatch.setattr(rule, "observe", spy)
+    monkeypatch.setattr(PerExample, "observe", spy)
     for _ in range(20):
         x, y = torch.randn(40, 6).double(), torch.randint(3, (40,))
         opt.zero_grad()
@@ -108,29 +118,30 @@ def test_what_is_heard_counts_between_steps_whenever_it_is_asked_for(monkeypatch
 
 
 def test_a_new_basis_keeps_the_place_of_the_count_that_a_captured_step_holds() -> None:
-    rule, state = PerExample(0.9), {}
+    rule, state = PerExample(decay=0.9), EigenState()
+    step = BlockStep(torch.ones(1, 3, 2), 1.0, GroupRates(1.0, 1.0), s_star=torch.ones(1, 3, 2))
     for _ in range(2):
         rule.start(state, torch.ones(1, 3, 2))
-        place = state["count"].data_ptr()
-        rule.observe(state, torch.ones(1, 3, 2), 1.0, torch.ones(1, 3, 2), None)
-        assert float(state["count"]) == 1 and state["count"].data_ptr() == place
+        place = state.count.data_ptr()
+        rule.observe(state, step)
+        assert float(state.count) == 1 and state.count.data_ptr() == place
     rule.start(state, torch.ones(1, 3, 2))
-    assert float(state["count"]) == 0 and state["count"].data_ptr() == place
+    assert float(state.count) == 0 and state.count.data_ptr() == place
 
 
 @pytest.mark.parametrize(("every", "given", "later"), [(50, None, 4), (8, None, 1), (50, 3, 3)])
 def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | None, later: int) -> None:
     opt = ekfac.EKFAC(nn.Linear(3, 2), refresh_every=every, factor_every=given)
-    block = opt.engine.blocks[0]
+    block = opt.engine.partition.blocks[0]
 
     def taken(start: int) -> list[bool]:
         found = []
         for step in range(start, start + 12):
-            opt.engine.applied_steps = step
-            found.append(opt.engine.wants_factors(block))
+            opt.engine.schedule.applied_steps = step
+            found.append(opt.engine.schedule.takes_factors(block))
         return found
 
-    opt.engine.state[block.key] = {"S_A": 0, "A": 0}  # its first basis is there
+    opt.state[block.key] = {"S_A": torch.ones(1, 4), "A": torch.ones(1, 4, 4)}  # its first basis is there
     assert taken(1200) == [step % later == 0 for step in range(1200, 1212)]
     if given is None:
         assert all(taken(100))
@@ -138,7 +149,7 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
 def test_layers_take_their_factors_by_turns(interval: int) -> None:
-    schedule, plain = (Schedule(12 * interval, deterministic=d) for d in (False, True))
+    schedule, plain = (Intervals(12 * interval, deterministic=d) for d in (False, True))
     layers, steps = range(10), range(1000 * interval, 1001 * interval)
     for layer in layers:
         assert sum(schedule.takes_factors(step, layer, None) for step in steps) == 1
@@ -157,12 +168,12 @@ def taken_after_the_start(train: Callable[[ekfac.EKFAC, nn.Sequential, int], Non
     opt = ekfac.EKFAC(model, lr=1e-3)
     for step in range(12):
         train(opt, model, step)
-    opt.engine.applied_steps = START
+    opt.engine.schedule.applied_steps = START
     taken: dict[str, list[int]] = {"0": [], "2": [], "4": [], "6": []}
     for step in range(START, START + steps):
-        before = {b.name: opt.state[b.key]["A"].clone() for b in opt.engine.blocks if b.covered}
+        before = {b.name: opt.state[b.key]["A"].clone() for b in opt.engine.partition.blocks if b.covered}
         train(opt, model, step)
-        for block in opt.engine.blocks:
+        for block in opt.engine.partition.blocks:
             if block.covered and block.name in before and not opt.state[block.key]["A"].equal(before[block.name]):
                 taken[block.name].append(step)
     return taken
@@ -197,10 +208,10 @@ def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None
     for step in range(20):
         opt.zero_grad()
         model(torch.randn(4, 40).double()).square().sum(1).mean().backward()
-        block = opt.engine.blocks[0]
-        if step > 10 and not opt.engine._renews(block):
-            assert opt.engine.stash, "projected by rows"
-            known[step % 3 == 0].add(opt._graphs._signature())
+        block = opt.engine.partition.blocks[0]
+        if step > 10 and not opt.engine.schedule.renews(block):
+            assert opt.engine.collector.calls, "projected by rows"
+            known[step % 3 == 0].add(signature(opt.engine, opt.engine.collector.inputs(), opt._rates()))
         opt.step()
     assert len(known[True]) == len(known[False]) == 1
     assert known[True] != known[False]
@@ -212,11 +223,11 @@ def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> 
     opt = ekfac.EKFAC(model)
     model(torch.randint(7, (16,))).square().sum(1).mean().backward()
     opt.step()
-    engine, (block,) = opt.engine, opt.engine.blocks
+    engine, (block,) = opt.engine, opt.engine.partition.blocks
     turned = engine.refresher.warm_refreshes
-    for turns, answers in (((1, 0), 0), ((0, 1), 1), ((1, 1), 1)):
-        engine._turn_eigenbasis(block, 1e-8, turns)
-        assert len(engine.refresher.heard()) == answers
+    for iterations, answers in (((1, 0), 0), ((0, 1), 1), ((1, 1), 1)):
+        refresh_warm(opt, iterations)
+        assert len(engine.refresher.poll()) == answers
     assert engine.refresher.warm_refreshes == turned + 3
     assert opt.stats()["residual_drift"] >= 0
 
@@ -225,8 +236,8 @@ def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> 
 def test_a_turn_of_a_step_that_changes_nothing_does_not_count(ok: float) -> None:
     opt = trained(3)
     engine = opt.engine
-    engine.refresher.heard()
-    turned, U = engine.refresher.warm_refreshes, opt.state[engine.blocks[0].key]["U_A"].clone()
-    engine._turn_eigenbasis(engine.blocks[0], 1e-8, (1, 1), torch.tensor(ok, dtype=torch.float64))
-    assert len(engine.refresher.heard()) == engine.refresher.warm_refreshes - turned == ok
-    assert torch.equal(opt.state[engine.blocks[0].key]["U_A"], U) == (ok == 0)
+    engine.refresher.poll()
+    turned, U = engine.refresher.warm_refreshes, opt.state[engine.partition.blocks[0].key]["U_A"].clone()
+    refresh_warm(opt, (1, 1), torch.tensor(ok, dtype=torch.float64))
+    assert len(engine.refresher.poll()) == engine.refresher.warm_refreshes - turned == ok
+    assert torch.equal(opt.state[engine.partition.blocks[0].key]["U_A"], U) == (ok == 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ekfac.optim.statistics import collector as intake
+from ekfac.optim.statistics import collector
 from ekfac.optim.statistics import factored_gradient as rows
 from paper import EKFAC, KFAC
 
@@ -53,7 +53,7 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
         assert "projected" in taken
         assert ("scaling_sum" in taken) == (name != "running" and len(shape) == 1)
     taken.clear()
-    monkeypatch.setattr(intake, "may_use_rows", lambda block, settings: False)
+    monkeypatch.setattr(collector, "may_use_rows", lambda block, options: False)
     by_gradient = train(MAKERS[name], twin, shape)
     assert not taken
     for p, q in zip(by_rows, by_gradient, strict=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.curvature.eigenbasis import _cholesky_qr, orthogonal_iteration
+from ekfac.curvature.eigensolvers import _cholesky_qr, orthogonal_iteration
 from ekfac.optim.methods.rules import RULES
 from helpers import batches_for, compare_with_oracle, mean_loss, mlp
 
@@ -145,23 +145,23 @@ def test_every_step_is_the_formula_in_the_basis_in_use(rule: str) -> None:
         scaling_decay=0.9,
     )
     weight, bias = model[0].weight, model[0].bias
-    (block,) = opt.engine.blocks
+    (block,) = opt.engine.partition.blocks
     turned = 0
     used: dict[str, Tensor] = {}
-    direction = opt.engine.method.direction
+    project = opt.engine.method.project
 
-    def noting(block: Any, state: dict[str, Any], gradient: Any, step: Any) -> Tensor:
+    def noting(block: Any, state: Any, step: Any) -> None:
         used.update({k: state[k][0].clone() for k in ("U_A", "U_B", "S_A", "S_B")})
-        return direction(block, state, gradient, step)
+        project(block, state, step)
 
-    opt.engine.method.direction = noting  # type: ignore[method-assign]
+    opt.engine.method.project = noting  # type: ignore[method-assign]
     for t, micro in enumerate(batches_for(model, (4,), n=20, steps=30)):
         opt.zero_grad()
         mean_loss(model, micro[0]).backward()
         G = torch.cat([weight.grad, bias.grad[:, None]], 1)
         theta = torch.cat([weight, bias[:, None]], 1).detach().clone()
         before = {k: v[0].clone() for k, v in opt.state.get(weight, {}).items() if isinstance(v, Tensor) and v.dim()}
-        renews = opt.engine._renews(block)
+        renews = opt.engine.schedule.renews(block)
         opt.step()
         after = opt.state[weight]
         U_A, U_B, A, B = (used[k] for k in ("U_A", "U_B", "S_A", "S_B"))

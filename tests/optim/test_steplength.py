@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim.methods.rules import SAY, alignment, products
-from ekfac.optim.step_size.steplength import LATE_STEPS, PACE_RATE, PACE_STEPS, Pace
+from ekfac.optim.methods.rules import products
+from ekfac.optim.step_size.lr_fraction import LATE_STEPS, MAX_COSINE, RATE, STEPS, LRFraction, alignment
+from ekfac.optim.types import Direction
 
 
 def network() -> nn.Sequential:
@@ -23,6 +24,20 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(20, 6, generator=generator).double(), torch.randint(3, (20,), generator=generator)
 
 
+def note_products(opt: ekfac.EKFAC) -> dict[str, Tensor]:
+    """What each block's alignment was made of in the last step that compared it, by name."""
+    found: dict[str, Tensor] = {}
+    follow = opt.lr_fraction.follow
+
+    def noting(directions: list[Direction], factors: Tensor | None, ok: Tensor | None) -> None:
+        found.clear()
+        found.update({d.block.name: d.products for d in directions if d.products is not None})
+        follow(directions, factors, ok)
+
+    opt.lr_fraction.follow = noting  # type: ignore[method-assign]
+    return found
+
+
 def take_step(model: nn.Module, opt: torch.optim.Optimizer, seed: int, sign: float = 1.0) -> None:
     x, y = batch(seed)
     opt.zero_grad()
@@ -33,14 +48,15 @@ def take_step(model: nn.Module, opt: torch.optim.Optimizer, seed: int, sign: flo
 def test_pace_follows_the_mean_alignment_less_and_less() -> None:
     model = network()
     opt = ekfac.EKFAC(model, pace=0.05)
+    found = note_products(opt)
     expected = 0.05
     for t in range(60):
         assert opt.stats()["pace"] == pytest.approx(expected, rel=1e-12)
         take_step(model, opt, seed=t)
         if t == 0:  # there is no last direction yet; the count begins with the first alignment
             continue
-        c = sum(float(alignment(opt.state[block.key]["products"])) for block in opt.engine.blocks) / 2
-        expected = min(1.0, expected * math.exp(PACE_RATE / (1 + ((t - 1) / PACE_STEPS) ** 2) * c))
+        c = sum(float(alignment(products)) for products in found.values()) / 2
+        expected = min(1.0, expected * math.exp(RATE / (1 + ((t - 1) / STEPS) ** 2) * c))
 
 
 @pytest.mark.parametrize(("signs", "grows"), [((1.0, 1.0), True), ((1.0, -1.0), False)])
@@ -60,14 +76,15 @@ def test_a_layer_without_a_gradient_has_no_say_in_the_pace() -> None:
     for t in range(3):
         take_step(model, opt, seed=t)
     before = opt.stats()["pace"]
-    opt.state[model[0].weight]["products"].fill_(-1.0)  # what it said last
+    found = note_products(opt)
     x, y = batch(3)
     opt.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     model[0].weight.grad = model[0].bias.grad = None
     opt.step()
-    c = float(alignment(opt.state[model[2].weight]["products"]))
-    rate = PACE_RATE / (1 + (2 / PACE_STEPS) ** 2)
+    assert list(found) == ["2"]
+    c = float(alignment(found["2"]))
+    rate = RATE / (1 + (2 / STEPS) ** 2)
     assert opt.stats()["pace"] == pytest.approx(before * math.exp(rate * c), rel=1e-12)
 
 
@@ -76,9 +93,9 @@ def test_a_step_that_is_skipped_leaves_the_pace() -> None:
     opt = ekfac.EKFAC(model)
     for t in range(3):
         take_step(model, opt, seed=t)
-    before = opt.pace.save()
+    before = opt.lr_fraction.save()
     take_step(model, opt, seed=3, sign=math.nan)
-    assert opt.stats()["skipped_steps"] == 1 and opt.pace.save() == before
+    assert opt.stats()["skipped_steps"] == 1 and opt.lr_fraction.save() == before
 
 
 def test_steps_fade_with_gradients_that_have_become_small() -> None:
@@ -87,6 +104,7 @@ def test_steps_fade_with_gradients_that_have_become_small() -> None:
     def lengths(factor: float) -> list[float]:
         model = network()
         opt = ekfac.EKFAC(model, lr=1e-5, pace=1.0, anneal=None, trust=None)
+        compared = note_products(opt)
         found, late, long = [], 0.0, 0.0
         for t in range(160):
             before = [p.detach().clone() for p in model.parameters()]
@@ -95,12 +113,12 @@ def test_steps_fade_with_gradients_that_have_become_small() -> None:
             found.append(math.sqrt(sum(float(change.square().sum()) for change in moved)))
             if t == 0:
                 continue
-            sizes = [math.log(float(opt.state[block.key]["products"][1, 1])) for block in opt.engine.blocks]
+            sizes = [math.log(float(products[1, 1])) for products in compared.values()]
             size = math.exp(sum(sizes) / len(sizes))
             weight = max(1 / LATE_STEPS, 1 / t)
             late += weight * (size - late)
             long += min(weight, 4 / t) * (size - long)
-            assert opt.pace.save()[2:] == pytest.approx([late, long], rel=1e-9)
+            assert opt.lr_fraction.save()[2:] == pytest.approx([late, long], rel=1e-9)
         return found
 
     plain, small = lengths(1.0), lengths(1e-3)
@@ -113,13 +131,13 @@ def test_gradients_that_grow_or_vanish_do_not_lengthen_a_step() -> None:
     opt = ekfac.EKFAC(model, lr=1e-5, pace=1.0, anneal=None)
     for t, factor in enumerate((1.0, 1.0, 1e6, 0.0, 0.0, 1.0)):
         take_step(model, opt, seed=t, sign=factor)
-        rate = opt.pace.take(opt.engine, [])
+        rate = opt.lr_fraction.take([], None)
         assert rate == opt.stats()["pace"] <= 1
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def test_a_checkpoint_from_before_steps_could_fade_is_taken() -> None:
-    pace = Pace(0.1)
+    pace = LRFraction(0.1)
     pace.load([0.5, 20.0], torch.device("cpu"))
     assert pace.save() == [0.5, 20.0, 0.0, 0.0]
 
@@ -161,7 +179,7 @@ def test_late_in_training_trust_takes_little_from_the_pace() -> None:
         opt = ekfac.EKFAC(model, lr=1e-6, anneal=None)
         for t in range(4):
             take_step(model, opt, seed=t)
-        opt.pace.load([0.5, 1000.0 if late else 10.0], torch.device("cpu"))
+        opt.lr_fraction.load([0.5, 1000.0 if late else 10.0], torch.device("cpu"))
         opt.param_groups[0]["lr"] = 1e3  # one step that trust cuts to next to nothing
         take_step(model, opt, seed=5)
         paces.append(opt.stats()["pace"])
@@ -183,10 +201,8 @@ def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pyt
         return opt.stats()["pace"]
 
     found = pace(0.1), pace(1.0)
-    follow = Pace.follow
-    monkeypatch.setattr(
-        Pace, "follow", lambda self, engine, directions, factors: follow(self, engine, directions, None)
-    )
+    follow = LRFraction.follow
+    monkeypatch.setattr(LRFraction, "follow", lambda self, directions, factors, ok: follow(self, directions, None, ok))
     wound = pace(0.1), pace(1.0)
     assert wound == (1.0, 1.0)
     if bounded == "one":
@@ -204,15 +220,15 @@ def test_alignment_is_the_whitened_cosine_and_more_where_gradients_are_parallel(
     g, m = torch.tensor([3.0, 4.0]).double(), torch.tensor([4.0, -3.0]).double()
     root = torch.tensor([1.0, 1.01]).double()
     whitened = (12 - 12 / 1.0201) / math.sqrt((9 + 16 / 1.0201) * (16 + 9 / 1.0201))
-    assert 0 < whitened < SAY
+    assert 0 < whitened < MAX_COSINE
     assert aligned(g, m, root) == pytest.approx(whitened)  # cos(g, m) = 0
     assert aligned(g, -m, root) == pytest.approx(-whitened)
-    assert aligned(g, 2 * g, root) == pytest.approx(SAY + 0.5)
-    assert aligned(g, -g, root) == pytest.approx(-SAY)
+    assert aligned(g, 2 * g, root) == pytest.approx(MAX_COSINE + 0.5)
+    assert aligned(g, -g, root) == pytest.approx(-MAX_COSINE)
     assert aligned(g, torch.zeros_like(g), root) == 0.0
 
 
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
 def test_alignment_does_not_depend_on_the_size_of_gradients(size: float) -> None:
     g, m = size * torch.tensor([3.0, 4.0]), size * torch.tensor([4.0, 4.0])
-    assert aligned(g, m, torch.ones(2)) == pytest.approx(SAY + 0.98995 - 0.5, rel=1e-4)
+    assert aligned(g, m, torch.ones(2)) == pytest.approx(MAX_COSINE + 0.98995 - 0.5, rel=1e-4)

@@ -1,4 +1,4 @@
-"""From the calls of a block's layers to its sums: A, B, s* and a check that the gradient was seen whole."""
+"""From the calls of a block's layers to its sums: A, B and s*."""
 
 from __future__ import annotations
 
@@ -101,20 +101,6 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
             total = part if total is None else total.add_(part)
             del h, delta, part  # before the next ones are made
     assert total is not None
-    return total
-
-
-def probe_sum(block: Block, calls: Sequence[Call], n: int, memory: int, u: Tensor, v: Tensor) -> Tensor:
-    """u^T G v of the captured gradient, and the size of its terms, as ``[2]``.
-
-    If ``.grad`` gives another number for u^T G v, part of it did not pass through the layer's calls.
-    """
-    total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
-    with factors.full_precision(block.key.device):
-        for h, delta in positions(block, calls, n, memory):
-            d, a = block.layer.probe(h, delta, v, u)
-            product = (d * a).reshape(-1)
-            total = total + torch.stack([product.sum(), product.norm()])
     return total
 
 

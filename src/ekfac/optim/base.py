@@ -1,153 +1,72 @@
-"""Parameter groups as torch has them, over a model's parameters, each with a damping of its own."""
+"""What EKFAC, KFAC and Preconditioner share: an engine on a model, and everything around a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from typing_extensions import Self
 
-from ekfac.curvature.blocks import Block
-from ekfac.optim import options
+from ekfac.curvature.operators import Curvature
+from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim.engine import Engine
-from ekfac.optim.options import CurvatureArguments
-from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
-
-Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+from ekfac.optim.state import exchange
 
 
-class Grouped(torch.optim.Optimizer):
-    """A torch optimizer over a model's parameters, whose damping can be a function of the step or adapt.
+class Base:
+    """An engine on a model."""
 
-    A group holds a number, so that checkpoints stay plain data; the function that it comes from is kept apart.
-
-    Args:
-        model: The model.
-        params: Groups over its parameters, or parameters that make one; all by default, also those that are frozen now.
-        defaults: What a group has unless it says otherwise.
-    """
-
+    model: nn.Module
     engine: Engine
 
-    def __init__(self, model: nn.Module, params: Groups | None, defaults: dict[str, Any]) -> None:
-        self.model = model
-        self._damping_functions: dict[int, Callable[[int], float]] = {}
-        self._adaptation: Adaptation | None = None
-        self._indexed: tuple[Any, dict[nn.Parameter, int]] | None = None
-        self._group_defaults = defaults
-        defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
-        check_update_options(defaults)
-        groups = as_groups(model.parameters() if params is None else params)
-        named = [self._named_group(group, defaults, index) for index, group in enumerate(groups)]
-        super().__init__(named, {**defaults, "damping": options.damping("damping", defaults["damping"])})
+    def statistics(self) -> AbstractContextManager[None]:
+        """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone.
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
+        For the true Fisher: ``with opt.statistics(): sampled_loss.backward(retain_graph=True)``.
+        """
+        return self.engine.collector.statistics()
 
-    def _named_group(self, group: dict[str, Any], defaults: dict[str, Any], index: int) -> dict[str, Any]:
-        """A group with names, checked, its damping function kept apart."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        given = group["params"]
-        items = [given] if isinstance(given, Tensor) else list(given)
-        parameters = [item[1] if isinstance(item, tuple) else item for item in items]
-        for p in parameters:
-            if p not in names:
-                raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
-        damping = self._as_function(group.get("damping", defaults["damping"]))
-        check_update_options({**defaults, **group, "damping": damping})
-        if callable(damping):
-            self._damping_functions[index] = damping
-            group["damping"] = options.damping("damping", damping)
-        group["params"] = [(names[p], p) for p in parameters]
-        return group
+    def paused(self) -> AbstractContextManager[None]:
+        """Capture nothing of forwards and backwards inside."""
+        return self.engine.collector.capture.paused()
 
-    def _as_function(self, damping: Any) -> Any:
-        """A damping that adapts as the function that all groups share; any other as it is."""
-        if not isinstance(damping, AdaptiveDamping):
-            return damping
-        if self._adaptation is None:
-            self._adaptation = Adaptation(damping)
-        if self._adaptation.settings != damping:
-            raise ValueError(f"damping={damping!r} beside {self._adaptation.settings!r}: all groups must share one")
-        return self._adaptation
+    def summary(self) -> Summary:
+        """Tell which block covers each parameter, its factor sizes and its memory."""
+        engine = self.engine
+        return summarise(engine.partition.blocks, lambda block: engine.method_of(block).numbers(block))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the model, with options of their own; see torch's method of that name."""
-        if not hasattr(self, "engine"):
-            super().add_param_group(param_group)
-            return
-        index = len(self.param_groups)
-        try:
-            (group,) = as_groups([param_group])
-            super().add_param_group(self._named_group(group, self._group_defaults, index))
-            self._check_damping_within_layers(self.engine.blocks_of(self._all_parameters()))
-        except ValueError:
-            del self.param_groups[index:]
-            self._damping_functions.pop(index, None)
-            self._adaptation = self._adapts()
-            raise
-        self.engine.set_parameters(self._all_parameters())
+    def curvature(self) -> Curvature:
+        """Return what has been learnt so far as an operator: products, solves, spectrum; a snapshot."""
+        return exchange.curvature(self.engine)
 
-    def _check_damping_within_layers(self, blocks: list[Block]) -> None:
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
-        for block in blocks:
-            values = {group_of[p]["damping"] for p in block.parameters.values()}
-            if len(values) > 1:
-                raise ValueError(
-                    f"damping={sorted(values)} within layer '{block.name}': the parameters of a layer must agree"
-                )
+    def seed(self, operator: Curvature) -> None:
+        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
+        exchange.seed(self.engine, operator)
 
-    def _group_index(self) -> dict[nn.Parameter, int]:
-        """The group of every parameter that is trained."""
-        at = self.engine.generation, [len(group["params"]) for group in self.param_groups]
-        if self._indexed is None or self._indexed[0] != at:
-            trained = set(self.engine.parameters)
-            index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
-            self._check_damping_within_layers(self.engine.blocks)
-            self._indexed = at, index
-        return self._indexed[1]
+    def close(self) -> None:
+        """Remove the hooks from the model and let go of everything that is kept to be replayed."""
+        self.engine.close()
 
-    def _adapts(self) -> Adaptation | None:
-        """What a group's damping adapts by, if any does."""
-        return self._adaptation if self._adaptation in self._damping_functions.values() else None
+    def __enter__(self) -> Self:
+        return self
 
-    def _current_damping(self) -> None:
-        """Write the current number of a damping function into its group, and check what stands in the groups."""
-        self.engine.settle()
-        for index, function in self._damping_functions.items():
-            self.param_groups[index]["damping"] = options.damping("damping", function, self.engine.applied_steps)
-        for group in self.param_groups:  # schedulers and users write into the groups
-            options.number("lr", group["lr"], least=0)
-            options.damping("damping", group["damping"])
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
-def as_groups(params: Any) -> list[dict[str, Any]]:
-    """torch's groups: dicts with "params"; or parameters, with names or without, which make one group."""
-    allowed = "Allowed: a list of dicts, each with 'params', or of parameters of the model"
-    if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
-        raise TypeError(f"params is of type {type(params).__name__}. {allowed}")
-    items = list(params)
-    if items and not any(isinstance(item, dict) for item in items):
-        items = [{"params": items}]
-    for item in items:
-        if not isinstance(item, dict) or "params" not in item:
-            shown = f"keys {list(item)}" if isinstance(item, dict) else f"type {type(item).__name__}"
-            raise ValueError(f"params holds a group of {shown}. {allowed}")
-        if fixed := sorted(set(item) & CurvatureArguments.__annotations__.keys()):
+def check_model(model: Any) -> None:
+    """Refuse what is not a module with at least one trainable real parameter."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r} must be a torch.nn.Module (the model itself, not its parameters)")
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("model has no trainable parameter: nothing to precondition")
+    for name, p in trainable:
+        if isinstance(p, UninitializedParameter):
             raise ValueError(
-                f"params: a group cannot have a {fixed[0]} of its own, which is the same for the whole model"
+                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
             )
-    return [dict(item) for item in items]
-
-
-def check_update_options(values: dict[str, Any]) -> None:
-    """Check what belongs to the update of the parameters, for the defaults and for every group."""
-    options.number("lr", values["lr"], least=0)
-    options.damping("damping", values["damping"])
-    options.number("momentum", values["momentum"], least=0, below=1)
-    options.number("weight_decay", values["weight_decay"], least=0)
-    for name in ("nesterov", "decoupled_weight_decay", "maximize"):
-        options.flag(name, values[name])
-    if values["nesterov"] and not values["momentum"]:
-        raise ValueError(f"nesterov=True needs momentum > 0, not momentum={values['momentum']!r}")
+        if p.is_complex():
+            raise ValueError(f"parameter '{name}' is complex ({p.dtype}). Allowed: real parameters")

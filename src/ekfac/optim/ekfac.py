@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-
-import torch
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
-from ekfac.curvature.factors import no_autocast
-from ekfac.curvature.operators import Curvature
-from ekfac.curvature.summary import Summary
 from ekfac.optim import options
-from ekfac.optim.base import Grouped, Groups
-from ekfac.optim.cuda.step_graphs import Rates, StepGraphs
-from ekfac.optim.engine import Engine
-from ekfac.optim.factory import build_engine, check_model
+from ekfac.optim.factory import build_engine
+from ekfac.optim.groups import Groups
+from ekfac.optim.optimizer import Optimizer
 from ekfac.optim.options import CurvatureArguments, Damping
-from ekfac.optim.state import checkpoint, exchange
-from ekfac.optim.state.stats import engine_stats
-from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping, Comparison
-from ekfac.optim.step_size.steplength import KLClip, Pace, trusted
-from ekfac.optim.types import Update, Work
+from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
+from ekfac.optim.step_size.lr_fraction import LRFraction
 
 #: Measured defaults; docs/tuning.md has the evidence.
 LR = 0.01
@@ -33,7 +20,7 @@ TRUST = 1.0
 PACE = 0.03
 
 
-class EKFAC(Grouped):
+class EKFAC(Optimizer):
     r"""Natural gradient descent in a Kronecker-factored eigenbasis (George et al., 2018).
 
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
@@ -103,284 +90,29 @@ class EKFAC(Grouped):
         kl_clip: float | None = None,
         **arguments: Unpack[CurvatureArguments],
     ) -> None:
-        if trust is not None:
-            options.number("trust", trust, above=0)
-        self.trust, self.pace = trust, Pace(pace)
-        self._build(
+        update = {
+            "lr": lr,
+            "damping": damping,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+        }
+        length = {"kl_clip": kl_clip, "anneal": anneal, "trust": trust, "pace": pace}
+        also = options.keywords(EKFAC.__init__)
+        super().__init__(
             model,
             params,
-            {
-                "lr": lr,
-                "damping": damping,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "weight_decay": weight_decay,
-                "decoupled_weight_decay": decoupled_weight_decay,
-                "maximize": maximize,
-            },
-            kl_clip,
-            anneal,
-            dict(arguments),
+            update,
+            lambda parameters, state: build_engine(
+                type(self).__name__, model, parameters, state, dict(arguments), also, whole_steps=True
+            ),
+            {**update, **length, **arguments},
+            anneal=anneal,
+            lr_fraction=pace,
+            max_change=trust,
+            kl_clip=kl_clip,
         )
-        self._arguments.update(anneal=anneal, trust=trust, pace=pace)
-        if not self.engine.method.has_alignment:
-            self.pace = Pace()
-
-    def _build(
-        self,
-        model: nn.Module,
-        params: Groups | None,
-        defaults: dict[str, Any],
-        kl_clip: float | None,
-        anneal: float | None,
-        arguments: dict[str, Any],
-    ) -> None:
-        self._arguments = {"kl_clip": kl_clip, **defaults, **arguments}
-        check_model(model)
-        if anneal is not None:
-            options.number("anneal", anneal, above=0)
-        self.anneal = anneal
-        self.kl_clip = KLClip(kl_clip)
-        super().__init__(model, params, defaults)
-        self.engine = self._make_engine(model, arguments)
-        self._graphs = StepGraphs(self)
-        try:
-            self._check_damping_within_layers(self.engine.blocks)
-        except ValueError:
-            self.close()
-            raise
-
-    def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
-        also = options.keywords(EKFAC.__init__)
-        return build_engine(type(self).__name__, model, self._all_parameters(), self.state, arguments, also)
-
-    # --- the step -------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of Algorithm 1: basis, scaling, direction (see :mod:`ekfac.optim.engine`), then the update.
-
-        Args:
-            closure: Clears the gradients, computes the loss, calls backward and returns the loss. It is called first,
-                and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
-        """
-        comparison = self._comparison(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if hasattr(self, "found_inf"):
-            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
-                self.__dict__.pop(name, None)
-            raise RuntimeError(
-                "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
-                f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
-            )
-        with no_autocast(self.engine.device):
-            done = self._step(loss, comparison)
-        if done and comparison is not None:
-            comparison.after()
-        if done:
-            with no_autocast(self.engine.device):
-                self.engine.finish(self._update())
-        return loss
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
-        # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
-        return self.engine.settings.grad_scaler is None
-
-    def _step(self, loss: Any, comparison: Comparison | None) -> bool:
-        """Change the parameters; whether that was to be done."""
-        self._current_damping()
-        if comparison is not None:
-            comparison.before(loss)
-        if not self._graphs.step():
-            work = self.engine.prepare()
-            if work is None or not self.engine.judge(work):
-                return False
-            self.compute(work, self._rates())
-        return True
-
-    def compute(self, work: Work, rates: Rates) -> None:
-        """The part of a step that the device does, from gradients to new parameters; a CUDA graph can hold it."""
-        directions = self.engine.compute(work, self._update(rates))
-        pace = self.pace.take(self.engine, directions)
-        lrs = [lr * pace for lr in rates.lr]
-        lr_of = {p: lrs[index] for p, index in self._group_index().items()}
-        steps, factors = trusted(directions, lr_of, self.trust)
-        self.pace.follow(self.engine, directions, factors)
-        steps = self.kl_clip(steps, directions, lr_of)
-        for group, lr in zip(self.param_groups, lrs, strict=True):
-            self._update_parameters(group, steps, lr)
-
-    def _comparison(self, closure: Callable[[], Any] | None) -> Comparison | None:
-        """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
-        adaptation = self._adapts()
-        if adaptation is None:
-            return None
-        if closure is None:
-            raise ValueError(
-                "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
-                "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
-            )
-        self.engine.settle()
-        if not adaptation.due(self.engine.applied_steps):
-            return None
-        return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"])
-
-    def _rates(self) -> Rates:
-        """The numbers of this step that change from step to step: the annealed lr, and damping, of every group."""
-        t = self.engine.applied_steps
-        factor = 1.0 if self.anneal is None else (1 + t / self.anneal) ** -0.5
-        lrs = [lr.reshape(()) if isinstance(lr := g["lr"], Tensor) else lr for g in self.param_groups]
-        return Rates([lr * factor for lr in lrs], [g["damping"] for g in self.param_groups])
-
-    def _update(self, rates: Rates | None = None) -> Update:
-        """What the engine asks about the groups."""
-        index_of, groups = self._group_index(), self.param_groups
-        damping = [float(g["damping"]) for g in groups] if rates is None else rates.damping
-
-        def l2_of(p: nn.Parameter) -> float:
-            group = groups[index_of[p]]
-            return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
-
-        return Update(
-            damping_of=lambda block: damping[index_of[block.key]],
-            l2_of=l2_of,
-            maximize_of=lambda p: bool(groups[index_of[p]]["maximize"]),
-        )
-
-    def _update_parameters(self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor) -> None:
-        """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
-        parameters = [p for p in group["params"] if p in steps]
-        if not parameters:
-            return
-        p_steps = [steps[p] for p in parameters]
-        mu, ok = group["momentum"], self.engine.ok
-        if ok is not None:
-            lr = lr * ok
-        if group["weight_decay"] and group["decoupled_weight_decay"]:
-            shrink = 1 - lr * group["weight_decay"]
-            torch._foreach_mul_(parameters, shrink.to(parameters[0]) if isinstance(shrink, Tensor) else shrink)
-        if mu:
-            velocities = []
-            for p, step in zip(parameters, p_steps, strict=True):
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)
-                velocities.append(state["momentum_buffer"])
-            torch._foreach_mul_(velocities, mu if ok is None else (1 + (mu - 1) * ok).to(velocities[0]))
-            torch._foreach_add_(velocities, p_steps)
-            p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
-        if isinstance(lr, Tensor):
-            torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
-        else:
-            torch._foreach_add_(parameters, p_steps, alpha=-lr)
-
-    # --- around it ------------------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and drop what was captured and not used."""
-        super().zero_grad(set_to_none)
-        self.engine.drop()
-
-    def statistics(self) -> AbstractContextManager[None]:
-        """Backward passes inside give factors and s* in place of the training loss's; ``.grad`` is left alone.
-
-        For the true Fisher: ``with opt.statistics(): sampled_loss.backward(retain_graph=True)``.
-        """
-        return self.engine.statistics()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Forwards and backwards inside are not captured."""
-        return self.engine.capture.paused()
-
-    def summary(self) -> Summary:
-        """Which block covers each parameter, its factor sizes and its memory."""
-        return self.engine.summary()
-
-    def stats(self) -> dict[str, float]:
-        """Scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""
-        stats = engine_stats(self.engine)
-        stats["damping"] = float(self.param_groups[0]["damping"])
-        if (adaptation := self._adapts()) is not None:
-            stats.update(adaptation.stats())
-        stats["kl_clip_hits"] = float(self.kl_clip.hits)
-        stats["pace"] = self.pace.share
-        return stats
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict, and under "ekfac" the counters and the model's parameter names; all plain data."""
-        extra = checkpoint.engine_state(self.engine)
-        extra["kl_clip_hits"] = float(self.kl_clip.hits)
-        extra["pace"] = self.pace.save()
-        extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
-        return {**super().state_dict(), "ekfac": extra}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
-        saved = checkpoint.check(self.engine, state_dict)
-        theirs = [list(group["params"]) for group in state_dict["param_groups"]]
-        mine = [group["params"] for group in self.param_groups]
-        if list(map(len, theirs)) != list(map(len, mine)):
-            sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
-            raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
-        ours = self._all_parameters()
-        saved_state = {
-            p: state_dict["state"][index]
-            for indices, group in zip(theirs, mine, strict=True)
-            for index, p in zip(indices, group, strict=True)
-            if index in state_dict["state"]
-        }
-        state = checkpoint.converted(self.engine, saved_state)
-        checkpoint.adopt(self.engine, saved, state)
-        super().load_state_dict({**state_dict, "state": {}})
-        self.state.clear()
-        self.state.update(state)
-        self.engine.state = self.state  # torch has put a new dict there
-        self.kl_clip.hits = saved["kl_clip_hits"]
-        self.pace.load(saved["pace"], ours[0].device)
-        if self._adaptation is not None:
-            self._adaptation.load(saved.get("adaptive_damping"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} has hooks on its model and cannot be pickled: save opt.state_dict() and the "
-            "model's, or copy both with copy.deepcopy(opt), whose .model is the copy"
-        )
-
-    def curvature(self) -> Curvature:
-        """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""
-        return exchange.curvature(self.engine)
-
-    def seed(self, operator: Curvature) -> None:
-        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
-        exchange.seed(self.engine, operator)
-
-    def close(self) -> None:
-        """Remove the hooks from the model and let go of captured steps."""
-        self.engine.close()
-        self._graphs.forget()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        model = copy.deepcopy(self.model, memo)
-        parameters = dict(model.named_parameters())
-        groups = []
-        for index, group in enumerate(self.param_groups):
-            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            if index in self._damping_functions:
-                function = self._damping_functions[index]
-                settings["damping"] = function.settings if isinstance(function, Adaptation) else function
-            groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
-        new = type(self)(model, params=groups, **self._arguments)
-        new.load_state_dict(self.state_dict())
-        memo[id(self)] = new
-        return new
+        if not self.engine.method.compares_gradients:
+            self.lr_fraction = LRFraction()

@@ -2,218 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ekfac.curvature import factors
-from ekfac.curvature.blocks import Block
-from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.optim import options
-from ekfac.optim.base import Groups
-from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.engine import Engine
-from ekfac.optim.factory import SCALING_DECAY
-from ekfac.optim.methods.base import Step
+from ekfac.optim.groups import Groups
 from ekfac.optim.methods.damping import plain
 from ekfac.optim.methods.eigenbasis import EigenMethod
-from ekfac.optim.methods.rules import Running, State, put
+from ekfac.optim.methods.inverse import InverseMethod
+from ekfac.optim.methods.rules import Running
+from ekfac.optim.optimizer import Optimizer
 from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
-from ekfac.optim.statistics.factored_gradient import Rows
-from ekfac.optim.statistics.refresh import PATIENCE, Refresher
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.steplength import Pace
 
 
-class InverseMethod:
-    """(B + sqrt(eps)/pi I)^-1 G (A + pi sqrt(eps) I)^-1: two products a step.
-
-    The factors that were inverted are not kept: where a change of damping needs them again they are the inverses'
-    inverses, less what had been added. Who changes damping once will change it again, so from then on they are kept.
-
-    Args:
-        pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or take 1.
-    """
-
-    needs_examples = False
-    squares_penalty = False
-    has_alignment = False
-    damping_is_free = False
-    masks_turns = False
-
-    def __init__(self, pi_correction: bool) -> None:
-        self.pi_correction = pi_correction
-        self.keeps_factors = False
-
-    def ready(self, state: State) -> bool:
-        """Whether the factors have been inverted."""
-        return "inverse_A" in state
-
-    def numbers(self, block: Block) -> int:
-        """Numbers kept for a block: factors and inverses, under SUA one more for the bias."""
-        A, B = block.factor_numbers()
-        return 2 * A + (3 if block.shape.extra else 2) * B
-
-    def basis(self, block: Block, state: State) -> Basis | None:
-        """There is none."""
-        return None
-
-    def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
-        """Invert the factors of this refresh."""
-        self._invert(block, state, A, B, damping, refresher)
-
-    def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
-        turns: tuple[int, int], ok: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Invert without waiting to hear whether it worked: where it did not, the old inverse stays."""
-        if turns[0]:
-            self._invert(block, state, A, B, float(damping), refresher, wait=False)
-
-    def _invert(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher | None = None,
-        wait: bool = True,
-    ) -> None:  # fmt: skip
-        started = time.perf_counter()
-        pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))
-        root = math.sqrt(damping)
-        good = True
-        with factors.full_precision(A.device):
-            if block.shape.extra:
-                put(state, "inverse_extra", self._inverse_of_bias(block, state, B, root, wait))
-            for side, factor, added in (("A", A, pi * root), ("B", B, root / pi)):
-                old = (state[f"inverse_{side}"], state[f"added_{side}"]) if f"inverse_{side}" in state else None
-                inverse, added, worked = damped_inverse(factor, added, old, wait)
-                put(state, f"inverse_{side}", inverse)
-                put(state, f"added_{side}", added)
-                if self.keeps_factors or f"inverted_{side}" in state:
-                    put(state, f"inverted_{side}", factor)
-                good = good and worked
-        failures = 0 if good else state.get("failed_refreshes", 0) + 1
-        if failures >= PATIENCE:
-            raise RuntimeError(
-                f"layer '{block.name}': no inverse of its factors in {failures} refreshes in a row. "
-                "Its activations or gradients are likely not finite: lower lr, raise damping, or exclude the layer"
-            )
-        state.update(inverted_at=damping, failed_refreshes=failures)
-        if refresher is not None:
-            refresher.refreshes += 1
-            refresher.seconds += time.perf_counter() - started
-            if failures:
-                refresher.fallbacks["kept"] += 1
-
-    def _inverted(self, state: State) -> tuple[Tensor, Tensor]:
-        """A and B as they were inverted."""
-        self.keeps_factors = True
-        for side in ("A", "B"):
-            if f"inverted_{side}" not in state:
-                inverse, added = state[f"inverse_{side}"], state[f"added_{side}"]
-                with factors.full_precision(inverse.device):
-                    state[f"inverted_{side}"] = inverse_of_inverse(inverse, added)
-        return state["inverted_A"], state["inverted_B"]
-
-    def _inverse_of_bias(self, block: Block, state: State, B: Tensor, root: float, wait: bool) -> Tensor:
-        """SUA's bias is a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
-        pi = pi_of(B.new_ones(len(B), 1), B) if self.pi_correction else B.new_ones(len(B))
-        columns = (slice(None), None) if block.diagonal_B else (slice(None), None, None)
-        previous, added = state.get("inverse_extra"), root / pi
-        shrink = (1 + pi * root)[columns]
-        old = None if previous is None else (previous * shrink, added)
-        inverse, _, good = damped_inverse(B, added, old, wait)
-        return inverse / shrink if good or previous is None else previous
-
-    def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
-        """The two products; a change of damping re-inverts first."""
-        if state["inverted_at"] != step.damping:
-            self._invert(block, state, *self._inverted(state), float(step.damping))
-        A, B = state["inverse_A"], state["inverse_B"]
-        if isinstance(gradient, Rows):
-            delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B
-            h: Tensor = gradient.h * A[:, None, :] if block.diagonal_A else gradient.h @ A
-            return delta.mT @ h
-        return kronecker_product(block, gradient, A, B, state.get("inverse_extra"))
-
-    def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
-        """d^T C d, with C = A x B of the factors that were inverted."""
-        A, B = self._inverted(state)
-        return (D * kronecker_product(block, D, A, B, B)).sum()
-
-
-def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tensor | None) -> Tensor:
-    """B X A, each side a vector where it is kept diagonal; SUA's bias column is multiplied by ``extra`` alone."""
-    turned = X * B[:, :, None] if block.diagonal_B else rotate_rows(X, B)
-    if block.diagonal_A:
-        columns = A.repeat(1, block.shape.taps)
-        if block.shape.extra:
-            columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1)], 1)
-        turned = turned * columns[:, None, :]
-    else:
-        turned = rotate_columns(turned, A, block.shape)
-    if block.shape.extra and extra is not None:
-        bias = X[..., -1:]
-        bias = bias * extra[:, :, None] if block.diagonal_B else rotate_rows(bias, extra)
-        turned = torch.cat([turned[..., :-1], bias], -1)
-    return turned
-
-
-def pi_of(A: Tensor, B: Tensor) -> Tensor:
-    """sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite.
-
-    A factor is ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal.
-    """
-    mean_A, mean_B = (M.mean(-1) if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (A, B))
-    pi = (mean_A / mean_B).sqrt()
-    return torch.where(torch.isfinite(pi) & (pi > 0), pi, 1.0)
-
-
-def damped_inverse(
-    matrix: Tensor, added: Tensor, old: tuple[Tensor, Tensor] | None, wait: bool = True
-) -> tuple[Tensor, Tensor, bool]:
-    """(M + added I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the old one.
-
-    A side that is kept diagonal (``[G, D]``) is inverted entry by entry. With ``wait=False`` there is one attempt, the
-    device alone decides between it and the old inverse, and the host takes it to be good.
-
-    Args:
-        matrix: M.
-        added: One number a group.
-        old: The inverse in use and what was added to the factor that it is of; None if there is none yet.
-        wait: Whether to wait for the device to hear how it went.
-
-    Returns:
-        The inverse, what was added to the factor that it is of, and whether that is this one.
-    """
-    if matrix.dim() == 2:
-        return 1 / (matrix + added[:, None]), added, True
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    damped = (matrix + matrix.mT) / 2 + added[:, None, None] * eye
-    if not wait and old is not None:
-        factor, info = torch.linalg.cholesky_ex(damped)
-        inverse = torch.cholesky_inverse(factor)
-        good = (info == 0).all() & torch.isfinite(inverse).all()
-        return torch.where(good, inverse, old[0]), torch.where(good, added, old[1]), True
-    for attempt in (damped, damped.double()):
-        factor, info = torch.linalg.cholesky_ex(attempt)
-        inverse = torch.cholesky_inverse(factor)
-        if bool((info == 0).all() & torch.isfinite(inverse).all()):
-            return inverse.to(matrix), added, True
-    return (*(old or (eye.expand_as(matrix) / added[:, None, None], added)), False)
-
-
-def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor:
-    """M of :func:`damped_inverse`'s (M + added I)^-1, found in float64."""
-    if inverse.dim() == 2:
-        return 1 / inverse - added[:, None]
-    eye = torch.eye(inverse.shape[-1], dtype=torch.float64, device=inverse.device)
-    damped: Tensor = torch.linalg.inv(inverse.double())
-    return (damped - added[:, None, None] * eye).to(inverse)
-
-
-class KFAC(EKFAC):
+class KFAC(Optimizer):
     r"""KFAC in inverse form (Martens and Grosse, 2015; Grosse and Martens, 2016).
 
     .. math::
@@ -255,7 +61,6 @@ class KFAC(EKFAC):
         **arguments: Unpack[CaptureArguments],
     ) -> None:
         options.flag("pi_correction", pi_correction)
-        self.trust, self.pace = None, Pace()
         update = {
             "lr": lr,
             "damping": damping,
@@ -265,12 +70,13 @@ class KFAC(EKFAC):
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
-        self._build(model, params, update, kl_clip, None, {"pi_correction": pi_correction, **arguments})
 
-    def _make_engine(self, model: nn.Module, arguments: dict[str, Any]) -> Engine:
-        settings = EngineOptions.from_arguments("KFAC", arguments, also=options.keywords(KFAC.__init__))
-        if settings.basis != "kronecker":
-            raise TypeError("KFAC has no argument 'basis': its inverse form has no basis")
-        elementwise = EigenMethod(Running(SCALING_DECAY), plain, "carry")
-        method = InverseMethod(arguments["pi_correction"])
-        return Engine(model, self._all_parameters(), settings, method, elementwise, self.state)
+        def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
+            settings = EngineOptions.from_arguments("KFAC", dict(arguments), also=options.keywords(KFAC.__init__))
+            if settings.basis != "kronecker":
+                raise TypeError("KFAC has no argument 'basis': its inverse form has no basis")
+            method, elementwise = InverseMethod(pi_correction), EigenMethod(Running(), plain)
+            return Engine(model, parameters, settings, method, elementwise, state, whole_steps=True)
+
+        everything = {**update, "kl_clip": kl_clip, "pi_correction": pi_correction, **arguments}
+        super().__init__(model, params, update, make_engine, everything, kl_clip=kl_clip)

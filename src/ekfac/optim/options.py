@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from ekfac.checks import decays as decays
 from ekfac.checks import flag as flag
 from ekfac.checks import integer as integer
 from ekfac.checks import number as number
@@ -29,14 +30,6 @@ def damping(name: str, value: Any, step: int = 0) -> float:
         return float(current)
     number(name, value, above=0)
     return float(value)
-
-
-def decays(name: str, value: Any) -> None:
-    """Two numbers in [0, 1)."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
-    for item in value:
-        number(name, item, least=0, below=1)
 
 
 def keywords(function: Callable[..., Any]) -> set[str]:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from ekfac.curvature.factors import no_autocast
-from ekfac.curvature.operators import Curvature
-from ekfac.curvature.summary import Summary
 from ekfac.optim import options
-from ekfac.optim.factory import build_engine, check_model
-from ekfac.optim.methods.rules import State
+from ekfac.optim.base import Base, check_model
+from ekfac.optim.factory import build_engine
 from ekfac.optim.options import CurvatureArguments, Damping
-from ekfac.optim.state import checkpoint, exchange
+from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
-from ekfac.optim.types import Update
+from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
-class Preconditioner:
+class Preconditioner(Base):
     r"""Replaces ``.grad`` by the gradient preconditioned in a Kronecker-factored eigenbasis.
 
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
@@ -59,9 +56,11 @@ class Preconditioner:
         self._arguments: dict[str, Any] = {"damping": damping, **arguments}
         self.model = model
         self.damping = damping
-        self.state: defaultdict[Tensor, State] = defaultdict(dict)
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         parameters = list(model.parameters())
-        self.engine = build_engine("Preconditioner", model, parameters, self.state, dict(arguments), also=("damping",))
+        self.engine = build_engine(
+            "Preconditioner", model, parameters, self.state, dict(arguments), also=("damping",), whole_steps=False
+        )
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
@@ -70,48 +69,38 @@ class Preconditioner:
             Whether it was done. If a gradient is not finite all are set to None, so that the optimizer that follows
             leaves the parameters alone; on a GPU they are set to zero, as the host does not wait to know.
         """
-        epsilon = options.damping("damping", self.damping, self.engine.applied_steps)
-        update = Update(lambda block: epsilon)
-        with no_autocast(self.engine.device):
-            directions = self.engine.directions(update)
-        if directions is None:
-            for p in self.engine.parameters:
+        engine = self.engine
+        engine.settle()
+        epsilon = options.damping("damping", self.damping, engine.schedule.applied_steps)
+        rates = Rates([GroupRates(1.0, epsilon)], dict.fromkeys(engine.partition.parameters, 0))
+        with no_autocast(engine.partition.device):
+            done = engine.step(rates, self._replace)
+            if done:
+                engine.finish(rates)
+        if done is False:
+            for p in engine.partition.parameters:
                 p.grad = None
-            return False
+        return done is not False
+
+    def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
             for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
-                if p.grad is not None:
-                    p.grad.copy_(step)
-        if directions:
-            with no_autocast(self.engine.device):
-                self.engine.finish(update)
-        return True
+                if p in inputs.gradients:
+                    inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop what was captured and not used."""
         self.model.zero_grad(set_to_none)
-        self.engine.drop()
-
-    def statistics(self) -> AbstractContextManager[None]:
-        """Backward passes inside give factors and s* in place of the training loss's; ``.grad`` is left alone."""
-        return self.engine.statistics()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Forwards and backwards inside are not captured."""
-        return self.engine.capture.paused()
-
-    def summary(self) -> Summary:
-        """Which block covers each parameter."""
-        return self.engine.summary()
+        self.engine.collector.drop()
 
     def stats(self) -> dict[str, float]:
-        """Scalars for any logger."""
+        """Return scalars for any logger."""
         stats = engine_stats(self.engine)
-        stats["damping"] = options.damping("damping", self.damping, self.engine.applied_steps)
+        stats["damping"] = options.damping("damping", self.damping, self.engine.schedule.applied_steps)
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, keyed by parameter name, as plain data."""
+        """Return everything, keyed by parameter name, as plain data."""
         extra = checkpoint.engine_state(self.engine)
         names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
         return {"state": {names[p]: dict(s) for p, s in self.state.items() if p in names}, "ekfac": extra}
@@ -124,24 +113,6 @@ class Preconditioner:
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
-
-    def curvature(self) -> Curvature:
-        """What has been learnt so far, as an operator: products, solves, spectrum; a snapshot."""
-        return exchange.curvature(self.engine)
-
-    def seed(self, operator: Curvature) -> None:
-        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
-        exchange.seed(self.engine, operator)
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)

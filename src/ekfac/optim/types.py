@@ -1,42 +1,191 @@
-"""What a step is asked, what it found before it computes, and what it gives."""
+"""What passes between the parts of an optimizer: a step's inputs, its rates, a block's state, step and direction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.layers.shapes import BlockShape
+from ekfac.optim.statistics.factored_gradient import Rows
+from ekfac.optim.statistics.sums import BlockSums
+
+#: Calls of a block that are kept for the step, by forward pass, each with its number of examples.
+KeptCalls = list[tuple[list[Call], int]]
+
+
+# --- from step to step --------------------------------------------------------------------------------------------
+
+
+@dataclass(init=False, eq=False, repr=False, kw_only=True)
+class BlockState(MutableMapping[str, Any]):
+    """What is kept of a block from step to step. A checkpoint holds these fields, under their names, and no others.
+
+    A field that has not been computed yet is not there. To torch it is a mapping of those that are, like the state of
+    any optimizer.
+
+    Attributes:
+        momentum_buffer: The momentum of the block's first parameter, as torch's SGD has it.
+        A: Running sum of h h^T; with ``B``, divided by ``factor_weight``, the Kronecker factors.
+        B: Running sum of delta delta^T.
+        factor_weight: The weight of what A and B have taken in.
+        failed_refreshes: How many solves in a row have failed.
+        near: Whether the last warm refresh has brought the basis near the factors' own; not counted yet.
+        strayed: How many warm refreshes in a row have not.
+    """
+
+    momentum_buffer: Tensor
+    A: Tensor
+    B: Tensor
+    factor_weight: Tensor
+    near: bool
+    failed_refreshes: int = 0
+    strayed: int = 0
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        known = {f.name for f in fields(self)}
+        self.__dict__.update({name: value for name, value in (values or {}).items() if name in known})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__dict__[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in {f.name for f in fields(self)}:
+            raise KeyError(f"{type(self).__name__} has no field {name!r}")
+        self.__dict__[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.__dict__[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.__dict__)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.__dict__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.__dict__})"
+
+
+@dataclass(init=False, eq=False, repr=False, kw_only=True)
+class EigenState(BlockState):
+    """What a rule keeps in an eigenbasis. A rule with further tensors has a subclass of its own.
+
+    Attributes:
+        U_A: Eigenvectors of A; not there where A is kept diagonal.
+        U_B: Eigenvectors of B.
+        S_A: Eigenvalues of A.
+        S_B: Eigenvalues of B.
+        s: The scaling, ``[G, O, C]``.
+        m: The running mean of the projected gradient.
+        count: How many steps the averages have taken in, on the device.
+        examples: The number of examples of the last step, on the device.
+    """
+
+    U_A: Tensor
+    U_B: Tensor
+    S_A: Tensor
+    S_B: Tensor
+    s: Tensor
+    m: Tensor
+    count: Tensor
+    examples: Tensor
+
+    def basis(self, shape: BlockShape) -> Basis:
+        """The basis in use."""
+        kept = self.__dict__
+        return Basis(shape, kept.get("U_A"), kept.get("U_B"), self.S_A, self.S_B)
+
+
+@dataclass(init=False, eq=False, repr=False, kw_only=True)
+class InverseState(BlockState):
+    """What KFAC keeps.
+
+    Attributes:
+        inverse_A: The inverse of the damped A.
+        inverse_B: The inverse of the damped B.
+        inverse_extra: Under SUA, that of the bias.
+        added_A: What was added to A's diagonal, one number a group.
+        added_B: What was added to B's.
+        inverted_A: A as it was inverted, kept once damping has changed.
+        inverted_B: B as it was inverted.
+        inverted_at: The damping of the inverses.
+    """
+
+    inverse_A: Tensor
+    inverse_B: Tensor
+    inverse_extra: Tensor
+    added_A: Tensor
+    added_B: Tensor
+    inverted_A: Tensor
+    inverted_B: Tensor
+    inverted_at: float
+
+
+# --- one step -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Update:
-    """What the optimizer asks of a step: per block or parameter, from its groups."""
+class GroupRates:
+    """The numbers of one parameter group in one step: floats, or in a CUDA graph tensors."""
 
-    damping_of: Callable[[Block], float | Tensor]
-    l2_of: Callable[[nn.Parameter], float] = lambda p: 0.0
-    maximize_of: Callable[[nn.Parameter], bool] = lambda p: False
+    lr: float | Tensor
+    damping: float | Tensor
+    l2: float = 0.0
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The numbers of one step, by parameter group.
+
+    Attributes:
+        groups: One for each parameter group.
+        group_of: The place of each trained parameter's group.
+        fixed: What else the update depends on: steps that differ in it are different steps.
+    """
+
+    groups: list[GroupRates]
+    group_of: Mapping[nn.Parameter, int]
+    fixed: Hashable = None
+
+    def of(self, parameter: nn.Parameter) -> GroupRates:
+        """The numbers of a parameter's group; those of a block are its first parameter's."""
+        return self.groups[self.group_of[parameter]]
 
 
 @dataclass
-class Work:
-    """What a step found on the host before it computes.
+class StepInputs:
+    """What the backward passes have left for a step.
 
     Attributes:
-        live: The parameters that have a gradient.
+        gradients: ``.grad`` of the parameters that have one.
+        calls: Calls that are taken in the step itself.
+        sums: What was summed over calls.
         n: The number of examples behind the gradient.
         n_statistics: The number of examples behind the statistics.
         rescaled: What each gradient that was touched since backward must be multiplied by to be as it was left.
         unknown: Layers of which nothing is known yet, and whose gradient is zero.
-        bad: True on the device in a step that must change nothing; None where that is known not to be so.
+        ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+        bad: True on the device where ``ok`` is 0.
     """
 
-    live: list[nn.Parameter]
+    gradients: dict[nn.Parameter, Tensor]
+    calls: dict[Block, KeptCalls]
+    sums: dict[Block, BlockSums]
     n: float | Tensor = 0.0
     n_statistics: float | Tensor = 0.0
     rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     unknown: set[Block] = field(default_factory=set)
+    ok: Tensor | None = None
     bad: Tensor | None = None
 
     def masked(self, tensor: Tensor) -> Tensor:
@@ -44,18 +193,61 @@ class Work:
         return tensor if self.bad is None else tensor.masked_fill(self.bad, 0.0)
 
 
+@dataclass
+class BlockStep:
+    """One block's step: what a method is given, and what it has made of it so far.
+
+    Attributes:
+        gradient: What is preconditioned, ``[G, O, C]``, or the rows that it is the product of.
+        n: The number of examples.
+        rates: Damping and other numbers of the block's group.
+        ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+        ratio: What a gradient that was rescaled as a whole must be multiplied by to be as backward left it.
+        left: The gradient as backward left it, where its parts were not rescaled alike.
+        s_star: s* of the examples, for rules that need it.
+        basis: The basis in use; None for a parameter that no layer covers.
+        g: The gradient in the basis.
+        seen: The gradient in the basis as backward left it; the scaling is fed with that.
+        damped: Adds damping to s.
+        products: What tells how far g agrees with the last direction, ``[2, 3]``, of rules that compare them.
+    """
+
+    gradient: Tensor | Rows
+    n: float | Tensor
+    rates: GroupRates
+    ok: Tensor | None = None
+    ratio: Tensor | None = None
+    left: Tensor | None = None
+    s_star: Tensor | None = None
+    basis: Basis | None = None
+    g: Tensor = field(init=False)
+    seen: Tensor = field(init=False)
+    damped: Callable[[Tensor], Tensor] = field(init=False)
+    products: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Direction:
-    """A block's preconditioned gradient as a list in the order of its parameters, and what it was made of."""
+    """A block's preconditioned gradient, and what the parts that bound a step's length read.
+
+    Attributes:
+        block: The block.
+        steps: The preconditioned gradient of each of its parameters, in their order.
+        gradient: What was preconditioned, ``[G, O, C]``, or what gives it.
+        moving: Which of the parameters have a gradient.
+        products: See :class:`BlockStep`.
+    """
 
     block: Block
     steps: list[Tensor]
-    preconditioned: Callable[[], Tensor]
+    gradient: Tensor | Callable[[], Tensor]
+    moving: list[bool]
+    products: Tensor | None = None
 
     @property
     def gradients(self) -> list[Tensor]:
         """What was preconditioned, in the order of the block's parameters."""
-        return self.block.unstack(self.preconditioned())
+        return self.block.unstack(self.gradient if isinstance(self.gradient, Tensor) else self.gradient())
 
 
 def as_scalar(value: float | Tensor, like: Tensor) -> float | Tensor:

@@ -14,7 +14,8 @@ from ekfac import checks
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.capture.capture import unseen
-from ekfac.curvature.eigenbasis import Basis, eigh_with_fallback
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.eigensolvers import eigh_with_fallback
 from ekfac.curvature.fisher.batches import Progress
 from ekfac.curvature.fisher.estimates import Estimate
 from ekfac.curvature.fisher.likelihoods import Loss

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from ekfac.curvature import statistics
+from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.capture.hooks import inside_backward
@@ -136,23 +136,28 @@ class Data:
             Blocks that have a gradient although their layers are never called.
         """
         batch = self._first()
-        probes: dict[Block, Tensor] = {}
-        vectors = {block: probe_vectors(block) for block in blocks}
+        seen: dict[Block, Tensor] = {}
+        vectors = {block: fingerprint.vectors_of(block) for block in blocks}
 
-        def probe(block: Block, calls: list[Call], n: int) -> None:
-            probes[block] = statistics.probe_sum(block, calls, n, self.memory, *vectors[block])
+        def take(block: Block, calls: list[Call], n: int) -> None:
+            seen[block] = fingerprint.of_calls(block, calls, n, self.memory, vectors[block])
 
         parameters = [p for block in blocks for p in block.parameters.values()]
-        with captured(self.model, blocks, probe) as (capture, edges), torch.enable_grad():
+        with captured(self.model, blocks, take) as (capture, edges), torch.enable_grad():
             output = self.model(*batch.args, **batch.kwargs)
             first = next(self.estimate.passes(output, batch.target, batch.n))
             with capture.statistics_aside():
                 found = backward(output, first, [*edges, *parameters], retain=False)[len(edges) :]
             fired = set(capture.fired)
-        gradients = dict(zip(parameters, found, strict=True))
+        gradients, nothing = dict(zip(parameters, found, strict=True)), torch.zeros(2)
         silent = [b for b in blocks if b not in fired and any(gradients[p] is not None for p in b.parameters.values())]
         for block in fired:
-            _compare(block, [gradients[p] for p in block.parameters.values()], probes.get(block), vectors[block])
+            given = [torch.zeros_like(p) if (g := gradients[p]) is None else g for p in block.parameters.values()]
+            if fingerprint.differs(block, given, seen.get(block, nothing), vectors[block]):
+                raise RuntimeError(
+                    f"layer '{block.name}': its gradient is not the one that passed through its calls (its weight is "
+                    f"also used elsewhere), so its curvature cannot be captured: exclude=['{block.name}']"
+                )
         if silent:
             warnings.warn(
                 "these layers have gradients but their forward was never called, so they get their diagonal: "
@@ -161,24 +166,6 @@ class Data:
                 stacklevel=3,
             )
         return silent
-
-
-def _compare(
-    block: Block, found: Sequence[Tensor | None], probe: Tensor | None, vectors: tuple[Tensor, Tensor]
-) -> None:
-    """Raise if a block's gradient is not the one that passed through its calls."""
-    whole = block.stack(
-        [torch.zeros_like(p) if g is None else g for p, g in zip(block.parameters.values(), found, strict=True)]
-    )
-    u, v = vectors
-    expected = float(torch.einsum("go,goc,gc->", u, whole, v))
-    seen, size = (0.0, 0.0) if probe is None else probe.tolist()
-    tolerance = {torch.float64: 1e-6, torch.float32: 5e-2}.get(block.key.dtype, 0.2)
-    if abs(seen - expected) > tolerance * max(size, abs(seen), abs(expected)):
-        raise RuntimeError(
-            f"layer '{block.name}': its gradient is not the one that passed through its calls (its weight is also used "
-            f"elsewhere), so its curvature cannot be captured: exclude=['{block.name}']"
-        )
 
 
 def with_last(items: Iterator[Cotangents]) -> Iterator[tuple[Cotangents, bool]]:
@@ -284,12 +271,3 @@ def backward(
         retain_graph=retain,
         allow_unused=True,
     )
-
-
-def probe_vectors(block: Block) -> tuple[Tensor, Tensor]:
-    """Two fixed random vectors u, v; u^T G v is a fingerprint of the gradient."""
-    generator = torch.Generator().manual_seed(0)
-    s = block.shape
-    u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
-    v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
-    return u.to(block.key.device, block.dtype), v.to(block.key.device, block.dtype)

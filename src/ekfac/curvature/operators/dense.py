@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ekfac.curvature.eigenbasis import eigh_with_fallback
+from ekfac.curvature.eigensolvers import eigh_with_fallback
 from ekfac.curvature.operators.parts import Function, Part
 
 

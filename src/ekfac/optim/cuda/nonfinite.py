@@ -1,7 +1,7 @@
 """Steps that must change nothing because a gradient was not finite, found out without stalling a GPU.
 
-On the CPU the answer is there at once. On a GPU asking for it would make the host wait for the backward pass, so the
-step goes on with a 0-dim ``ok`` on the device that masks every change, and the host reads the answer one step later.
+To ask would make the host wait for the backward pass. So the step goes on with a 0-dim ``ok`` on the device that masks
+every change, and the host reads the answer one step later.
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ekfac.optim.executor import Answer
 
-class Verdicts:
-    """Judges whether steps are good, and keeps the answers that the host has not read yet."""
+
+class PinnedAnswer(Answer):
+    """A tensor on its way to the host."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(torch.empty(value.shape, dtype=value.dtype, pin_memory=True))
+        self.value.copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def ready(self, wait: bool) -> bool:
+        if wait:
+            self._event.synchronize()
+        return bool(self._event.query())
+
+
+class NonFiniteMask:
+    """Masks steps with gradients that are not finite, and keeps the answer that the host has not read yet."""
 
     def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def judge(self, sizes: list[Tensor], at_once: bool) -> tuple[bool, Tensor | None]:
-        """Whether to go on, and the mask to go on with (None where the step is known to be good).
-
-        Args:
-            sizes: The largest magnitude of every gradient.
-            at_once: Make the host wait for the answer (a step that renews bases waits for the solver anyway).
-        """
-        devices = {size.device for size in sizes}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda" or at_once:
-            found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
-            return all(bool(torch.isfinite(s).all()) for s in found), None
-        ok = self.mask(sizes)
-        self.expect(ok)
-        return True, ok
+        self._pending: Answer | None = None
 
     def mask(self, sizes: list[Tensor]) -> Tensor:
         """1 on the device if all is finite, else 0."""
@@ -37,17 +39,9 @@ class Verdicts:
 
     def expect(self, ok: Tensor) -> None:
         """Have the host read a mask one step later."""
-        answer = torch.empty((), dtype=ok.dtype, pin_memory=True)
-        answer.copy_(ok, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = (answer, event)
+        self._pending = PinnedAnswer(ok)
 
-    def settle(self) -> bool:
-        """Whether the last step turned out to have been skipped; waits for its answer, which is long there."""
-        if self._pending is None:
-            return False
-        answer, event = self._pending
-        self._pending = None
-        event.synchronize()
-        return bool(answer == 0)
+    def was_skipped(self) -> bool:
+        """Tell whether the last step was masked; waits for its answer, which is long there."""
+        answer, self._pending = self._pending, None
+        return answer is not None and answer.ready(wait=True) and bool(answer.value == 0)

@@ -1,72 +1,80 @@
-"""What the engine asks of a method: EKFAC's (:mod:`ekfac.optim.methods.eigenbasis`) or KFAC's."""
+"""What the engine asks of a method: EKFAC's, in :mod:`.eigenbasis`, or KFAC's, in :mod:`.inverse`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
-from ekfac.optim.methods.rules import State
-from ekfac.optim.statistics.factored_gradient import Rows
+from ekfac.curvature.operators.parts import Part
 from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.types import BlockState, BlockStep
+
+S = TypeVar("S", bound=BlockState, contravariant=True)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a block's step needs besides its gradient.
+class Method(Protocol[S]):
+    """How one block's gradient becomes a direction.
 
     Attributes:
-        n: The number of examples.
-        s_star: s* of the examples, for rules that need it.
-        ok: 0 on the device when the step must change nothing; None where that is known not to be so.
-        damping: epsilon.
-        ratio: What a gradient that was rescaled as a whole must be multiplied by to be as backward left it.
-        left: That gradient itself, where its parts were not rescaled alike.
+        kind: What checkpoints call the method.
+        approximation: What an operator of its curvature is called, "ekfac" or "kfac".
+        needs_examples: Whether it needs s* of a step's examples.
+        squares_penalty: Whether an L2 penalty counts as part of the gradient whose square is taken.
+        compares_gradients: Whether it compares the gradient with the last direction.
+        damping_is_free: Whether a change of damping needs nothing to be computed anew.
+        masks_refreshes: Whether a warm refresh changes nothing where ``ok`` is 0.
     """
 
-    n: float | Tensor
-    s_star: Tensor | None
-    ok: Tensor | None
-    damping: float | Tensor
-    ratio: Tensor | None = None
-    left: Tensor | None = None
-
-
-class Method(Protocol):
-    """How one block's gradient becomes a direction."""
-
+    kind: str
+    approximation: str
     needs_examples: bool
     squares_penalty: bool
-    has_alignment: bool
+    compares_gradients: bool
     damping_is_free: bool
-    masks_turns: bool
+    masks_refreshes: bool
 
-    def ready(self, state: State) -> bool:
-        """Whether what is derived from the factors has been computed before."""
+    @property
+    def state_class(self) -> type[BlockState]:
+        """What it keeps of a block."""
+
+    def ready(self, state: S) -> bool:
+        """Tell whether what is derived from the factors has been computed before."""
 
     def numbers(self, block: Block) -> int:
-        """How many numbers are kept for a block between steps, momentum and counts left out."""
+        """Count the numbers that are kept for a block between steps, momentum and counts left out."""
 
-    def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
+    def refresh(self, block: Block, state: S, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Compute anew what is derived from the factors; the host may wait."""
 
-    def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
-        turns: tuple[int, int], ok: Tensor | None = None,
+    def warm_refresh(
+        self, block: Block, state: S, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
+        iterations: tuple[int, int], ok: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Bring what is derived from the factors nearer to them; the host must not wait.
+        """Bring what is derived from the factors nearer to them; the host must not wait."""
 
-        With ``masks_turns``, nothing changes where ``ok`` is 0.
-        """
+    def basis(self, block: Block, state: S) -> Basis | None:
+        """Return the basis that s* is to be taken in."""
 
-    def basis(self, block: Block, state: State) -> Basis | None:
-        """The basis that s* is to be taken in."""
+    def project(self, block: Block, state: S, step: BlockStep) -> None:
+        """Bring the gradient into the basis: ``step.g`` and, as backward left it, ``step.seen``."""
 
-    def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
-        """The preconditioned gradient, ``[G, O, C]``."""
+    def update_scaling(self, state: S, step: BlockStep) -> None:
+        """Take the step's gradient, or s*, into the scaling s."""
 
-    def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
-        """d^T C d for a change D of the block, ``[G, O, C]``, with the curvature in use, not damped."""
+    def rescale(self, block: Block, state: S, step: BlockStep) -> Tensor:
+        """Divide by the damped scaling."""
+
+    def project_back(self, x: Tensor, step: BlockStep) -> Tensor:
+        """Return from the basis: the preconditioned gradient, ``[G, O, C]``."""
+
+    def quadratic_form(self, block: Block, state: S, D: Tensor) -> Tensor:
+        """Return d^T C d for a change D of the block, ``[G, O, C]``, with the curvature in use, not damped."""
+
+    def part(self, block: Block, state: S) -> Part | None:
+        """Return the curvature in use as a part of an operator; None where it is that of the factors."""
+
+    def seed(self, block: Block, state: S, part: Part) -> None:
+        """Start from a part of an operator; the factors in ``state`` are the part's already."""

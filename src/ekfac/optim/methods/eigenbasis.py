@@ -1,4 +1,4 @@
-"""EKFAC's way with one block: project, rescale by a rule, project back."""
+"""EKFAC's way with one block: project, update the scaling, rescale by a rule, project back."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment
-from ekfac.optim.methods.base import Step
+from ekfac.curvature.fisher import order_of
+from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.optim.methods.damping import Damp
-from ekfac.optim.methods.rules import Rule, State, put
-from ekfac.optim.statistics.factored_gradient import Rows, into_basis
+from ekfac.optim.methods.rules import Rule, overwrite, squared
+from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.types import BlockStep, EigenState
 
 
 class EigenMethod:
@@ -19,86 +21,129 @@ class EigenMethod:
     Args:
         rule: What is done with the projected gradient.
         damp: How s is damped when dividing.
-        on_refresh: "carry" takes s to a new basis, "kronecker" restarts it at S_B x S_A.
     """
 
-    #: A change of damping needs nothing to be computed anew.
+    kind = "eigenbasis"
     damping_is_free = True
+    masks_refreshes = True
 
-    #: A step that must change nothing leaves the basis too, without the host.
-    masks_turns = True
-
-    def __init__(self, rule: Rule, damp: Damp, on_refresh: str) -> None:
+    def __init__(self, rule: Rule, damp: Damp) -> None:
         self.rule = rule
         self.damp = damp
-        self.on_refresh = on_refresh
+        self.approximation = "kfac" if rule.follows_factors else "ekfac"
+        self.state_class = rule.state_class
         self.needs_examples = rule.needs_examples
         self.squares_penalty = rule.squares_penalty
-        self.has_alignment = rule.has_alignment
+        self.compares_gradients = rule.compares_gradients
 
-    def ready(self, state: State) -> bool:
-        """Whether there is a basis."""
+    def ready(self, state: EigenState) -> bool:
+        """Tell whether there is a basis."""
         return "S_A" in state
 
     def numbers(self, block: Block) -> int:
-        """Numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
+        """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
         own = (1 + len(self.rule.moments)) * block.shape.numel
         return own + block.eigen_numbers() if block.covered else own
 
-    def basis(self, block: Block, state: State) -> Basis | None:
-        """The basis in a block's state; None for a parameter without a Kronecker block."""
-        if not block.covered:
-            return None
-        return Basis(block.shape, state["U_A"], state["U_B"], state["S_A"], state["S_B"])
+    def basis(self, block: Block, state: EigenState) -> Basis | None:
+        """Return the basis in a block's state; None for a parameter without a Kronecker block."""
+        return state.basis(block.shape) if block.covered else None
 
-    def refresh(self, block: Block, state: State, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
-        """Solve for a new basis and take the rule's state there, or start it there."""
+    # --- a new basis ----------------------------------------------------------------------------------------------
+
+    def refresh(
+        self, block: Block, state: EigenState, A: Tensor, B: Tensor, damping: float, refresher: Refresher
+    ) -> None:
+        """Solve for a new basis and carry the rule's state there, or start it there."""
         old = self.basis(block, state) if self.ready(state) else None
-        new, state["failed_refreshes"] = refresher.solve(block, A, B, old, state.get("failed_refreshes", 0))
-        self._take(state, old, new)
+        new, state.failed_refreshes = refresher.solve(block, A, B, old, state.failed_refreshes)
+        self._change_basis(state, old, new)
 
-    def turn(
-        self, block: Block, state: State, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
-        turns: tuple[int, int], ok: Tensor | None = None,
+    def warm_refresh(
+        self, block: Block, state: EigenState, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
+        iterations: tuple[int, int], ok: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Turn the basis towards the factors' own and take the rule's state along."""
-        old = self.basis(block, state)
-        assert old is not None
-        self._take(state, old, refresher.turn(block, A, B, old, turns, ok), ok)
+        """Bring the basis nearer to the factors' own and carry the rule's state along."""
+        old = state.basis(block.shape)
+        self._change_basis(state, old, refresher.warm(block, A, B, old, iterations, ok), ok)
 
-    def _take(self, state: State, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
-        s = None
-        if old is not None and self.on_refresh == "carry" and not self.rule.follows_factors:
-            s = carry_second_moment(state["s"], old, new)
-        moments = [n for n in self.rule.moments if n in state] if old is not None else []
-        carried = {name: carry_moment(state[name], old, new) for name in moments if old is not None}
-        for name, value in (("U_A", new.U_A), ("U_B", new.U_B), ("S_A", new.S_A), ("S_B", new.S_B)):
-            if value is None:
-                state[name] = None
-            else:
-                put(state, name, value, ok)
-        for name, value in carried.items():
-            put(state, name, value, ok)
-        if s is None:
-            self.rule.start(state, new.kronecker(), ok)
-        else:
-            put(state, "s", s, ok)
+    def _change_basis(self, state: EigenState, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
+        rule, carried = self.rule, {}
+        if old is not None:
+            carried = {name: carry_moment(state[name], old, new) for name in rule.moments if name in state}
+            if not rule.restarts():
+                carried["s"] = carry_second_moment(state.s, old, new)
+        vectors = {"U_A": new.U_A, "U_B": new.U_B, "S_A": new.S_A, "S_B": new.S_B}
+        for name, value in {**vectors, **carried}.items():
+            if value is not None:
+                overwrite(state, name, value, ok)
+        if "s" not in carried:
+            rule.start(state, new.kronecker(), ok)
 
-    def direction(self, block: Block, state: State, gradient: Tensor | Rows, step: Step) -> Tensor:
-        """U_B (g / damped s) U_A^T, after the rule has seen the gradient as backward left it."""
-        basis = self.basis(block, state)
-        g = into_basis(gradient, basis)
-        seen = g
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
+        """g = U_B^T G U_A, and the same of the gradient as backward left it."""
+        basis = step.basis = self.basis(block, state)
+        step.g = step.seen = into_basis(step.gradient, basis)
         if step.ratio is not None:
-            seen = g * step.ratio
+            step.seen = step.g * step.ratio
         elif step.left is not None:
-            seen = into_basis(step.left, basis)
-        if "s" not in state:
-            self.rule.begin(state, seen, step.n, step.ok)
-        self.rule.observe(state, seen, step.n, step.s_star, step.ok)
-        x = self.rule.direction(state, g, step.n, step.ok, lambda s: self.damp(s, step.damping, basis))
-        return x if basis is None else basis.unproject(x)
+            step.seen = into_basis(step.left, basis)
+        step.damped = lambda s: self.damp(s, step.rates.damping, basis)
 
-    def bend(self, block: Block, state: State, D: Tensor) -> Tensor:
+    def update_scaling(self, state: EigenState, step: BlockStep) -> None:
+        """Let the rule take in the gradient as backward left it."""
+        if "s" not in state:  # a parameter that no layer covers, at its first gradient
+            self.rule.start(state, squared(step.seen, step.n))
+        self.rule.observe(state, step)
+
+    def rescale(self, block: Block, state: EigenState, step: BlockStep) -> Tensor:
+        """g / damped s, or what the rule has in its place."""
+        return self.rule.direction(state, step)
+
+    def project_back(self, x: Tensor, step: BlockStep) -> Tensor:
+        """U_B x U_A^T."""
+        return x if step.basis is None else step.basis.unproject(x)
+
+    # --- the curvature in use -------------------------------------------------------------------------------------
+
+    def quadratic_form(self, block: Block, state: EigenState, D: Tensor) -> Tensor:
         """d^T C d: the sum of s x^2 in the basis."""
-        return (self.rule.second_moment(state) * into_basis(D, self.basis(block, state)).square()).sum()
+        x = into_basis(D, self.basis(block, state))
+        return (self.rule.second_moment(state) * x.square()).sum()
+
+    def part(self, block: Block, state: EigenState) -> Part | None:
+        """Return a copy of basis and scaling; None before the first."""
+        names = tuple(block.parameter_names.values())
+        if "s" not in state:
+            return None
+        s = self.rule.second_moment(state).clone()
+        if not block.covered:
+            return DiagonalPart(block.name, names, s.reshape(-1))
+        basis = state.basis(block.shape)
+        U_A, U_B = (None if U is None else U.clone() for U in (basis.U_A, basis.U_B))
+        copied = Basis(block.shape, U_A, U_B, basis.S_A.clone(), basis.S_B.clone())
+        return EigenPart(block.name, names, copied, s, order_of(block))
+
+    def seed(self, block: Block, state: EigenState, part: Part) -> None:
+        """Take a part's basis and scaling as those in use."""
+        if isinstance(part, DiagonalPart):
+            state.s = part.entries.reshape(1, 1, -1).clone()
+            return
+        assert isinstance(part, EigenPart)
+        b = part.basis
+        for name, value in (("U_A", b.U_A), ("U_B", b.U_B), ("S_A", b.S_A), ("S_B", b.S_B)):
+            if value is not None:
+                state[name] = value.clone()
+        self.rule.start(state, b.kronecker() if self.rule.follows_factors else part.s.clone())
+        if self.needs_examples:
+            state.count.fill_(1)  # so that the seed counts as one step's s*, and is averaged with the next
+
+
+def into_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
+    """U_B^T G U_A, of the gradient or of the rows that it is a sum of, whichever was found to be cheaper."""
+    if basis is None:
+        assert isinstance(gradient, Tensor)
+        return gradient
+    return gradient.in_basis(basis) if isinstance(gradient, Rows) else basis.project(gradient)

@@ -1,28 +1,81 @@
 """Scaling rules: what is done with the projected mini-batch gradient g in the basis. One small class each.
 
-A rule keeps its tensors in the block's state, under ``s`` and names of its own. All rules see the same protocol, so
-the step loop does not know which one is in use. A new rule is one class here and one line in ``RULES``.
+A rule is a dataclass whose fields are its options, with its own defaults; what it learns is in the block's state. All
+rules follow one protocol, so the engine does not know which one is in use. A new rule is one class, which may be given
+as it is, ``EKFAC(model, scaling=Mine())``, and one line in ``RULES`` if it is to have a name.
 
-Every method takes ``ok``: None where the step is known to be good, or a 0-dim tensor that is 0 on the device when the
-gradient was not finite; then nothing may change, without the host ever looking. State is changed in place, and counts
-live on the device too, so that a step can be captured in a CUDA graph.
+State is changed in place, by :func:`blend`, :func:`overwrite` and :func:`counted`, and nothing waits for the device:
+so a CUDA graph can hold the step, and a step with a gradient that is not finite changes nothing (``step.ok``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-#: The most that the whitened cosine says, either way: at PACE_RATE 2 the next step is a tenth longer or shorter.
-#: A batch that is seen again and again agrees with itself even when steps have become too long.
-SAY = 0.05
+from ekfac import checks
+from ekfac.optim.types import BlockState, BlockStep, EigenState
 
-State = dict[str, Any]
-Damped = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """One way to turn the projected gradient into a direction."""
+
+    #: What the rule keeps; a rule with further tensors names a subclass.
+    state_class: ClassVar[type[EigenState]] = EigenState
+    #: Whether the rule needs s* of this step's examples.
+    needs_examples: ClassVar[bool] = False
+    #: Whether s is S_B x S_A by definition, so that a new basis always brings a new s.
+    follows_factors: ClassVar[bool] = False
+    #: Whether an L2 penalty counts as part of the gradient whose square is taken, as in torch's own optimizers.
+    squares_penalty: ClassVar[bool] = False
+    #: Whether the rule compares the gradient with the last direction.
+    compares_gradients: ClassVar[bool] = False
+    #: Names of means that live in the basis and are carried to the next one.
+    moments: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name == "restart":
+                checks.flag(option.name, value)
+            elif option.name == "eps":
+                checks.number(option.name, value, above=0)
+            elif option.name == "betas":
+                checks.decays(option.name, value)
+            elif option.name in ("decay", "alpha"):
+                checks.number(option.name, value, least=0, below=1)
+
+    def elementwise(self) -> Rule:
+        """Return the rule for parameters that no layer covers."""
+        return self
+
+    def restarts(self) -> bool:
+        """Tell whether s starts anew in a new basis; otherwise it is carried there."""
+        return self.follows_factors
+
+    def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
+        """Begin with what is known of s: S_B x S_A of a new basis, or N g^2 of the first gradient without one."""
+        overwrite(state, "s", bounded(known), ok)
+
+    @abstractmethod
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        """Take in ``step.seen``, the gradient as backward left it, and ``step.s_star`` where the rule needs it."""
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        """g / damped s."""
+        return step.g / step.damped(state.s)
+
+    def second_moment(self, state: EigenState) -> Tensor:
+        """s in the units of the Fisher matrix."""
+        return state.s
+
+
+# --- changes of state ---------------------------------------------------------------------------------------------
 
 
 def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | None) -> None:
@@ -30,6 +83,22 @@ def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | No
     if ok is not None:
         weight = ok * weight
     target.lerp_(value, weight.to(target) if isinstance(weight, Tensor) else weight)
+
+
+def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = None) -> None:
+    """Write a tensor over the one that is there: a CUDA graph holds on to its address. Not where ``ok`` is 0."""
+    there = state.get(name)
+    if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
+        there.copy_(value if ok is None else torch.where(ok > 0, value, there))
+    else:
+        state[name] = value
+
+
+def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
+    """Count a step on the device; returns how many have been counted."""
+    if "count" not in state:
+        state.count = torch.zeros((), dtype=torch.float64, device=like.device)
+    return state.count.add_(1.0 if ok is None else ok)
 
 
 def bounded(square: Tensor) -> Tensor:
@@ -42,123 +111,115 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
-class Rule(ABC):
-    """One way to turn the projected gradient into a direction.
+def mean_gradient(state: EigenState, step: BlockStep, beta: float, count: Tensor) -> Tensor:
+    """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
+    g, ok = step.g, step.ok
+    if "m" not in state:
+        state.m = torch.zeros_like(g)
+    blend(state.m, g, 1 - beta, ok)
+    weight = (1 - beta**count).clamp(min=1 - beta)
+    return state.m / weight.to(g) if ok is None else state.m * (ok / weight).to(g)
 
-    Args:
-        decay: Weight of the past in running averages of second moments.
-        betas: Adam's two decays.
-        eps: What torch's rules add to the square root.
+
+# --- EKFAC's rules ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KroneckerRule(Rule):
+    """A rule whose s begins at S_B x S_A.
+
+    Attributes:
+        decay: Weight of the past in s.
+        restart: Restart s at S_B x S_A in every new basis; otherwise it is carried there.
     """
 
-    #: Whether the rule needs s* of this step's examples.
-    needs_examples: ClassVar[bool] = False
-    #: Whether s is S_B x S_A by definition, so that a new basis always brings a new s.
-    follows_factors: ClassVar[bool] = False
-    #: Whether an L2 penalty counts as part of the gradient whose square is taken, as in torch's own optimizers.
-    squares_penalty: ClassVar[bool] = False
-    #: Whether the rule says how far the gradient agrees with the last direction.
-    has_alignment: ClassVar[bool] = False
-    #: Names of means that live in the basis and turn with it.
-    moments: ClassVar[tuple[str, ...]] = ()
+    decay: float = 0.95
+    restart: bool = False
 
-    def __init__(self, decay: float = 0.95, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        self.decay = decay
-        self.beta1, self.beta2 = betas
-        self.eps = eps
-
-    def start(self, state: State, kronecker: Tensor, ok: Tensor | None = None) -> None:
-        """Begin in a new basis with the eigenvalues S_B x S_A that came with it."""
-        put(state, "s", bounded(kronecker), ok)
-
-    def begin(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None) -> None:
-        """Begin without a basis, at the first gradient of a parameter that no layer covers."""
-        state["s"] = torch.zeros_like(g)
-        blend(state["s"], squared(g, n), 1.0, ok)
-
-    @abstractmethod
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        """Take in the gradient as backward left it, over n examples, and s* where the rule needs it."""
-
-    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
-        """g / damped s."""
-        return g / damped(state["s"])
-
-    def second_moment(self, state: State) -> Tensor:
-        """s in the units of the Fisher matrix."""
-        s: Tensor = state["s"]
-        return s
+    def restarts(self) -> bool:
+        return self.restart or self.follows_factors
 
 
-def put(state: State, name: str, value: Tensor, ok: Tensor | None = None) -> None:
-    """Write a tensor into a block's state, over the one that is there: a captured step holds on to its address.
+@dataclass(frozen=True)
+class Running(KroneckerRule):
+    """EKFAC-ra: starts at S_B x S_A, then s <- rho s + (1 - rho) N g^2, with rho the ``decay``.
 
-    Where ``ok`` is 0 it stays as it is.
+    It restarts, as N g^2 overshoots while all examples pull the same way: measured, it is far better to forget it.
     """
-    there = state.get(name)
-    if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
-        there.copy_(value if ok is None else torch.where(ok > 0, value, there))
-    else:
-        state[name] = value
+
+    restart: bool = True
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        blend(state.s, squared(step.seen, step.n), 1 - self.decay, step.ok)
 
 
-def counted(state: State, like: Tensor, ok: Tensor | None) -> Tensor:
-    """Count a step on the device; returns how many have been counted."""
-    if "count" not in state:
-        state["count"] = torch.zeros((), dtype=torch.float64, device=like.device)
-    count: Tensor = state["count"]
-    return count.add_(1.0 if ok is None else ok)
-
-
-class PerExample(Rule):
+@dataclass(frozen=True)
+class PerExample(KroneckerRule):
     """EKFAC: s* of this step's examples, afresh (``decay=0``, Algorithm 1) or as a bias-corrected average."""
+
+    decay: float = 0.0
 
     needs_examples = True
 
-    def start(self, state: State, kronecker: Tensor, ok: Tensor | None = None) -> None:
-        super().start(state, kronecker, ok)
-        put(state, "count", torch.zeros((), dtype=torch.float64, device=kronecker.device), ok)
+    def elementwise(self) -> Rule:
+        """EKFAC-ra: N g^2 of a single batch is no scale to divide by."""
+        return Running(decay=self.decay or Running.decay)
 
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
+    def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
+        super().start(state, known, ok)
+        overwrite(state, "count", torch.zeros((), dtype=torch.float64, device=known.device), ok)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        s_star = step.s_star
         if s_star is None:
             return
         # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
-        weight = (1 - self.decay) / (1 - self.decay ** counted(state, s_star, ok)).clamp(min=1 - self.decay)
-        blend(state["s"], bounded(s_star), weight if self.decay else 1.0, ok)
+        weight = (1 - self.decay) / (1 - self.decay ** counted(state, s_star, step.ok)).clamp(min=1 - self.decay)
+        blend(state.s, bounded(s_star), weight if self.decay else 1.0, step.ok)
 
 
-class Running(Rule):
-    """EKFAC-ra: starts at S_B x S_A, then s <- rho s + (1 - rho) N g^2."""
+@dataclass(frozen=True)
+class Kronecker(KroneckerRule):
+    """KFAC, seen in its eigenbasis: s = S_B x S_A until the next refresh, which brings a new s whatever ``restart``.
 
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        blend(state["s"], squared(g, n), 1 - self.decay, ok)
-
-
-class Kronecker(Rule):
-    """KFAC, seen in its eigenbasis: s = S_B x S_A until the next refresh."""
+    ``decay`` is for parameters that no layer covers, which get EKFAC-ra.
+    """
 
     follows_factors = True
 
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        """Nothing to learn between refreshes."""
+    def elementwise(self) -> Rule:
+        """EKFAC-ra."""
+        return Running(decay=self.decay or Running.decay)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        """Learn nothing between refreshes."""
 
 
+@dataclass(frozen=True)
 class Anchored(Running):
     """Adam's step with EKFAC-ra's second moment, anchored at KFAC's eigenvalues at every refresh.
 
     s as in :class:`Running`; m <- beta_1 m + (1 - beta_1) g; the direction is m / sqrt(s / N), which has the size of
-    Adam's, with the bias of m corrected. What tells how far g still agrees with the last direction is kept in
-    ``products``.
+    Adam's, with the bias of m corrected.
+
+    Attributes:
+        decay: rho of s.
+        restart: Restart s in a new basis.
+        betas: beta_1 is the first; the second is not used.
     """
 
-    has_alignment = True
+    decay: float = 0.98
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    compares_gradients = True
     moments = ("m",)
 
-    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
-        root = damped(state["s"]).sqrt_()
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        g, n = step.g, step.n
+        root = step.damped(state.s).sqrt_()
         if "m" in state:
-            put(state, "products", products(g, state["m"], root))
-        mean = mean_gradient(state, g, self.beta1, counted(state, g, ok), ok)
+            step.products = products(g, state.m, root)
+        mean = mean_gradient(state, step, self.betas[0], counted(state, g, step.ok))
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
 
 
@@ -169,86 +230,81 @@ def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
     return torch.stack([torch.dot(*p) for x, y in pairs for p in ((x, y), (x, x), (y, y))]).view(2, 3)
 
 
-def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
-    """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)) within SAY, + max(0, cos(g, m) - 1/2).
-
-    In the whitened cosine every coordinate has the same say; in the plain one the few directions of large curvature
-    decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
-    even there say that steps are far too short.
-
-    Args:
-        found: The :func:`products` of any number of blocks, ``[..., 2, 3]``.
-        whole: Whether each takes its whole step, or trust a part of it; the last term is for those that do.
-    """
-    xy, xx, yy = found.unbind(-1)
-    # One root after the other: the product of two squares leaves float32 where gradients are large or small.
-    cosine = (xy * xx.rsqrt() * yy.rsqrt()).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
-    whitened, plain = cosine.unbind(-1)
-    parallel = (plain - 0.5).clamp(min=0)
-    return whitened.clamp(-SAY, SAY) + (parallel if whole is None else parallel * whole)
+# --- torch's rules ------------------------------------------------------------------------------------------------
 
 
-def mean_gradient(state: State, g: Tensor, beta: float, count: Tensor, ok: Tensor | None) -> Tensor:
-    """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
-    if "m" not in state:
-        state["m"] = torch.zeros_like(g)
-    blend(state["m"], g, 1 - beta, ok)
-    m: Tensor = state["m"]
-    weight = (1 - beta**count).clamp(min=1 - beta)
-    return m / weight.to(g) if ok is None else m * (ok / weight).to(g)
-
-
-class Adam(Rule):
-    """torch's Adam on the coordinates: m and v = s are averages of g and g^2, both corrected for their start at 0."""
+@dataclass(frozen=True)
+class TorchRule(Rule):
+    """One of torch's own, on the coordinates: s is of g^2, starts at zero, and knows no damping but ``eps``."""
 
     squares_penalty = True
-    moments: ClassVar[tuple[str, ...]] = ("m",)
 
-    def start(self, state: State, kronecker: Tensor, ok: Tensor | None = None) -> None:
-        put(state, "s", torch.zeros_like(kronecker), ok)
+    def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
+        overwrite(state, "s", torch.zeros_like(known), ok)
 
-    def begin(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None) -> None:
-        state["s"] = torch.zeros_like(g)
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        n = step.n if isinstance(step.n, Tensor) else torch.full((), step.n, dtype=torch.float64, device=step.g.device)
+        overwrite(state, "examples", n, step.ok)
 
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        state["examples"] = n
-        blend(state["s"], squared(g), 1 - self.beta2, ok)
+    def second_moment(self, state: EigenState) -> Tensor:
+        return state.s * state.examples.to(state.s) if "examples" in state else state.s
 
-    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
-        count = counted(state, g, ok)
-        mean = mean_gradient(state, g, self.beta1, count, ok)
-        root = (1 - self.beta2**count).clamp(min=1 - self.beta2).sqrt().to(g)
-        v: Tensor = state["s"]
-        return mean / (v.sqrt() / root).add_(self.eps)
 
-    def second_moment(self, state: State) -> Tensor:
-        s: Tensor = state["s"] * state.get("examples", 1.0)
+@dataclass(frozen=True)
+class Adam(TorchRule):
+    """torch's Adam: m and v = s are averages of g and g^2, both corrected for their start at 0."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    moments = ("m",)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        super().observe(state, step)
+        blend(state.s, squared(step.seen), 1 - self.betas[1], step.ok)
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        count = counted(state, step.g, step.ok)
+        mean = mean_gradient(state, step, self.betas[0], count)
+        root = (1 - self.betas[1] ** count).clamp(min=1 - self.betas[1]).sqrt().to(step.g)
+        return mean / (state.s.sqrt() / root).add_(self.eps)
+
+    def second_moment(self, state: EigenState) -> Tensor:
+        s = super().second_moment(state)
         if "count" in state:
-            s = s / (1 - self.beta2 ** state["count"]).clamp(min=1 - self.beta2).to(s)
+            s = s / (1 - self.betas[1] ** state.count).clamp(min=1 - self.betas[1]).to(s)
         return s
 
 
-class RMSProp(Adam):
-    """torch's RMSprop on the coordinates: v = s <- alpha v + (1 - alpha) g^2, alpha being ``decay``."""
+@dataclass(frozen=True)
+class RMSProp(TorchRule):
+    """torch's RMSprop: v = s <- alpha v + (1 - alpha) g^2."""
 
-    moments = ()
+    alpha: float = 0.99
+    eps: float = 1e-8
 
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        state["examples"] = n
-        blend(state["s"], squared(g), 1 - self.decay, ok)
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        super().observe(state, step)
+        blend(state.s, squared(step.seen), 1 - self.alpha, step.ok)
 
-    def direction(self, state: State, g: Tensor, n: float | Tensor, ok: Tensor | None, damped: Damped) -> Tensor:
-        v: Tensor = state["s"]
-        return g / v.sqrt().add_(self.eps)
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        return step.g / state.s.sqrt().add_(self.eps)
 
 
-class Adagrad(RMSProp):
-    """torch's Adagrad on the coordinates: s is the sum of all g^2 so far."""
+@dataclass(frozen=True)
+class Adagrad(TorchRule):
+    """torch's Adagrad: s is the sum of all g^2 so far."""
 
-    def observe(self, state: State, g: Tensor, n: float | Tensor, s_star: Tensor | None, ok: Tensor | None) -> None:
-        state["examples"] = n
-        state["s"].add_(squared(g) if ok is None else squared(g) * ok.to(g))
-        bounded(state["s"])
+    eps: float = 1e-10
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        super().observe(state, step)
+        square = squared(step.seen)
+        state.s.add_(square if step.ok is None else square * step.ok.to(square))
+        bounded(state.s)
+
+    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        return step.g / state.s.sqrt().add_(self.eps)
 
 
 RULES: dict[str, type[Rule]] = {

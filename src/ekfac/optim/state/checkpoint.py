@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.optim.engine import Engine
-from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.statistics.partition import fits
 
 VERSION = 4
+#: State that is counted in float64 whatever the dtype of the block.
+COUNTS = ("count", "examples")
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
@@ -21,17 +22,17 @@ def engine_state(engine: Engine) -> dict[str, Any]:
     refresher = engine.refresher
     return {
         "version": VERSION,
-        "applied_steps": engine.applied_steps,
+        "applied_steps": engine.schedule.applied_steps,
         "skipped_steps": engine.skipped_steps,
         "refreshes": refresher.refreshes,
         "warm_refreshes": refresher.warm_refreshes,
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
         "fallbacks": dict(refresher.fallbacks),
-        "kind": kind(engine),
-        "lengths_wanted": engine.watch.lengths_wanted,
+        "kind": engine.method.kind,
+        "lengths_wanted": engine.collector.watch.lengths_wanted,
         "put_away": _put_away(engine),
         "parameters": parameter_shapes(engine),
-        "silent": [n for n, p in engine.model.named_parameters() if p in engine.silent],
+        "silent": [n for n, p in engine.model.named_parameters() if p in engine.partition.silent],
     }
 
 
@@ -40,7 +41,7 @@ def _put_away(engine: Engine) -> list[dict[str, Any]]:
     names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
     return [
         {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
-        for (covered, key), state in engine.put_away.items()
+        for (covered, key), state in engine.partition.put_away.items()
     ]
 
 
@@ -50,14 +51,9 @@ def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Paramete
         yield entry["covered"], tuple(parameters[name] for name in entry["parameters"]), entry["state"]
 
 
-def kind(engine: Engine) -> str:
-    """What the state is of."""
-    return "eigenbasis" if isinstance(engine.method, EigenMethod) else "inverse"
-
-
 def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
     """Names and shapes of all parameters that the optimizer was given."""
-    offered = set(engine.offered)
+    offered = set(engine.partition.offered)
     return {name: list(p.shape) for name, p in engine.model.named_parameters() if p in offered}
 
 
@@ -68,9 +64,9 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     saved = state_dict.get("ekfac")
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
-    if saved["kind"] != kind(engine):
+    if saved["kind"] != engine.method.kind:
         names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
-        raise ValueError(f"state_dict is of {names[saved['kind']]}, this is {names[kind(engine)]}")
+        raise ValueError(f"state_dict is of {names[saved['kind']]}, this is {names[engine.method.kind]}")
     ours, theirs = parameter_shapes(engine), dict(saved["parameters"])
     if ours != theirs:
         missing = [n for n in theirs if n not in ours]
@@ -86,7 +82,7 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
 
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse state whose blocks are laid out in another way (sua, max_factor_dim, include, ... differ)."""
-    for block in engine.blocks:
+    for block in engine.partition.blocks:
         if not fits(block, state_of.get(block.key, {})):
             raise ValueError(
                 f"state_dict holds another layout of block '{block.name}'. Construct the optimizer with the same sua, "
@@ -97,43 +93,52 @@ def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> N
 def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Put the counters back, after a last check that the blocks are laid out as they were."""
     engine.settle(wait=True)
-    before = engine.silent
-    engine.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
-    if engine.silent != before:
-        engine.set_parameters(engine.offered)
+    partition, refresher = engine.partition, engine.refresher
+    before = partition.silent
+    partition.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
+    if partition.silent != before:
+        engine.collector.set_parameters(partition.offered)
     try:
         check_blocks(engine, state_of)
     except ValueError:
-        engine.silent = before
-        engine.set_parameters(engine.offered)
+        partition.silent = before
+        engine.collector.set_parameters(partition.offered)
         raise
-    engine.drop()
-    engine.watch.lengths_wanted = saved["lengths_wanted"]
-    engine.put_away = {
-        (covered, key): converted(engine, {key[0]: state})[key[0]]
+    engine.collector.drop()
+    engine.collector.watch.lengths_wanted = saved["lengths_wanted"]
+    partition.put_away = {
+        (covered, key): (engine.method if covered else engine.elementwise).state_class(
+            converted(engine, {key[0]: state})[key[0]]
+        )
         for covered, key, state in _named(engine, saved["put_away"])
     }
-    engine.applied_steps = saved["applied_steps"]
+    engine.schedule.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
-    engine.generation += 1
-    engine.refresher.forget()
-    engine.refresher.refreshes = saved["refreshes"]
-    engine.refresher.warm_refreshes = saved["warm_refreshes"]
-    engine.refresher.drift = torch.tensor(saved["residual_drift"])
-    engine.refresher.fallbacks.clear()
-    engine.refresher.fallbacks.update(saved["fallbacks"])
+    partition.generation += 1
+    refresher.forget()
+    refresher.refreshes = saved["refreshes"]
+    refresher.warm_refreshes = saved["warm_refreshes"]
+    refresher.drift = torch.tensor(saved["residual_drift"])
+    refresher.fallbacks.clear()
+    refresher.fallbacks.update(saved["fallbacks"])
 
 
 def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
     """A copy of saved state on the parameters' devices, in their blocks' dtypes: float32 under half precision."""
-    dtypes: dict[Tensor, torch.dtype] = {p: block.dtype for block in engine.blocks for p in block.parameters.values()}
+    blocks = engine.partition.blocks
+    dtypes: dict[Tensor, torch.dtype] = {p: block.dtype for block in blocks for p in block.parameters.values()}
 
     def value(p: Tensor, name: str, given: Any) -> Any:
+        if name in COUNTS:  # versions before have kept numbers of examples as plain numbers
+            return torch.as_tensor(given, dtype=torch.float64, device=p.device).detach().clone()
         if not isinstance(given, Tensor):
             return given
-        if name == "count" or not given.is_floating_point():
+        if not given.is_floating_point():
             return given.detach().to(p.device, copy=True)
         usual = p.dtype if p.dtype == torch.float64 else torch.float32
         return given.detach().to(p.device, dtypes.get(p, usual), copy=True)
 
-    return {p: {name: value(p, name, given) for name, given in state.items()} for p, state in state_of.items()}
+    return {
+        p: {name: value(p, name, given) for name, given in state.items() if given is not None}
+        for p, state in state_of.items()
+    }

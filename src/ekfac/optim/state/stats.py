@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ekfac.curvature.eigenbasis import RUNGS
+from ekfac.curvature.eigensolvers import RUNGS
 from ekfac.optim.engine import Engine
 
 
@@ -15,9 +15,9 @@ def engine_stats(engine: Engine) -> dict[str, float]:
     engine.settle(wait=True)
     refresher = engine.refresher
     stats = {
-        "steps": float(engine.applied_steps),
+        "steps": float(engine.schedule.applied_steps),
         "skipped_steps": float(engine.skipped_steps),
-        "captured_bytes": float(engine.capture.held.peak),
+        "captured_bytes": float(engine.collector.capture.held.peak),
         "refreshes": float(refresher.refreshes),
         "warm_refreshes": float(refresher.warm_refreshes),
         "refresh_seconds": refresher.seconds,

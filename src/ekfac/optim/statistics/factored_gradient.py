@@ -37,6 +37,11 @@ class Rows:
             self._inside = delta, rotate_columns(self.h, basis.U_A, basis.shape)
         return self._inside
 
+    def in_basis(self, basis: Basis) -> Tensor:
+        """U_B^T G U_A."""
+        delta, h = self.projected(basis)
+        return delta.mT @ h
+
     def scaling_sum(self, basis: Basis) -> Tensor:
         """((delta U_B)^2)^T ((h U_A)^2), which is s* up to its factor where every example has one row."""
         delta, h = self.projected(basis)
@@ -49,11 +54,11 @@ def rows_of(block: Block, call: Call, n: int) -> Rows:
     return Rows(h.flatten(0, 1).transpose(0, 1), delta.flatten(0, 1).transpose(0, 1), one_each=h.shape[1] == 1)
 
 
-def may_use_rows(block: Block, settings: EngineOptions) -> bool:
+def may_use_rows(block: Block, options: EngineOptions) -> bool:
     """Whether the gradient of a block can be known to be the product of its rows."""
     return (
         block.key.device.type == "cpu"
-        and settings.loss_reduction == "mean"
+        and options.loss_reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
         and world_size() == 1
@@ -75,12 +80,3 @@ def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) ->
     if not projected_anyway:
         by_rows += rows * (s.columns * turned_A + s.out * turned_B)
     return by_rows < s.out * s.columns * (turned_A + turned_B)
-
-
-def into_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
-    """U_B^T G U_A, of the gradient or of the rows that it is a sum of, whichever was found to be cheaper."""
-    if isinstance(gradient, Tensor):
-        return gradient if basis is None else basis.project(gradient)
-    assert basis is not None
-    delta, h = gradient.projected(basis)
-    return delta.mT @ h

@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
 from ekfac.optim.statistics.sums import differ_between_processes, world_size
-from ekfac.optim.types import Update, Work, as_scalar
+from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
 
 
 class GradientWatch:
-    """Notes the largest magnitude of every gradient at the end of each backward pass."""
+    """Note the largest magnitude of every gradient at the end of each backward pass."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.enabled = True
@@ -133,19 +133,22 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
     return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
-def stacked_gradient(
-    block: Block, work: Work, update: Update, mean: float | Tensor, squares_penalty: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def block_step(
+    block: Block, inputs: StepInputs, rates: Rates, mean: float | Tensor, squares_penalty: bool
+) -> BlockStep:
     """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
 
     The first is ``.grad`` as it stands, times ``mean`` (1 / N under a sum loss), with L2 penalty and sign. If it was
-    rescaled as a whole, the second is the factor that undoes it; if it differs in other ways, the third is the
-    gradient as backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own
-    rules square the penalty too (``squares_penalty``).
+    rescaled as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient
+    as backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules
+    square the penalty too (``squares_penalty``).
     """
-    rescaled, l2_of, maximize_of = work.rescaled, update.l2_of, update.maximize_of
-    parameters = list(block.parameters.values())
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to(block.dtype) for p in parameters]
+    rescaled, parameters = inputs.rescaled, list(block.parameters.values())
+    own = [rates.of(p) for p in parameters]
+    given = [inputs.gradients.get(p) for p in parameters]
+    gradients = [
+        torch.zeros_like(p) if g is None else g.to(block.dtype) for p, g in zip(parameters, given, strict=True)
+    ]
     if isinstance(mean, Tensor) or mean != 1:
         gradients = [g * as_scalar(mean, g) for g in gradients]
     G = block.stack(gradients)
@@ -154,15 +157,14 @@ def stacked_gradient(
         ratio = rescaled[parameters[0]].to(block.dtype)
     elif any(p in rescaled for p in parameters):
         left = block.stack(g * rescaled.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True))
-    if any(maximize_of(p) or l2_of(p) for p in parameters):
+    if any(o.maximize or o.l2 for o in own):
         whole = left if left is not None else G if ratio is None else G * ratio
-        penalty = block.stack(l2_of(p) * p.to(block.dtype) for p in parameters)
-        sign = block.stack(torch.full_like(g, -1.0 if maximize_of(p) else 1.0)
-                           for p, g in zip(parameters, gradients, strict=True))  # fmt: skip
+        penalty = block.stack(o.l2 * p.to(block.dtype) for o, p in zip(own, parameters, strict=True))
+        sign = block.stack(torch.full_like(g, -1.0 if o.maximize else 1.0) for o, g in zip(own, gradients, strict=True))
         G = sign * G + penalty
         left, ratio = (sign * whole + penalty if squares_penalty else whole), None
-    ratio = None if ratio is None else work.masked(ratio)
-    return work.masked(G), ratio, None if left is None else work.masked(left)
+    ratio, left = (None if t is None else inputs.masked(t) for t in (ratio, left))
+    return BlockStep(inputs.masked(G), inputs.n, rates.of(block.key), inputs.ok, ratio, left)
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:

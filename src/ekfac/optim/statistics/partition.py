@@ -1,77 +1,79 @@
-"""Which block has each parameter, and what a step needs to know of each block."""
+"""What is trained: which block has each parameter, and where its state is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block, find_blocks
-from ekfac.optim.methods.base import Method
-from ekfac.optim.methods.rules import State
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.refresh import TRIES, Schedule
+from ekfac.optim.types import BlockState
 
 Members = tuple[bool, tuple[nn.Parameter, ...]]
 
 
-class Coverage:
-    """Assigns parameters to blocks, and knows from the schedule what each step does with them.
+class Partition:
+    """Assigns parameters to blocks, and keeps the state of each.
 
     Args:
         model: The model.
-        settings: Checked options.
-        method: What is done with blocks that a layer covers.
-        state: Where each block keeps its tensors, by parameter.
+        options: What is covered.
+        state: Where each block keeps its tensors, by its first parameter: torch's ``optimizer.state``.
+        state_class: What a block's state is.
     """
 
     def __init__(
-        self, model: nn.Module, settings: EngineOptions, method: Method, state: MutableMapping[Tensor, State]
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        state: MutableMapping[Tensor, Any],
+        state_class: Callable[[Block], type[BlockState]],
     ) -> None:
         self.model = model
-        self.settings = settings
-        self.method = method
-        self.state = state
-        self.schedule = Schedule(settings.refresh_every, settings.deterministic)
-        self.applied_steps = 0
-        #: Grows whenever tensors that a captured step may hold on to were replaced.
+        self.states = state
+        self._options = options
+        self._state_class = state_class
+        #: Grows whenever tensors that a CUDA graph may hold on to were replaced.
         self.generation = 0
         #: What the optimizer was given, and those of them that are trained now: the others are frozen.
         self.offered: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
-        #: Blocks as they have been at some time, and the state of those that are frozen now.
-        self._known: dict[Members, Block] = {}
-        self.put_away: dict[Members, State] = {}
+        #: All of the model's, those that are trained here first.
+        self.everything: list[nn.Parameter] = []
         self.blocks: list[Block] = []
         #: The covered blocks, numbered.
-        self._index: dict[Block, int] = {}
+        self.covered: dict[Block, int] = {}
         #: The place of each parameter's layer among all of the model, frozen ones too.
-        self._layer_of: dict[nn.Parameter, int] = {}
-        self._layout: tuple[bool, ...] = ()
+        self.layer_of: dict[nn.Parameter, int] = {}
         #: Parameters whose layers turned out never to be called.
         self.silent: set[nn.Parameter] = set()
+        #: Blocks as they have been at some time, and the state of those that are frozen now.
+        self._known: dict[Members, Block] = {}
+        self.put_away: dict[Members, BlockState] = {}
+        self._layout: tuple[bool, ...] = ()
 
     @property
     def device(self) -> torch.device:
         """Where the trained parameters are."""
         return (self.parameters or self.offered)[0].device
 
-    # --- what is covered ------------------------------------------------------------------------------------------
+    # --- blocks ---------------------------------------------------------------------------------------------------
 
     def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
         """The blocks that these parameters would be assigned to."""
-        s = self.settings
+        o = self._options
         return find_blocks(
             self.model,
             parameters,
-            include=s.include,
-            exclude=s.exclude,
-            sua=s.sua,
-            max_factor_dim=s.max_factor_dim,
-            identity=s.basis == "identity",
-            unsupported=s.unsupported,
+            include=o.include,
+            exclude=o.exclude,
+            sua=o.sua,
+            max_factor_dim=o.max_factor_dim,
+            identity=o.basis == "identity",
+            unsupported=o.unsupported,
             silent=self.silent,
         )
 
@@ -83,85 +85,59 @@ class Coverage:
         """
         offered = list(parameters)
         found = self.blocks_of(offered)
-        new = {b for b in found if members(b) not in self._known}
+        new = {b for b in found if b.covered and members(b) not in self._known}
         blocks = [self._known.setdefault(members(b), b) for b in found]
         for block in self.blocks:
             if block not in blocks:
-                self.put_away[members(block)] = self._pop_state(block)
+                self.put_away[members(block)] = self._pop(block)
         for block in blocks:
             if members(block) in self.put_away:
-                self.state[block.key].update(self.put_away.pop(members(block)))
-            elif not fits(block, self.state.get(block.key, {})):
-                self._pop_state(block)
+                self.state(block).update(self.put_away.pop(members(block)))
+            elif not fits(block, self.states.get(block.key, {})):
+                self._pop(block)
         self.offered = offered
         self.parameters = [p for p in offered if p.requires_grad]
-        #: All of the model's, those that are trained here first.
-        self._everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
+        self.everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
         self.blocks = blocks
         self.generation += 1
-        self._index = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
-        self._layer_of = layers_in_order(self.model)
+        self.covered = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
+        self.layer_of = layers_in_order(self.model)
         self._layout = tuple(p.requires_grad for p in offered)
-        return {b for b in new if b.covered}
+        return new
 
-    def _pop_state(self, block: Block) -> State:
-        """Take a block's state away; momentum, which belongs to the parameter, stays."""
-        state = dict(self.state.pop(block.key, {}))
-        if "momentum_buffer" in state:
-            self.state[block.key]["momentum_buffer"] = state.pop("momentum_buffer")
+    def is_frozen(self) -> bool:
+        """Tell whether nothing is to be trained now."""
+        return not any(p.requires_grad for p in self.offered)
+
+    def is_current(self) -> bool:
+        """Tell whether the same parameters are frozen as when they were assigned."""
+        return tuple(p.requires_grad for p in self.offered) == self._layout
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def state(self, block: Block) -> Any:
+        """A block's state; an empty one is kept from now on."""
+        state = self.peek(block)
+        self.states[block.key] = state
         return state
 
-    # --- what this step will need ---------------------------------------------------------------------------------
+    def peek(self, block: Block) -> Any:
+        """A block's state; where there is none yet, an empty one that is not kept."""
+        found = self.states.get(block.key)
+        if isinstance(found, BlockState):
+            return found
+        state = self._state_class(block)(found)
+        if found:  # from a checkpoint, or the momentum alone
+            self.states[block.key] = state
+        return state
 
-    def _due(self, block: Block) -> bool:
-        """Whether this step begins with a full solve for the block's basis."""
-        if not block.covered:
-            return False
-        state = self.state.get(block.key, {})
-        return (
-            not self.method.ready(state) or state.get("strayed", 0) >= TRIES or self.schedule.solve(self.applied_steps)
-        )
-
-    def _renews(self, block: Block) -> bool:
-        """Whether this step uses a basis that is not known before it."""
-        return self._due(block) or (block.covered and self.schedule.turns_within(self.applied_steps))
-
-    @property
-    def masks_turns(self) -> bool:
-        """Whether a step that turns bases may be found later to be one that changes nothing.
-
-        Not where the next forward pass would have taken something else, had that been known.
-        """
-        s = self.settings
-        return (
-            self.method.masks_turns
-            and not self.method.needs_examples
-            and s.factor_every in (None, 1)
-            and s.factor_decay > 0
-        )
-
-    def _turns(self, block: Block) -> tuple[int, int]:
-        """How many iterations the two sides of the block's basis get after this step."""
-        if strayed := self.state.get(block.key, {}).get("strayed", 0):
-            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
-        return self.schedule.turns_after(self.applied_steps + 1, self._index[block], len(self._index))
-
-    def wants_factors(self, block: Block) -> bool:
-        """Whether this step takes its batch into the block's A and B."""
-        every, layer = self.settings.factor_every, self._layer_of[block.key]
-        if self.settings.factor_decay > 0 and self.schedule.takes_factors(self.applied_steps, layer, every):
-            return True
-        return self._renews(block) or (self.settings.factor_decay == 0 and any(self._turns(block)))
-
-    def _turns_small(self) -> bool:
-        """Whether bases may be turned in a graph, which keeps what that takes: some eight float64 matrices a lane."""
-        most = max((max(block.factor_numbers()) for block in self._index), default=0)
-        return self.masks_turns and 8 * 8 * most <= self.settings.memory_limit
-
-
-def widest(block: Block) -> int:
-    """The numbers of the largest of a block's matrices: its gradient, A or B."""
-    return max(block.shape.numel, *block.factor_numbers())
+    def _pop(self, block: Block) -> BlockState:
+        """Take a block's state away; momentum, which belongs to the parameter, stays."""
+        state: BlockState = self.peek(block)
+        self.states.pop(block.key, None)
+        if "momentum_buffer" in state:
+            self.states[block.key] = {"momentum_buffer": state.pop("momentum_buffer")}
+        return state
 
 
 def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:

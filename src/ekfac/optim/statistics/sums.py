@@ -1,8 +1,8 @@
-"""Sums over the examples of one step, over all backward passes and processes, and A and B as averages over steps."""
+"""Sums over the examples of one step, over all its backward passes and over processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import distributed as dist
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
-from ekfac.optim.types import Work, as_scalar
 
 
 @dataclass
@@ -22,7 +21,7 @@ class BlockSums:
 
     factors: FactorSums | None = None
     scaling: Tensor | None = None
-    probe: Tensor | None = None
+    fingerprint: Tensor | None = None
     #: Calls that wait for the new basis of a step that refreshes it.
     held: list[tuple[list[Call], int]] = field(default_factory=list)
 
@@ -38,9 +37,9 @@ class BlockSums:
         """Add another batch's squared gradients."""
         self.scaling = new if self.scaling is None else self.scaling + new
 
-    def add_probe(self, new: Tensor) -> None:
-        """Add another batch's probe."""
-        self.probe = new if self.probe is None else self.probe + new
+    def add_fingerprint(self, new: Tensor) -> None:
+        """Add another batch's fingerprint."""
+        self.fingerprint = new if self.fingerprint is None else self.fingerprint + new
 
     def tensors(self) -> list[Tensor]:
         """A, B and squared gradients, those of them that there are."""
@@ -65,13 +64,13 @@ class Expected:
 
     factors: bool
     scaling: bool
-    probe: bool
+    fingerprint: bool
 
 
 def reduce_over_processes(
     sums: dict[Block, BlockSums], expected: dict[Block, Expected], counts: list[int], device: torch.device
 ) -> list[Tensor]:
-    """Sum factors, scalings, probes and counts over all processes: one reduction a dtype, none read by the host.
+    """Sum factors, scalings, fingerprints and counts over all processes: one reduction a dtype, none read by the host.
 
     A process in which a layer saw no example contributes zeros, so that all take part in the same reduction.
     """
@@ -91,13 +90,14 @@ def reduce_over_processes(
             entry.factors = FactorSums(old.A.contiguous(), terms, old.B.contiguous())
             mine += [entry.factors.A, terms, entry.factors.B]
         else:
-            entry.factors = None  # taken for a step that another was found to be, and not the same in all processes
+            # Backward may have run before the last step was known to be skipped, and counted one step too many.
+            entry.factors = None
         if what.scaling:
             entry.scaling = reduced_zeros(block) if entry.scaling is None else entry.scaling.contiguous()
             mine.append(entry.scaling)
-        if what.probe:
-            entry.probe = torch.zeros(2, **options) if entry.probe is None else entry.probe
-            mine.append(entry.probe)
+        if what.fingerprint:
+            entry.fingerprint = torch.zeros(2, **options) if entry.fingerprint is None else entry.fingerprint
+            mine.append(entry.fingerprint)
     totals = [torch.tensor(float(c), dtype=torch.float64, device=device) for c in counts]
     parts.setdefault(torch.float64, []).extend(totals)
     for tensors in parts.values():
@@ -106,60 +106,6 @@ def reduce_over_processes(
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
     return totals
-
-
-def average_factors(
-    sums: Mapping[Block, BlockSums],
-    state_of: Mapping[Tensor, dict[str, Any]],
-    work: Work,
-    square: float | Tensor,
-    decay: float,
-    ok: Tensor | None,
-) -> None:
-    """Take a step's sums into A and B, which average over steps, each batch weighted by its N.
-
-    Numerators and denominator are kept apart.
-
-    Args:
-        sums: What the step has gathered.
-        state_of: Where A, B and the weight that they were summed with are kept, by the block's key.
-        work: The step.
-        square: What squared captured gradients, summed, are multiplied by to be the mean of squared delta_n.
-        decay: Weight of the past.
-        ok: 0 on the device in a step that must change nothing, or None.
-    """
-    n = work.n_statistics
-    totals: list[Tensor] = []
-    batch: list[Tensor] = []
-    for block, gathered in sums.items():
-        f = gathered.factors
-        if f is None:
-            continue
-        state = state_of[block.key]
-        weight: float | Tensor = n
-        terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
-        if isinstance(terms, Tensor):
-            weight, terms = n * (terms > 0), terms.clamp(min=1)
-        A, B = f.A.mul_(as_scalar(weight / terms, f.A)), f.B.mul_(as_scalar(weight * square, f.B))
-        W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
-        # An input so large that its square is not finite would stay in the average for ever.
-        bad = ~torch.isfinite(_trace(A) + _trace(B))
-        bad = bad if work.bad is None else bad | work.bad
-        if bad.device.type != "cpu" or bad:
-            A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
-        if "A" not in state:
-            state.update(A=A, B=B, factor_weight=W.clone())
-        else:
-            totals += [state["A"], state["B"], state["factor_weight"]]
-            batch += [A, B, W]
-    if totals:
-        torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
-        torch._foreach_add_(totals, batch)
-
-
-def _trace(factor: Tensor) -> Tensor:
-    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
-    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()
 
 
 def reduced_zeros(block: Block) -> Tensor:

@@ -113,17 +113,17 @@ class Adaptation:
         """Whether this step is compared."""
         return self.watched > 0 or step % self.settings.every == 0
 
-    def learn(self, fall: float, slope: float, bend: float) -> bool:
+    def learn(self, fall: float, slope: float, curved: float) -> bool:
         """Take in a comparison: the fall of the loss, and G.d and d^T C d of the model; tells whether to go on from it.
 
         If not, the step is to be undone: it counts in no average.
         """
-        size = abs(slope) + bend / 2
+        size = abs(slope) + curved / 2
         if size == 0:  # nothing has moved
             return True
         actual, predicted = -1.0, 0.0  # of a step after which something is no longer finite
         if math.isfinite(fall + size):
-            actual, predicted = fall / size, -(slope + bend / 2) / size
+            actual, predicted = fall / size, -(slope + curved / 2) / size
         omega, keep = self.settings.omega, self.settings.decay
         undone = actual < min(0.0, predicted - SURPRISE) and self.damping < self.settings.most
         self.watched = self.settings.every if undone else max(0, self.watched - 1)
@@ -174,7 +174,7 @@ class Comparison:
         self._engine = engine
         self._closure = closure
         self._sign = -1.0 if maximize else 1.0
-        device = engine.device
+        device = engine.partition.device
         self._devices = [device] if device.type == "cuda" else []
         self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
@@ -183,30 +183,30 @@ class Comparison:
         self._loss = as_number(loss)
         self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
         engine = self._engine
-        live = [p for p in engine.parameters if p.grad is not None]
-        ratios = engine.watch.rescaling(live, *engine.watch.sizes(live), loss_scale=1.0)
+        watch = engine.collector.watch
+        live = [p for p in engine.partition.parameters if p.grad is not None]
+        ratios = watch.rescaling(live, *watch.sizes(live), loss_scale=1.0)
         self._gradients = {p: p.grad * ratios[p] if p in ratios else p.grad for p in live if p.grad is not None}
         self._theta = {p: p.detach().clone() for p in live}
         self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live}
-        self._examples = engine.capture.examples
+        self._examples = engine.collector.capture.examples
 
     def after(self) -> None:
         """Evaluate the loss again, and let damping learn unless rounding hides the change; it may undo the step."""
-        skipped = self._engine.skipped_steps
-        self._engine.settle()
-        if self._engine.skipped_steps > skipped:  # a gradient was not finite, and nothing has changed
+        if self._engine.read_verdict():  # a gradient was not finite, and nothing has changed
             return
-        slope, bend = self._model()
+        slope, curved = self._model()
         torch.clear_autocast_cache()  # which holds the weights as they were
         loss, new_loss, examples = self._over_processes(self._loss, self._evaluate(), float(self._examples))
-        unit = self._sign / examples if self._engine.settings.loss_reduction == "sum" else self._sign
+        unit = self._sign / examples if self._engine.options.loss_reduction == "sum" else self._sign
         slope *= unit
-        hidden = abs(slope) + bend / 2 < self._rounding * abs(unit * loss)
-        if not (hidden or self._adaptation.learn(unit * (loss - new_loss), slope, bend)):
+        hidden = abs(slope) + curved / 2 < self._rounding * abs(unit * loss)
+        if not (hidden or self._adaptation.learn(unit * (loss - new_loss), slope, curved)):
             self._undo()
 
     def _velocity_of(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._engine.state.get(parameter, {}).get("momentum_buffer")
+        found: Tensor | None = self._engine.partition.states.get(parameter, {}).get("momentum_buffer")
+        return found
 
     def _undo(self) -> None:
         """Parameters and their momentum as they were; what was learnt of the curvature stays."""
@@ -220,41 +220,42 @@ class Comparison:
         """Their means, so that all processes learn the same."""
         if world_size() == 1:
             return list(numbers)
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.device)
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.partition.device)
         dist.all_reduce(mine)
         return [float(number) / world_size() for number in mine.tolist()]
 
     def _model(self) -> tuple[float, float]:
         """G.d and d^T C d of the update d."""
         engine, moved = self._engine, {p: p - theta for p, theta in self._theta.items()}
-        like = torch.zeros((), dtype=torch.float64, device=engine.device)
+        like = torch.zeros((), dtype=torch.float64, device=engine.partition.device)
         slope = [(self._gradients[p] * d).sum().to(like) for p, d in moved.items()]
-        bend = []
-        for block in engine.blocks:
+        curved = []
+        for block in engine.partition.blocks:
             parameters = block.parameters.values()
             if any(p in moved for p in parameters):
                 D = block.stack(moved[p] if p in moved else torch.zeros_like(p) for p in parameters)
-                bend.append(engine.method_of(block).bend(block, engine.state[block.key], D).to(like))
-        return float(torch.stack(slope).sum()), float(torch.stack(bend).sum())
+                state = engine.partition.state(block)
+                curved.append(engine.method_of(block).quadratic_form(block, state, D).to(like))
+        return float(torch.stack(slope).sum()), float(torch.stack(curved).sum())
 
     def _evaluate(self) -> float:
         """The loss of the same batch with the parameters as they now are; nothing else is changed by it."""
-        engine = self._engine
-        engine.drop()
-        gradients = {p: p.grad for p in engine.parameters}
+        engine, collector = self._engine, self._engine.collector
+        collector.drop()
+        gradients = {p: p.grad for p in engine.partition.parameters}
         buffers = {buffer: buffer.clone() for buffer in engine.model.buffers()}
-        engine.watch.enabled = False
+        collector.watch.enabled = False
         try:
             for p in gradients:
                 p.grad = None
-            with torch.random.fork_rng(self._devices), torch.enable_grad(), engine.capture.paused():
+            with torch.random.fork_rng(self._devices), torch.enable_grad(), collector.capture.paused():
                 torch.set_rng_state(self._random[0])
                 for device, state in zip(self._devices, self._random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
                 return as_number(self._closure())
         finally:
-            engine.watch.enabled = True
-            engine.drop()
+            collector.watch.enabled = True
+            collector.drop()
             for p, gradient in gradients.items():
                 p.grad = gradient
             for buffer, value in buffers.items():

@@ -1,0 +1,173 @@
+"""Eigenvectors of a factor: by a full solve that does not give up, or by orthogonal iteration from a basis in use."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: What is tried in turn, and counted by these names in ``opt.stats()``.
+RUNGS = ("plain", "shifted", "float64", "other_device", "kept")
+
+
+@dataclass(frozen=True)
+class Eigendecomposition:
+    """U ``[G, D, D]``, its eigenvalues ``[G, D]`` (clamped at zero), and the rung of the ladder that gave it."""
+
+    U: Tensor
+    values: Tensor
+    rung: str
+
+
+def eigh_with_fallback(
+    matrix: Tensor, previous: Tensor | None = None, *, symmetric: bool = False
+) -> Eigendecomposition:
+    """Eigendecomposition of symmetric ``[G, D, D]`` that does not give up.
+
+    ``torch.linalg.eigh`` fails on real training matrices: it raises, or returns NaN without raising. Every answer is
+    checked (finite, residual, orthogonality), and the ladder climbs: as it is, shifted by 1e-6 mean(diag), float64,
+    the other device, and last the previous basis (the identity at the start) with the eigenvalues diag(U^T A U).
+
+    Args:
+        matrix: The factor; it is symmetrised here.
+        previous: The basis in use, kept when nothing else works.
+        symmetric: The factor is symmetric to the last bit, so that no copy is needed.
+    """
+    if not symmetric:
+        matrix = (matrix + matrix.mT).div_(2)
+    if bool(torch.isfinite(matrix).all()):
+        for rung, attempt in _LADDER:
+            if rung == "other_device" and not (matrix.is_cuda or torch.cuda.is_available()):
+                continue
+            try:
+                values, U = attempt(matrix)
+            except RuntimeError:  # torch.linalg.LinAlgError is one
+                continue
+            values, U = values.to(matrix), U.to(matrix)
+            if is_eigendecomposition(matrix, U, values):
+                return Eigendecomposition(U, values.clamp(min=0), rung)
+    U = torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix).contiguous() if previous is None else previous
+    return Eigendecomposition(U, rayleigh(matrix, U).nan_to_num(0.0, 0.0, 0.0).clamp(min=0), "kept")
+
+
+def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
+    """Whether A = U S U^T and U U^T = 1 hold to working precision, and all is finite (one host sync).
+
+    Both are tried on a few fixed random vectors z: for any error E the mean of ||E z||^2 is ||E||_F^2, and three thin
+    products cost next to nothing.
+    """
+    d = matrix.shape[-1]
+    z = torch.randn(d, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrix)
+    y = U.mT @ z
+    residual = (matrix @ z - U @ (values[..., None] * y)).norm(dim=(-2, -1)) / 8**0.5
+    drift = (U @ y - z).norm(dim=(-2, -1)) / 8**0.5
+    tolerance = 1e3 * torch.finfo(matrix.dtype).eps
+    bound = matrix.norm(dim=(-2, -1)) * tolerance + torch.finfo(matrix.dtype).tiny
+    return bool(((residual <= bound) & (drift <= tolerance * d**0.5)).all())
+
+
+def rayleigh(matrix: Tensor, U: Tensor) -> Tensor:
+    """diag(U^T A U), ``[G, D]``: the eigenvalues that belong to a basis that is not A's own."""
+    return ((matrix @ U) * U).sum(-2)
+
+
+def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
+    """||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
+    return _off_diagonal(U.mT @ matrix @ U, matrix)
+
+
+def _off_diagonal(turned: Tensor, matrix: Tensor) -> Tensor:
+    off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+    size: Tensor = matrix.norm(dim=(-2, -1)).clamp(min=torch.finfo(matrix.dtype).tiny)
+    residual: Tensor = off.norm(dim=(-2, -1)) / size
+    return residual
+
+
+def _plain(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, U = torch.linalg.eigh(matrix.double() if _double_is_cheap(matrix.device) else matrix)
+    return values, U
+
+
+@functools.lru_cache
+def _double_is_cheap(device: torch.device) -> bool:
+    """On data-centre GPUs float64 solves as fast as float32, faster between sizes 200 and 700, and fails less."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in {(8, 0), (9, 0), (10, 0)}
+
+
+def _shifted(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    shift = 1e-6 * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
+    values, U = torch.linalg.eigh(matrix + torch.diag_embed(shift.expand(-1, matrix.shape[-1])))
+    return values - shift, U
+
+
+def _double(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return _plain(matrix.double())
+
+
+def _other_device(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return _plain(matrix.double().to("cpu" if matrix.is_cuda else "cuda"))
+
+
+_LADDER = (("plain", _plain), ("shifted", _shifted), ("float64", _double), ("other_device", _other_device))
+
+
+# --- a warm refresh ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WarmBasis:
+    """What orthogonal iteration made of a basis.
+
+    Attributes:
+        U: ``[G, D, D]``, orthonormal.
+        values: diag(U^T A U), ``[G, D]``, clamped at zero.
+        residual: ||offdiag(U^T A U)|| / ||A||, the largest of all groups, 0-dim.
+        good: Whether all of it is finite, 0-dim; where it is not, U is the basis that it started from.
+    """
+
+    U: Tensor
+    values: Tensor
+    residual: Tensor
+    good: Tensor
+
+
+def orthogonal_iteration(matrix: Tensor, U: Tensor, iterations: int = 1) -> WarmBasis:
+    """Turn a basis towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, the host never waiting.
+
+    Columns of small eigenvalues stand first, as ``torch.linalg.eigh`` orders them, so QR runs from the last column to
+    the first. A shift of the diagonal keeps directions that A does not see where they are.
+    """
+    double = _double_is_cheap(matrix.device)
+    A = matrix.double() if double else matrix
+    A = (A + A.mT) / 2
+    shift = (1e-7 if double else 1e-5) * A.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    Q = U.to(A)
+    for _ in range(iterations):
+        Y = torch.baddbmm(shift * Q, A, Q).flip(-1)
+        Q = (_cholesky_qr(Y) if double else torch.linalg.qr(Y)[0]).flip(-1)
+    good = torch.isfinite(Q).all()
+    Q = torch.where(good, Q, U.to(A)).to(matrix)
+    turned = Q.mT @ matrix @ Q
+    values = turned.diagonal(dim1=-2, dim2=-1).nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
+    return WarmBasis(Q, values, _off_diagonal(turned, matrix).max(), good)
+
+
+def _cholesky_qr(Y: Tensor) -> Tensor:
+    """The Q of Y = Q R from the Cholesky factor of Y^T Y, in half of Householder's time on a GPU.
+
+    Columns of equal length are as well conditioned as they can be made, and QR does not mind their length. A first
+    pass with a shifted product helps where they are nearly dependent: while a running average still gains rank. What
+    is lost of orthogonality in float64 one Newton step mends; NaN where too much is.
+    """
+    eye = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
+    for shift in (1e-12, 0.0):
+        Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
+        # To ask for the upper factor takes 1.10 ms instead of 0.45 at 1,001 columns on an H200.
+        L, info = torch.linalg.cholesky_ex(Y.mT @ Y + shift * eye)
+        Y = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
+    gram = Y.mT @ Y
+    lost = (gram - eye).abs().amax((-2, -1))
+    Q: Tensor = 1.5 * Y - 0.5 * Y @ gram
+    return Q.masked_fill(((info != 0) | ~(lost < 1e-3))[:, None, None], float("nan"))

@@ -1,0 +1,91 @@
+"""u^T G v with two fixed random vectors: a fingerprint of a gradient, cheap to take of it or of what it is a sum of.
+
+Two questions are asked of it, with a tolerance each. May what G is a sum of stand in its place? Only if both agree to
+rounding. Is there more in G than its sum? Only if they differ by more than the least precise arithmetic explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature import factors
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Call, LinearLayer
+from ekfac.curvature.statistics import positions
+
+#: So many units of rounding of the terms' sizes leave two sums the same.
+ROUNDING = 1e3
+#: Relative differences that precision explains, by the parameters' dtype: float32 may be TF32, or under autocast.
+EXPLAINED = {torch.float64: 1e-6, torch.float32: 5e-2}
+EXPLAINED_IN_HALF = 0.2
+
+Vectors = tuple[Tensor, Tensor]
+
+
+def vectors_of(block: Block) -> Vectors:
+    """u and v of a block, ``[G, O]`` and ``[G, C]``."""
+    generator, s = torch.Generator().manual_seed(0), block.shape
+    u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
+    v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
+    return u.to(block.key.device, block.dtype), v.to(block.key.device, block.dtype)
+
+
+def of_gradient(block: Block, gradients: Sequence[Tensor], vectors: Vectors) -> Tensor:
+    """u^T G v of gradients in the order of the block's parameters."""
+    u, v = vectors
+    if not isinstance(block.layer, LinearLayer):
+        return torch.einsum("go,goc,gc->", u, block.stack(gradients), v)
+    width = block.shape.columns - ("bias" in block.parameters)
+    columns = {"weight": slice(0, width), "bias": slice(width, width + 1)}
+    found = torch.zeros((), dtype=block.dtype, device=u.device)
+    for role, gradient in zip(block.parameters, gradients, strict=True):  # together they would be copied
+        G = gradient.to(block.dtype).reshape(1, block.shape.out, -1)
+        found = found + torch.einsum("go,goc,gc->", u, G, v[..., columns[role]])
+    return found
+
+
+def of_calls(block: Block, calls: Sequence[Call], n: int, memory: int, vectors: Vectors) -> Tensor:
+    """u^T G v of the gradient that passed through a layer's calls, and the size of its terms, as ``[2]``."""
+    u, v = vectors
+    total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
+    with factors.full_precision(block.key.device):
+        for h, delta in positions(block, calls, n, memory):
+            d, a = block.layer.probe(h, delta, v, u)
+            product = (d * a).reshape(-1)
+            total = total + torch.stack([product.sum(), product.norm()])
+    return total
+
+
+def of_rows(h: Tensor, delta: Tensor, vectors: Vectors) -> tuple[Tensor, Tensor]:
+    """u^T G v of G = delta^T h, with h ``[G, M, C]`` and delta ``[G, M, O]``, and the sum of its terms' sizes."""
+    u, v = vectors
+    terms = torch.einsum("gmo,go->gm", delta, u) * torch.einsum("gmc,gc->gm", h, v)
+    return terms.sum(), terms.abs().sum()
+
+
+def same(one: Tensor, other: Tensor, size: Tensor) -> bool:
+    """Whether two fingerprints agree to rounding, with ``size`` the sum of the terms' sizes."""
+    return bool((one - other).abs() <= ROUNDING * torch.finfo(one.dtype).eps * size)
+
+
+def differs(block: Block, gradients: Sequence[Tensor], of_calls: Tensor, vectors: Vectors) -> bool:
+    """Whether a gradient holds more than what passed through its layer's calls, beyond what precision explains.
+
+    Args:
+        block: The block.
+        gradients: In the order of its parameters.
+        of_calls: What :func:`of_calls` has found.
+        vectors: What :func:`vectors_of` gave.
+    """
+    dtypes = {p.dtype for p in block.parameters.values()}
+    half = not dtypes <= set(EXPLAINED)
+    if half and block.layer.rough_in_half:
+        return False
+    found, (captured, size) = float(of_gradient(block, gradients, vectors)), of_calls.tolist()
+    # u^T G v is about as large as G itself, and so is what rounding makes of it.
+    size = max(size, abs(captured), abs(found), float(torch.stack([g.double().norm() for g in gradients]).norm()))
+    tolerance = EXPLAINED_IN_HALF if half else max(EXPLAINED[dtype] for dtype in dtypes)
+    return bool(abs(captured - found) > tolerance * size)

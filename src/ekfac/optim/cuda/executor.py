@@ -1,0 +1,111 @@
+"""Runs the parts of a step as fast as a GPU allows: whole steps as graphs, parallel streams, a host that never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature.layers.base import Call
+from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
+from ekfac.optim.cuda.replay import Replays
+from ekfac.optim.cuda.step_graphs import StepGraphs
+from ekfac.optim.cuda.streams import ParallelStreams, SideStream
+from ekfac.optim.executor import Answer, Executor
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics.sums import world_size
+
+if TYPE_CHECKING:
+    from ekfac.optim.engine import Engine
+    from ekfac.optim.types import Rates, StepInputs
+
+T = TypeVar("T")
+
+
+class CudaExecutor(Executor):
+    """Runs what is on a GPU by graphs and streams, and everything else as :class:`Executor` does."""
+
+    def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
+        super().__init__(options, whole_steps)
+        self.mask = NonFiniteMask()
+        self.side = SideStream(options.cuda_graphs)
+        self.streams = ParallelStreams()
+        self.step_graphs = StepGraphs(self)
+        self.replays = {
+            "a refresh": Replays("a refresh", options.cuda_graphs),
+            "taking statistics": Replays("taking statistics", options.cuda_graphs, options.memory_limit),
+        }
+        #: Bytes of the calls that are kept for the step.
+        self._kept = 0
+
+    def graphs_possible(self, device: torch.device) -> bool:
+        """Tell whether a CUDA graph may hold what happens on a device."""
+        o = self.options
+        return o.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and world_size() == 1
+
+    def replay(
+        self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Callable[[StepInputs, Rates], None]
+    ) -> bool:
+        if not (self.whole_steps and self.graphs_possible(engine.partition.device)):
+            return False
+        return self.step_graphs.step(engine, inputs, rates, compute)
+
+    @contextmanager
+    def recording(self, device: torch.device) -> Iterator[None]:
+        """Record a whole step inside: its parts in parallel, and the residuals of its refreshes for later."""
+        self.recorded = {}
+        try:
+            with self.streams.opened(device):
+                yield
+        finally:
+            self.recorded = None
+
+    def parallel(self, parts: Sequence[Callable[[], T]], sizes: Sequence[int]) -> list[T]:
+        return self.streams(parts, sizes)
+
+    def call(
+        self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        if self.recorded is not None or (what != "a refresh" and not self.graphs_possible(tensors[0].device)):
+            return function(*tensors)
+        return self.replays[what](key, function, *tensors)
+
+    def keeps_calls(self, calls: list[Call]) -> bool:
+        if not (self.whole_steps and self.graphs_possible(calls[0].d.device)):
+            return False
+        size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
+        if self._kept + size > self.options.memory_limit:
+            return False
+        self._kept += size
+        return True
+
+    def drop(self) -> None:
+        self._kept = 0
+
+    def beside(self, device: torch.device) -> AbstractContextManager[None]:
+        return self.side.work(device)
+
+    def join(self) -> None:
+        self.side.join()
+
+    def check_finite(self, sizes: list[Tensor], wait: bool) -> tuple[bool, Tensor | None]:
+        devices = {size.device for size in sizes}
+        if wait or len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return super().check_finite(sizes, wait)
+        ok = self.mask.mask(sizes)
+        self.mask.expect(ok)
+        return True, ok
+
+    def was_skipped(self) -> bool:
+        return self.mask.was_skipped()
+
+    def answer(self, value: Tensor) -> Answer:
+        return PinnedAnswer(value) if value.is_cuda else super().answer(value)
+
+    def close(self) -> None:
+        self.step_graphs.forget()
+        for replays in self.replays.values():
+            replays.clear()

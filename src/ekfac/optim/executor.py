@@ -1,0 +1,108 @@
+"""How the parts of a step are run: one after the other, on any device.
+
+:mod:`ekfac.optim.cuda` runs the same parts faster on a GPU, with the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Call
+from ekfac.optim.options import EngineOptions
+
+if TYPE_CHECKING:
+    from ekfac.optim.engine import Engine
+    from ekfac.optim.types import Rates, StepInputs
+
+T = TypeVar("T")
+
+
+class Answer:
+    """A tensor that the host will read."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def ready(self, wait: bool) -> bool:
+        """Tell whether it is there; with ``wait``, make sure that it is."""
+        return True
+
+
+class Executor:
+    """Runs everything at once and in order.
+
+    Args:
+        options: The engine's options.
+        whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
+    """
+
+    def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
+        self.options = options
+        self.whole_steps = whole_steps
+        #: While a whole step is recorded: residuals of the warm refreshes in it.
+        self.recorded: dict[Block, Tensor] | None = None
+
+    def replay(
+        self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Callable[[StepInputs, Rates], None]
+    ) -> bool:
+        """Do a whole step by replaying an earlier one; False where it has to be computed."""
+        return False
+
+    def parallel(self, parts: Sequence[Callable[[], T]], sizes: Sequence[int]) -> list[T]:
+        """Run independent parts, each about so many numbers; returns what they return, in their order."""
+        return [part() for part in parts]
+
+    def call(
+        self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        """Call a function of tensors that returns tensors, and what does not change from call to call.
+
+        Args:
+            what: What it does, for a warning.
+            key: All that it depends on besides the tensors.
+            function: The function.
+            *tensors: Its arguments.
+        """
+        return function(*tensors)
+
+    def keeps_calls(self, calls: list[Call]) -> bool:
+        """Tell whether a layer's calls had better be taken within the step than at once."""
+        return False
+
+    def drop(self) -> None:
+        """Forget which calls are kept."""
+
+    def beside(self, device: torch.device) -> AbstractContextManager[None]:
+        """Run what is launched inside beside the next forward and backward pass."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """Have what follows wait for what runs beside."""
+
+    def check_finite(self, sizes: list[Tensor], wait: bool) -> tuple[bool, Tensor | None]:
+        """Tell whether to go on, and with which mask (None where the step is known to be good).
+
+        Args:
+            sizes: The largest magnitude of every gradient.
+            wait: Find out now, not in the course of the step.
+        """
+        devices = {size.device for size in sizes}
+        found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
+        return all(bool(torch.isfinite(s).all()) for s in found), None
+
+    def was_skipped(self) -> bool:
+        """Tell whether the last step is now known to have changed nothing; once."""
+        return False
+
+    def answer(self, value: Tensor) -> Answer:
+        """Have the host read a tensor later."""
+        return Answer(value)
+
+    def close(self) -> None:
+        """Let go of everything that is kept to be replayed."""

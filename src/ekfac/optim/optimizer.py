@@ -1,0 +1,258 @@
+"""The optimizers' step: directions from the engine, their length, and the update of the parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ekfac.curvature.factors import no_autocast
+from ekfac.optim import options
+from ekfac.optim.base import Base, check_model
+from ekfac.optim.engine import Engine
+from ekfac.optim.groups import Grouped, Groups
+from ekfac.optim.state import checkpoint
+from ekfac.optim.state.stats import engine_stats
+from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
+from ekfac.optim.step_size.kl_clip import KLClip
+from ekfac.optim.step_size.lr_fraction import LRFraction
+from ekfac.optim.step_size.max_change import bound_change
+from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
+
+
+class Optimizer(Base, Grouped):
+    """What EKFAC and KFAC share.
+
+    Args:
+        model: The model.
+        params: torch's parameter groups over the model's parameters; all of them by default.
+        defaults: What a group has unless it says otherwise.
+        make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
+        arguments: All arguments, for copies.
+        anneal: The learning rate falls as lr / sqrt(1 + t / anneal); None for no fall.
+        lr_fraction: The fraction of lr that the first step takes; None for all of it at all times.
+        max_change: Bound on the relative change of the weights in one step; None for none.
+        kl_clip: Bound on lr^2 times the inner product of gradient and direction; None for none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Groups | None,
+        defaults: dict[str, Any],
+        make_engine: Callable[[list[nn.Parameter], Any], Engine],
+        arguments: dict[str, Any],
+        *,
+        anneal: float | None = None,
+        lr_fraction: float | None = None,
+        max_change: float | None = None,
+        kl_clip: float | None = None,
+    ) -> None:
+        check_model(model)
+        if anneal is not None:
+            options.number("anneal", anneal, above=0)
+        if max_change is not None:
+            options.number("trust", max_change, above=0)
+        self._arguments = arguments
+        self.anneal = anneal
+        self.max_change = max_change
+        self.lr_fraction = LRFraction(lr_fraction)
+        self.kl_clip = KLClip(kl_clip)
+        Grouped.__init__(self, model, params, defaults)
+        self.engine = make_engine(self._all_parameters(), self.state)
+        try:
+            self._check_damping_within_layers(self.engine.partition.blocks)
+        except ValueError:
+            self.close()
+            raise
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step of Algorithm 1: basis, scaling, direction (see :mod:`ekfac.optim.engine`), then the update.
+
+        Args:
+            closure: Clears the gradients, computes the loss, calls backward and returns the loss. It is called first,
+                and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
+        """
+        engine, adaptation = self.engine, self._adapts()
+        comparison = None
+        if adaptation is not None:
+            engine.settle()
+            comparison = self._comparison(adaptation, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if adaptation is None:
+            engine.settle()  # not before the closure: it waits for the last step
+        self._check_scaler()
+        with no_autocast(engine.partition.device):
+            self._current_damping()
+            if comparison is not None:
+                comparison.before(loss)
+            rates = self._rates()
+            done = engine.step(rates, self._apply)
+        if done and comparison is not None:
+            comparison.after()
+        if done:
+            with no_autocast(engine.partition.device):
+                engine.finish(rates)
+        return loss
+
+    def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:
+        """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
+        if closure is None:
+            raise ValueError(
+                "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
+                "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
+            )
+        if not adaptation.due(self.engine.schedule.applied_steps):
+            return None
+        return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"])
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
+        # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
+        return self.engine.options.grad_scaler is None
+
+    def _check_scaler(self) -> None:
+        if hasattr(self, "found_inf"):
+            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
+                self.__dict__.pop(name, None)
+            raise RuntimeError(
+                "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
+                f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
+            )
+
+    def _rates(self) -> Rates:
+        """The numbers of this step, by group: the annealed lr, damping, and what depends on them."""
+        t = self.engine.schedule.applied_steps
+        factor = 1.0 if self.anneal is None else (1 + t / self.anneal) ** -0.5
+        groups, fixed = [], []
+        for g in self.param_groups:
+            lr = g["lr"].reshape(()) if isinstance(g["lr"], Tensor) else g["lr"]
+            l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
+            groups.append(GroupRates(lr * factor, g["damping"], l2, bool(g["maximize"])))
+            fixed.append(
+                (g["momentum"], g["nesterov"], g["weight_decay"], g["decoupled_weight_decay"], len(g["params"]))
+            )
+        return Rates(groups, self._group_index(), (tuple(fixed), self.kl_clip.bound, self.max_change))
+
+    def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
+        """Make steps of directions, of the length that is allowed, and take them."""
+        fraction = self.lr_fraction.take(directions, inputs.ok)
+        lrs = [group.lr * fraction for group in rates.groups]
+        lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
+        steps, factors = bound_change(directions, lr_of, self.max_change)
+        self.lr_fraction.follow(directions, factors, inputs.ok)
+        steps = self.kl_clip(steps, directions, lr_of)
+        for group, lr in zip(self.param_groups, lrs, strict=True):
+            self._update_parameters(group, steps, lr, inputs.ok)
+
+    def _update_parameters(
+        self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, ok: Tensor | None
+    ) -> None:
+        """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
+        parameters = [p for p in group["params"] if p in steps]
+        if not parameters:
+            return
+        p_steps = [steps[p] for p in parameters]
+        mu = group["momentum"]
+        if ok is not None:
+            lr = lr * ok
+        if group["weight_decay"] and group["decoupled_weight_decay"]:
+            shrink = 1 - lr * group["weight_decay"]
+            torch._foreach_mul_(parameters, shrink.to(parameters[0]) if isinstance(shrink, Tensor) else shrink)
+        if mu:
+            velocities = []
+            for p, step in zip(parameters, p_steps, strict=True):
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)
+                velocities.append(state["momentum_buffer"])
+            torch._foreach_mul_(velocities, mu if ok is None else (1 + (mu - 1) * ok).to(velocities[0]))
+            torch._foreach_add_(velocities, p_steps)
+            p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
+        else:
+            torch._foreach_add_(parameters, p_steps, alpha=-lr)
+
+    # --- around it ------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients and drop what was captured and not used."""
+        super().zero_grad(set_to_none)
+        self.engine.collector.drop()
+
+    def stats(self) -> dict[str, float]:
+        """Return scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""
+        stats = engine_stats(self.engine)
+        stats["damping"] = float(self.param_groups[0]["damping"])
+        if (adaptation := self._adapts()) is not None:
+            stats.update(adaptation.stats())
+        stats["kl_clip_hits"] = float(self.kl_clip.hits)
+        stats["pace"] = self.lr_fraction.fraction
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, and under "ekfac" counters and the model's parameter names; all plain data."""
+        extra = checkpoint.engine_state(self.engine)
+        extra["kl_clip_hits"] = float(self.kl_clip.hits)
+        extra["pace"] = self.lr_fraction.save()
+        extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
+        saved = super().state_dict()
+        return {**saved, "state": {index: dict(state) for index, state in saved["state"].items()}, "ekfac": extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
+        saved = checkpoint.check(self.engine, state_dict)
+        theirs = [list(group["params"]) for group in state_dict["param_groups"]]
+        mine = [group["params"] for group in self.param_groups]
+        if list(map(len, theirs)) != list(map(len, mine)):
+            sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
+            raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
+        saved_state = {
+            p: state_dict["state"][index]
+            for indices, group in zip(theirs, mine, strict=True)
+            for index, p in zip(indices, group, strict=True)
+            if index in state_dict["state"]
+        }
+        state = checkpoint.converted(self.engine, saved_state)
+        checkpoint.adopt(self.engine, saved, state)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.clear()
+        self.state.update(state)
+        self.engine.partition.states = self.state  # torch has put a new dict there
+        self.kl_clip.hits = saved["kl_clip_hits"]
+        self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)
+        if self._adaptation is not None:
+            self._adaptation.load(saved.get("adaptive_damping"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has hooks on its model and cannot be pickled: save opt.state_dict() and the "
+            "model's, or copy both with copy.deepcopy(opt), whose .model is the copy"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        model = copy.deepcopy(self.model, memo)
+        parameters = dict(model.named_parameters())
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            if index in self._damping_functions:
+                function = self._damping_functions[index]
+                settings["damping"] = function.settings if isinstance(function, Adaptation) else function
+            groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
+        new = type(self)(model, params=groups, **self._arguments)
+        new.load_state_dict(self.state_dict())
+        memo[id(self)] = new
+        return new

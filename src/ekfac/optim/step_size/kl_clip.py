@@ -1,0 +1,39 @@
+"""A bound on lr^2 times the inner product of gradient and direction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ekfac import checks
+from ekfac.optim.step_size.max_change import LearningRates, Steps
+from ekfac.optim.types import Direction
+
+
+class KLClip:
+    """Shortens all directions by nu = min(1, sqrt(bound / sum lr^2 g^2 / damped s)).
+
+    Args:
+        bound: The bound; None for none.
+    """
+
+    def __init__(self, bound: float | None) -> None:
+        if bound is not None:
+            checks.number("kl_clip", bound, above=0)
+        self.bound = bound
+        #: How many steps were shortened, counted on the device.
+        self.hits: Tensor | float = 0.0
+
+    def __call__(self, steps: Steps, directions: list[Direction], lr_of: LearningRates) -> Steps:
+        """Return the steps, shortened where they have to be."""
+        if self.bound is None or not steps:
+            return steps
+        gradients = {p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
+        # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
+        terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
+        size = torch.stack([term.to(terms[0]) for term in terms]).sum()
+        nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
+        if not isinstance(self.hits, Tensor):
+            self.hits = torch.full((), self.hits, device=nu.device)
+        self.hits.add_((nu < 1).float())
+        return {p: step * nu.to(step) for p, step in steps.items()}

@@ -1,0 +1,146 @@
+"""The fraction of the learning rate that a step takes, found from how far gradients agree with the last direction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ekfac import checks
+from ekfac.optim.types import Direction
+
+#: How fast the fraction answers to alignments, and after how many steps it answers half as fast.
+RATE = 2.0
+STEPS = 50.0
+LEAST = 1e-4
+#: How many steps "of late" are.
+LATE_STEPS = 20
+#: Largest contribution of one step's whitened cosine: at RATE 2 the next step is a tenth longer or shorter. A batch
+#: that is seen again and again agrees with itself even when steps have become too long.
+MAX_COSINE = 0.05
+
+
+class LRFraction:
+    """The fraction of lr that a step takes: more while gradients agree with the last direction, less when they do not.
+
+    f <- min(1, f exp(r c)), with r = RATE / (1 + (t / STEPS)^2) and c the mean of the :func:`alignment` of the blocks
+    that the step changes. A step that was too long is followed by a gradient that points back, and c < 0. The fraction
+    settles in the first steps and hardly moves later: batches of one epoch have no example in common, so their
+    gradients' noise points back a little at any step length.
+
+    What it has settled at is multiplied by min(1, sqrt(e / E)), where e is the size of gradients of late, |g|^2 in the
+    geometric mean over blocks, and E that over a quarter of all steps so far. A step of Adam's size does not get
+    shorter when gradients do: a network that fits all its examples would go on about the minimum at the same speed,
+    until an example that it disturbs throws it out again.
+
+    A step that :mod:`~ekfac.optim.step_size.max_change` has shortened does not have the length that the fraction says.
+    So a block that was shortened is no reason for longer steps, however parallel its gradients are, and what no block
+    could take is taken back from the fraction, as fully as alignments count at the time. Otherwise it would grow to 1
+    while the other bound alone limits the steps, and would have settled by the time that it matters.
+
+    Args:
+        start: The fraction of the first step; None for all of lr at all times.
+    """
+
+    def __init__(self, start: float | None = None) -> None:
+        if start is not None:
+            checks.number("lr_fraction", start, above=0, most=1)
+        self.start = start
+        #: The fraction of the next step, t, e and E, changed in place: a CUDA graph holds on to their address.
+        self._next: Tensor | None = None
+
+    def take(self, directions: list[Direction], ok: Tensor | None) -> float | Tensor:
+        """Return the fraction of lr that this step takes."""
+        if self.start is None:
+            return 1.0
+        if self._next is None:
+            if not directions:
+                return self.start
+            self.load([self.start, 0.0], directions[0].steps[0].device)
+        assert self._next is not None
+        fraction, t, late, long = self._next
+        now = fraction.clone()
+        found = _products(directions, self._next.device)
+        if found is not None:
+            counts = 1.0 if ok is None else ok
+            size = _geometric_mean(found[:, 1, 1])
+            count = (t + counts).clamp(min=1)
+            weight = (1 / count).clamp(min=1 / LATE_STEPS)
+            late.lerp_(size, counts * weight)
+            long.lerp_(size, counts * torch.minimum(weight, 4 / count))
+            now *= (late / long).sqrt().nan_to_num(1.0, 1.0, 1.0).clamp(max=1)
+        return now if now.is_cuda else float(now)
+
+    def follow(self, directions: list[Direction], factors: Tensor | None, ok: Tensor | None) -> None:
+        """Set the fraction of the next step, by the alignments of this one and what was left of its directions.
+
+        Args:
+            directions: This step's.
+            factors: What each of them was shortened to; ``None`` where nothing bounds them.
+            ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+        """
+        if self._next is None or self.start is None:
+            return
+        fraction, t = self._next[:2]
+        factors = None if factors is None else factors.to(fraction).nan_to_num(0.0)
+        weight = 1 / (1 + (t / STEPS) ** 2)
+        found = _products(directions, self._next.device)
+        if found is not None:
+            counts = 1.0 if ok is None else ok
+            rate = RATE * counts * weight
+            # One by one: a list as an index is copied from the host, which a CUDA graph cannot do.
+            known = [index for index, d in enumerate(directions) if d.products is not None]
+            whole = None if factors is None else torch.stack([factors[index] for index in known]) >= 1
+            fraction.mul_((rate * alignment(found, whole).mean()).exp()).clamp_(max=1.0)
+            t.add_(counts)
+        if factors is not None:
+            most = factors.amax()
+            fraction.mul_(torch.where(most > 0, most, 1.0) ** weight)
+        fraction.clamp_(min=LEAST)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of lr that the next step takes, but for what gradients that have become small take from it."""
+        return float(self.start or 1.0) if self._next is None else float(self._next[0])
+
+    def save(self) -> list[float] | None:
+        """Return the fraction, t, e and E as numbers, for a checkpoint; None before the first step."""
+        return None if self._next is None else self._next.tolist()
+
+    def load(self, saved: list[float] | None, device: torch.device) -> None:
+        """Take back what :meth:`save` gave."""
+        if saved is None or self.start is None:
+            self._next = None
+        else:
+            self._next = torch.tensor([*saved, 0.0, 0.0][:4], dtype=torch.float64, device=device)
+
+
+def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
+    """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)), bounded, + max(0, cos(g, m) - 1/2).
+
+    In the whitened cosine every coordinate counts alike; in the plain one the few directions of large curvature
+    decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
+    even there say that steps are far too short.
+
+    Args:
+        found: The :func:`~ekfac.optim.methods.rules.products` of any number of blocks, ``[..., 2, 3]``.
+        whole: Whether each takes its whole step, or a part of it; the last term is for those that do.
+    """
+    xy, xx, yy = found.unbind(-1)
+    # One root after the other: the product of two squares leaves float32 where gradients are large or small.
+    cosine = (xy * xx.rsqrt() * yy.rsqrt()).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
+    whitened, plain = cosine.unbind(-1)
+    parallel = (plain - 0.5).clamp(min=0)
+    return whitened.clamp(-MAX_COSINE, MAX_COSINE) + (parallel if whole is None else parallel * whole)
+
+
+def _products(directions: list[Direction], device: torch.device) -> Tensor | None:
+    """What alignments are made of, ``[blocks, 2, 3]``; ``None`` if nothing is known yet."""
+    found = [d.products for d in directions if d.products is not None]
+    return torch.stack([one.to(found[0]) for one in found]).double().to(device) if found else None
+
+
+def _geometric_mean(sizes: Tensor) -> Tensor:
+    """Over those that are positive and finite; 0 if there are none."""
+    counts = torch.isfinite(sizes) & (sizes > 0)
+    logs = torch.where(counts, sizes, 1.0).log().sum() / counts.sum().clamp(min=1)
+    return torch.where(counts.any(), logs.exp(), 0.0)
