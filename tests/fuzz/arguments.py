@@ -82,6 +82,14 @@ def odd_model(chance: random.Random) -> Any:
     )()
 
 
+# Words by which an error may name an argument that has parts of its own.
+WORDS = {
+    "model": ("model", "parameter", "layer"),
+    "batches": ("batch", "label", "target", "loss", "output"),
+    "loss": ("loss", "output"),
+}
+
+
 def named(call: Callable[[], Any], name: str, given: Any) -> str:
     """Make a call; an error must come from the library, be of an expected kind, and name the argument."""
     try:
@@ -93,7 +101,7 @@ def named(call: Callable[[], Any], name: str, given: Any) -> str:
             raise Broken(f"{what}: {type(error).__name__}: {error}") from error
         if not last.filename.startswith(SOURCES) and "unexpected keyword" not in str(error):
             raise Broken(f"{what}: raw {type(error).__name__} from {Path(last.filename).name}: {error}") from error
-        if name.split("[")[0] not in str(error):
+        if not any(word in str(error) for word in WORDS.get(name, (name,))):
             raise Broken(f"{what}: not named: {error}") from error
         return f"{name} refused"
     return f"{name} borne"
@@ -107,6 +115,8 @@ def constructor(chance: random.Random, folder: Path) -> str:
         return named(lambda: step(kind(odd), odd), "model", odd)
     net = model(chance)
     name, value = chance.choice(names), chance.choice(VALUES)
+    if name == "damping" and callable(value):
+        return "a function that fails is its author's"
     return named(lambda: step(kind(net, **{name: value}), net), name, value)
 
 
@@ -116,7 +126,9 @@ def step(optimizer: Any, net: nn.Module) -> None:
         for _ in range(2):
             if optimizer is not None and isinstance(net, nn.Module):
                 optimizer.zero_grad()
-                net(torch.randn(6, 4)).square().sum(1).mean().backward()
+                first = next(iter(net.parameters()))
+                width = first.shape[1] if isinstance(net, nn.Linear) else 4
+                net(torch.randn(6, width, dtype=first.dtype, device=first.device)).square().sum(1).mean().backward()
                 optimizer.step()
     finally:
         optimizer.close()
@@ -168,20 +180,15 @@ def fishers(chance: random.Random, folder: Path) -> str:
         given[name] = chance.choice(VALUES)
     given.setdefault("approximation", chance.choice(("full", "block", "diagonal", "kfac", "ekfac")))
     given.setdefault("estimate", chance.choice(("empirical", "sampled", "exact")))
-    word = "batch" if name == "batches" else name
-    if name in ("model", "batches", "loss"):
-        # What a model does with its inputs is its own affair: its errors pass as they are.
-        try:
-            return named(lambda: fisher(**given), word, given[name])
-        except Broken as error:
-            if "raw" in str(error) and isinstance(error.__cause__, RuntimeError | ValueError | TypeError):
-                inside = traceback.extract_tb(error.__cause__.__traceback__)
-                if any("nn/modules/module.py" in one.filename or one.name == "<lambda>" for one in inside[2:]):
-                    return f"{name}: the model's own error"
-            if word not in str(error) and any(w in str(error) for w in ("label", "target", "loss", "output", "model")):
-                return f"{name} refused, in other words"
-            raise
-    return named(lambda: fisher(**given), word, given[name])
+    try:
+        return named(lambda: fisher(**given), name, given[name])
+    except Broken as error:
+        # What a model or a loss does with its inputs is its own affair: its errors pass as they are.
+        inside = traceback.extract_tb(error.__cause__.__traceback__ if error.__cause__ else None)
+        arity = name == "loss" and "argument" in str(error)
+        if arity or any("nn/modules" in one.filename or one.name == "<lambda>" for one in inside[2:]):
+            return f"{name}: the model's or the loss's own error"
+        raise
 
 
 def operators(chance: random.Random, folder: Path) -> str:
@@ -229,12 +236,12 @@ def operators(chance: random.Random, folder: Path) -> str:
         "spectrum_distance": ("H", lambda: spectrum_distance(G, odd_number), odd_number),
         "correlation": ("coordinates", lambda: correlation(G, odd_number), odd_number),
         "correlation basis": ("basis", lambda: correlation(G, [0], odd_number), odd_number),
-        "load": ("", lambda: ekfac.Curvature.load(odd_number), odd_number),
+        "load": ("path", lambda: ekfac.Curvature.load(odd_number), odd_number),
     }
     which = chance.choice(list(calls))
     name, call, value = calls[which]
-    if which == "load" and isinstance(value, (int, type(None), Odd)):
-        return "load borne"
+    if which == "load" and isinstance(value, str):
+        return "load: a file that is not there"
     try:
         return which + " " + named(call, name, value)
     except Broken as error:

@@ -153,14 +153,15 @@ def find_blocks(
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
-    trained = {p for p in names if p in chosen and p.requires_grad}
+    # A parameter without numbers has nothing to train, and the layer that it leaves behind has no factors.
+    trained = {p for p in names if p in chosen and p.requires_grad and p.numel()}
     modules = dict(model.named_modules(remove_duplicate=True))
     hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules()}
     _check_patterns(modules, include, exclude)
 
     users: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in modules.items():
-        if module in hidden or layer_class(module) is None:
+        if module in hidden or layer_class(module) is None or _is_empty(module):
             continue
         if (include is not None and not matches(name, include)) or matches(name, exclude):
             continue
@@ -191,6 +192,10 @@ def find_blocks(
     blocks += [Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}) for p in rest]
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(p is not None and p.numel() == 0 for p in module._parameters.values())
 
 
 def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.state import checkpoint
@@ -52,7 +53,7 @@ class Optimizer(Base, Grouped):
         max_change: float | None = None,
         kl_clip: float | None = None,
     ) -> None:
-        check_model(model)
+        checks.model(model)
         if anneal is not None:
             options.number("anneal", anneal, above=0)
         if max_change is not None:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
 from ekfac.optim.factory import build_engine
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.state import checkpoint
@@ -51,7 +52,7 @@ class Preconditioner(Base):
     def __init__(
         self, model: nn.Module, *, damping: Damping = options.DAMPING, **arguments: Unpack[CurvatureArguments]
     ) -> None:
-        check_model(model)
+        checks.model(model)
         options.damping("damping", damping)
         self._arguments: dict[str, Any] = {"damping": damping, **arguments}
         self.model = model

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ekfac import sealed
+from ekfac import checks, sealed
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.curvature.operators.dense import DensePart, LowRankPart, RowsPart
@@ -43,6 +43,7 @@ def save(
     Raises:
         OSError: If the file cannot be written; what was there before is still there.
     """
+    checks.instance("path", path, (str, os.PathLike), "a file's name")
     module = _safetensors()
     names = {kind: name for name, kind in KINDS.items()}
     tensors: dict[str, Tensor] = {}
@@ -84,6 +85,8 @@ def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str,
         FileNotFoundError: If there is no such file.
         ValueError: If it is damaged, or not such a file.
     """
+    checks.instance("path", path, (str, os.PathLike), "a file's name")
+    checks.device("device", device)
     module = _safetensors()
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {os.fspath(path)!r}")
