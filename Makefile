@@ -7,13 +7,14 @@ STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint types format bench figures figures-quick clean
+.PHONY: help setup run test test-slow fuzz lint types format bench figures figures-quick clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
 	@echo "make run        the demo: six optimizers train an auto-encoder side by side"
 	@echo "make test       all tests but the long ones"
 	@echo "make test-slow  the long ones"
+	@echo "make fuzz       attack it with damaged files, faults and junk; goes on where it was stopped"
 	@echo "make lint       ruff: rules and formatting"
 	@echo "make types      mypy, strict"
 	@echo "make format     let ruff rewrite the files"
@@ -37,6 +38,10 @@ test: setup
 
 test-slow: setup
 	$(PYTEST) -m slow
+
+# One try again: PYTHONPATH=tests .venv/bin/python -m fuzz --only save-checkpoint --repeat 17. Others: FUZZ="--seed 1 --tries 5000"
+fuzz: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m fuzz $(FUZZ)
 
 lint: setup
 	$(PY) -m ruff check .
