@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import StepSize
@@ -49,7 +50,7 @@ class Optimizer(Base, Grouped):
         step_size: StepSize,
         course: RateCourse,
     ) -> None:
-        check_model(model)
+        checks.model(model)
         self._arguments = {**arguments, "step_size": step_size}
         self.step_size = step_size
         self.course = course
