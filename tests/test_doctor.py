@@ -290,7 +290,7 @@ def test_it_says_what_it_does_from_the_start_and_ends_with_lines_to_paste(capsys
     plugin = str(Path(__file__).parent / "lab" / "tiny_plugin.py")
     assert cli.run(["doctor", "tiny", "--plugin", plugin, "--steps", "10", "--trial-steps", "3"]) == 0
     shown = capsys.readouterr()
-    assert shown.err.splitlines()[0] == "loading data"
+    assert shown.out.splitlines()[:2] == ["loading data", "reading batches"]
     *_, train_line, python_line = shown.out.strip().splitlines()
     assert train_line.strip().startswith("ekfac train tiny") and "--lr" in train_line
     assert python_line.strip().startswith("opt = ekfac.EKFAC(model")

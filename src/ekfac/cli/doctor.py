@@ -17,7 +17,7 @@ from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.data.datasets import load_dataset
 from ekfac.lab.optimizers import OPTIMIZERS
-from ekfac.lab.registry import LabError
+from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.trainer import Trainer, given
@@ -100,6 +100,8 @@ def doctor(
     json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
 ) -> None:
     """Try EKFAC on a task for some fifty steps: blocks, noise, fit, drift, the step's price, settings to use."""
+    for where in plugin:
+        load_plugin(where)
     config = TrainConfig(
         task=task,
         optimizer=optimizer,
@@ -116,7 +118,7 @@ def doctor(
         options=parse_options(set),
         plugins=tuple(plugin),
     )
-    console = Console(stderr=True)
+    console = Console()
     with interruptible("nothing was written"):
         if json:
             found = examine(config, steps, trial_steps, data_dir)
