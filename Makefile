@@ -12,12 +12,13 @@ CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=CO
 	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,OMP_NUM_THREADS=2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cpus test-slow lint types format bench figures figures-quick clean
+.PHONY: help setup run test test-fast test-cpus test-slow lint types format bench figures figures-quick clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
 	@echo "make run        the demo: six optimizers train an auto-encoder side by side"
 	@echo "make test       all tests but the long ones"
+	@echo "make test-fast  the maths and the optimizers alone, without what takes over a second"
 	@echo "make test-cpus  what rounding could decide, again under other instruction sets and threads"
 	@echo "make test-slow  the long ones"
 	@echo "make lint       ruff: rules and formatting"
@@ -40,6 +41,9 @@ run: setup
 
 test: setup
 	$(PYTEST)
+
+test-fast: setup
+	$(PYTEST) -m "not slow and not over_a_second" tests/curvature tests/fisher tests/models tests/optim tests/test_oracle.py
 
 test-cpus: setup
 	@set -e; for cpu in $(CPUS); do echo "== $$cpu"; \

@@ -94,7 +94,7 @@ class Block:
     note: str = field(default="")
     why: str = field(default="")
 
-    @property
+    @functools.cached_property
     def shape(self) -> BlockShape:
         """G, O, I, T, E of the block."""
         return self.layer.shape
@@ -104,12 +104,12 @@ class Block:
         """The parameter under which the block's state is kept: its first."""
         return next(iter(self.parameters.values()))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of factors, bases and scalings: float32 under half-precision parameters."""
         return self.key.dtype if self.key.dtype in (torch.float32, torch.float64) else torch.float32
 
-    @property
+    @functools.cached_property
     def covered(self) -> bool:
         """Whether a layer's calls feed the block, or it is the plain diagonal method."""
         return bool(self.uses)

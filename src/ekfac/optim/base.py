@@ -29,7 +29,7 @@ class Base:
         return self.engine.collector.statistics()
 
     def batch(self, n: int) -> AbstractContextManager[None]:
-        """Take all layers called inside to see the same ``n`` examples, whether or not the model itself is called."""
+        """Take all layers called inside to see the same ``n`` examples, even if the model's forward is not called."""
         return self.engine.collector.capture.batch(n)
 
     def paused(self) -> AbstractContextManager[None]:

@@ -151,12 +151,14 @@ class Capture:
         self._leave_interrupted()
         self.forwards.drop()
         self.examples = self.examples_aside = 0
-        self.held.reset()
+        if self.held.now:
+            self.held.reset()
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
         for record in self.forwards.records:
-            self.forwards.hand_on(record)
+            if record.waiting:
+                self.forwards.hand_on(record)
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ class Held:
 
     def __init__(self) -> None:
         self._references: Counter[int] = Counter()
-        self._now = 0
+        #: Bytes that are held now.
+        self.now = 0
         #: The most that was held at one time so far.
         self.peak = 0
 
@@ -31,8 +32,8 @@ class Held:
         """A tensor is kept."""
         storage = tensor.untyped_storage()
         if not self._references[storage.data_ptr()]:
-            self._now += storage.nbytes()
-            self.peak = max(self.peak, self._now)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
         self._references[storage.data_ptr()] += 1
 
     def remove(self, tensor: Tensor) -> None:
@@ -40,12 +41,13 @@ class Held:
         storage = tensor.untyped_storage()
         self._references[storage.data_ptr()] -= 1
         if not self._references[storage.data_ptr()]:
-            self._now -= storage.nbytes()
+            del self._references[storage.data_ptr()]
+            self.now -= storage.nbytes()
 
     def reset(self) -> None:
         """All is let go."""
         self._references.clear()
-        self._now = 0
+        self.now = 0
 
 
 class Input:

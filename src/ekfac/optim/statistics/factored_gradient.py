@@ -15,8 +15,8 @@ from ekfac.curvature.eigenbasis import Basis, rotate_columns
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.curvature.statistics import rows_if_unaligned
+from ekfac.optim.executor import world_size
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import world_size
 
 
 @dataclass
@@ -62,7 +62,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
     """Whether the gradient of a block can be known to be the product of its rows."""
     return (
         block.key.device.type == "cpu"
-        and options.loss_reduction == "mean"
+        and options.batch.reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
         and world_size() == 1
