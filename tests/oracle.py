@@ -373,16 +373,23 @@ def observe(
             h_calls, delta_calls, turned = [], [], []
             for module, x, z in record[layer.key]:
                 g = of_zeros[id(z)]
-                if g is None:
+                if g is None or not len(x):
                     continue
-                here = count(batch)
                 h, delta = layer.positions(module, x, g)
-                # A leading dimension of k N is N examples of k positions each, example after example.
-                h_calls.append(h.reshape(here, -1, *h.shape[2:]))
-                delta_calls.append(delta.reshape(here, -1, *delta.shape[2:]))
+                h_calls.append(h)
+                delta_calls.append(delta)
                 turned.append(layer.is_turned(module))
             if len(set(turned)) == 2:
                 _balance(h_calls, delta_calls, turned)
+            here = count(batch)
+            if all(len(h) % here == 0 for h in h_calls):
+                # A leading dimension of k N is N examples of k positions each, example after example.
+                h_calls = [h.reshape(here, -1, *h.shape[2:]) for h in h_calls]
+                delta_calls = [delta.reshape(here, -1, *delta.shape[2:]) for delta in delta_calls]
+            elif not layer.is_norm:
+                # Positions that belong to no example: all of them side by side. Only sums over them are defined.
+                h_calls = [h.flatten(0, 1)[None] for h in h_calls]
+                delta_calls = [delta.flatten(0, 1)[None] for delta in delta_calls]
             if h_calls:
                 pieces[layer.key].append((torch.cat(h_calls, 1), torch.cat(delta_calls, 1)))
     scale = n if loss_reduction == "mean" else 1
@@ -420,14 +427,20 @@ def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------- the maths
 
 
-def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> tuple[Tensor, Tensor]:
-    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one."""
-    n, s = h.shape[:2]
+def factors(
+    h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand", examples: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one.
+
+    ``examples`` is N where the leading dimension of h is not (positions that belong to no example).
+    """
+    rows, s = h.shape[:2]
+    n = rows if examples is None else examples
     if layer.is_norm:
         g = example_gradients(h, delta)[..., 0]
         return torch.ones(h.shape[2], 1, 1, dtype=h.dtype), torch.einsum("ngo,ngp->gop", g, g) / n
     if sharing == "reduce":
-        assert not layer.sua
+        assert not layer.sua and n == rows
         h_mean, delta_sum = h.mean(1), delta.sum(1)
         return (
             torch.einsum("ngi,ngj->gij", h_mean, h_mean) / n,
@@ -438,7 +451,7 @@ def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> 
         h = h[..., :-1]
     taps = layer.taps
     h = h.reshape(*h.shape[:3], taps, -1)
-    return torch.einsum("nsgti,nsgtj->gij", h, h) / (n * s * taps), b
+    return torch.einsum("nsgti,nsgtj->gij", h, h) / (rows * s * taps), b
 
 
 def eigenbasis(a: Tensor, diagonal: bool) -> Tensor:
@@ -745,7 +758,7 @@ class OracleEKFAC:
         bases: Bases | None,
         n_measured: int,
     ) -> Tensor:
-        a, b = factors(h, delta, layer, self.sharing)
+        a, b = factors(h, delta, layer, self.sharing, n_measured)
         diagonal_a, diagonal_b = self.diagonal_sides(layer, a, b)
         if diagonal_a:
             a = torch.diag_embed(torch.diagonal(a, dim1=-2, dim2=-1))

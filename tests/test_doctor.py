@@ -164,13 +164,13 @@ def test_what_was_given_is_kept_where_it_does_nearly_as_well():
         (
             {"sua": True},
             {"lr": 0.03, "damping": 1e-8, "refresh_every": 20},
-            "EKFAC(model, sua=True, lr=0.03, refresh_every=20)",
+            "EKFAC(model, coverage=ekfac.Coverage(sua=True), lr=0.03, refresh_every=20)",
         ),
         (ekfac.PAPER, {"lr": 0.01, "damping": 1e-3, "refresh_every": 50}, "EKFAC(model, **ekfac.PAPER)"),
         (
             {**ekfac.PAPER, "sua": True},
             {"lr": 0.03, "damping": 1e-3, "refresh_every": 50},
-            'EKFAC(model, **ekfac.PAPER | {"lr": 0.03, "sua": True})',
+            'EKFAC(model, **ekfac.PAPER | {"lr": 0.03, "coverage": ekfac.Coverage(sua=True)})',
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_the_call_to_use_makes_the_optimizer_that_was_tried(options, settings, c
     group = made.param_groups[0]
     assert (group["lr"], group["damping"]) == (settings["lr"], settings["damping"])
     assert made.engine.options.refresh_every == settings["refresh_every"]
-    assert made.engine.options.deterministic == options.get("deterministic", False)
+    assert made.engine.options.refresh == options.get("refresh", ekfac.Refresh())
     made.close()
 
 

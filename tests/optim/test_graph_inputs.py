@@ -17,8 +17,8 @@ from torch.nn.functional import mse_loss
 import ekfac
 from ekfac.optim.cuda.executor import CudaExecutor
 from ekfac.optim.cuda.nonfinite import NonFiniteMask
-from ekfac.optim.cuda.step_graphs import REPEATS, Compute, StepGraphs, copied, tensors_of
-from ekfac.optim.engine import Engine
+from ekfac.optim.cuda.step_graphs import REPEATS, StepGraphs, copied, tensors_of
+from ekfac.optim.engine import Apply, Engine
 from ekfac.optim.statistics.schedule import EARLY, START
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import Rates, StepInputs
@@ -122,7 +122,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
 
     run_eagerly = StepGraphs.run
 
-    def recorded_run(graphs: StepGraphs, engine: Engine, inputs: StepInputs, rates: Rates, compute: Compute) -> None:
+    def recorded_run(graphs: StepGraphs, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> None:
         if stood_in.spoilt:
             raise RuntimeError(stood_in.spoilt.pop())
         ok = inputs.ok = torch.ones((), dtype=torch.float64)
@@ -130,7 +130,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
         def run() -> None:
             # A step adds to its sums: each replay begins with those that it is given.
             again = replace(inputs, sums=copied(inputs))
-            run_eagerly(graphs, engine, again, rates, compute)
+            run_eagerly(graphs, engine, again, rates, apply)
             assert again.ok is not None
             ok.copy_(again.ok)
 
@@ -145,7 +145,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(NonFiniteMask, "expect", lambda self, ok: None)
     monkeypatch.setattr(StepGraphs, "run", recorded_run)
-    monkeypatch.setattr(CudaExecutor, "graphs_possible", lambda self, device: self.options.cuda_graphs)
+    monkeypatch.setattr(CudaExecutor, "graphs_possible", lambda self, device: self.options.numerics.cuda_graphs)
+    monkeypatch.setattr("ekfac.optim.engine.make_executor", lambda options, whole, device: CudaExecutor(options, whole))
     return stood_in
 
 
@@ -204,7 +205,9 @@ def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(r
     opt.engine.schedule.applied_steps = START
     assert replayed(model, opt, 40) >= 20
     assert len(recording.pools) == 2, "one for the first steps and one for those that follow"
-    assert len(opt.engine.executor.step_graphs._recorded) >= 4 and recording.pools[1].graphs == len(opt.engine.executor.step_graphs._recorded)
+    assert len(opt.engine.executor.step_graphs._recorded) >= 4 and recording.pools[1].graphs == len(
+        opt.engine.executor.step_graphs._recorded
+    )
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert replayed(model, opt, 40) >= 20 and len(recording.pools) == 3
     gradients = [tensors_of(step.inputs)[0] for step in opt.engine.executor.step_graphs._recorded.values()]

@@ -25,7 +25,7 @@ class Late(Executor):
         self.bad = not good
         return True, torch.tensor(float(good), dtype=torch.float64)
 
-    def was_skipped(self) -> bool:
+    def settle(self) -> bool:
         bad, self.bad = self.bad, False
         return bad
 

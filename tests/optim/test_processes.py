@@ -126,7 +126,7 @@ class Late(Executor):
         self.bad = not good
         return True, torch.tensor(float(good), dtype=torch.float64)
 
-    def was_skipped(self):
+    def settle(self):
         bad, self.bad = self.bad, False
         return bad
 

@@ -14,7 +14,7 @@ from ekfac.diagnosis.doctor import Diagnosis
 from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.data.datasets import load_dataset
-from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.optimizers import EKFAC, OPTIMIZERS
 from ekfac.lab.registry import LabError
 from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
@@ -37,7 +37,7 @@ def examine(config: TrainConfig, steps: int, trial_steps: int, data_dir: str | N
         LabError: If a setting or the data are wrong, or the optimizer is not EKFAC.
     """
     config = config.resolved()
-    if OPTIMIZERS.get(config.optimizer).build is not ekfac.EKFAC:
+    if OPTIMIZERS.get(config.optimizer).build is not EKFAC:
         raise LabError(f"doctor examines EKFAC (ekfac, ekfac-ra, ekfac-default), not {config.optimizer}")
     # SGD only stands where an optimizer must: it puts no hooks on the network.
     same = {name: getattr(config, name) for name in ("dataset", "width", "limit", "batch_size", "batch_norm", "seed")}

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature.summary import Summary, human
 from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
-from ekfac.optim import options as checks
-from ekfac.optim.options import PAPER
+from ekfac.optim.methods.belief import Belief
+from ekfac.optim.options import DAMPING, PAPER, Batch, Group, into_groups, out_of_groups
 from ekfac.optim.statistics.schedule import INTERVAL
 
 #: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
@@ -81,7 +82,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON; numbers that are not finite are None."""
-        data: dict[str, Any] = _plain(asdict(self))
+        data: dict[str, Any] = _plain({**asdict(self), "options": out_of_groups(self.options)})
         data["blocks"] = data.pop("summary")["rows"]
         data["state_bytes"] = self.summary.bytes
         data["price_at"] = {str(interval): self.prices.at(interval) for interval in INTERVALS}
@@ -181,8 +182,9 @@ def doctor(
     checks.integer("trial_steps", trial_steps, least=1)
     if not callable(loss):
         raise ValueError(f"loss={loss!r} must be a function of the model's output and the target")
-    if options.get("loss_reduction", "mean") != "mean":
-        raise ValueError("doctor takes losses that are means over the examples: loss_reduction='mean'")
+    options = into_groups(options)
+    if options.get("batch", Batch()).reduction != "mean":
+        raise ValueError("doctor takes losses that are means over the examples: batch=Batch(reduction='mean')")
     if callable(options.get("damping")):
         raise ValueError("doctor varies the damping, so it must be a number, not a function")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -281,12 +283,12 @@ def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, l
 
 def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
     """How EKFAC is made with these options and settings, as they were tried: a rate that is named has no course."""
-    wanted = {**options, **settings}
+    wanted = {**into_groups(options), **settings}
     paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
     if len(set(PAPER) - paper) <= len(settings):
         rest = {name: value for name, value in wanted.items() if name not in paper}
         return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
-    rest = {name: value for name, value in wanted.items() if (name, value) != ("damping", checks.DAMPING)}
+    rest = {name: value for name, value in wanted.items() if (name, value) != ("damping", DAMPING)}
     return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
 
 
@@ -295,6 +297,8 @@ def _written(options: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, Group):
+        return f"ekfac.{value!r}"
     return f"{value:.2g}" if isinstance(value, float) else repr(value)
 
 

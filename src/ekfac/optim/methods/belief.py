@@ -40,6 +40,9 @@ class Belief(TorchRule):
     floor: float = 0.05
     spike: float = 10.0
 
+    lr = 0.004
+    weight_decay = 0.3
+    warms_up = True
     moments = ("m",)
 
     def __post_init__(self) -> None:
@@ -50,7 +53,7 @@ class Belief(TorchRule):
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
         beta1, beta2 = betas_of(self.betas, step)
-        if "m" not in state:
+        if not hasattr(state, "m"):
             state.m = torch.zeros_like(step.g)
         count = counted(state, step.g, step.ok)
         first = count <= 1
@@ -73,7 +76,7 @@ class Belief(TorchRule):
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
-        return s / remaining(self.betas[1], state.count).to(s) if "count" in state else s
+        return s / remaining(self.betas[1], state.count).to(s) if hasattr(state, "count") else s
 
 
 def bound(g: Tensor, square: Tensor) -> Tensor:
