@@ -14,6 +14,9 @@ from ekfac.optim.methods.rules import products
 from ekfac.optim.step_size.lr_fraction import LATE_STEPS, MAX_COSINE, RATE, STEPS, LRFraction, alignment
 from ekfac.optim.types import Direction
 
+#: The rule that compares gradients with the last direction, and so can follow a pace.
+ANCHORED = {"scaling": "anchored", "lr": 0.01, "anneal": 300.0, "trust": 1.0, "pace": 0.03}
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
