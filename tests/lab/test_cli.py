@@ -11,6 +11,7 @@ import pytest
 
 import ekfac
 from ekfac.cli import main as cli
+from ekfac.cli.train import signature
 from ekfac.lab import train
 from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.show import demo
@@ -47,7 +48,8 @@ def test_a_run_that_diverges_exits_with_1(tiny, capsys, tmp_path):
 
 def test_both_front_ends_have_the_same_options():
     plain = {action.dest for action in train.parser()._actions} - {"help"}
-    assert plain == set(cli._train_signature().parameters)
+    more = {"config", "seeds", "tag", "note"}  # the command's own
+    assert plain == set(signature().parameters) - more
 
 
 BAD = [
@@ -171,7 +173,7 @@ def test_an_error_of_the_system_that_is_not_about_a_file_is_no_bad_usage(tiny, m
     def broken(*words, **more):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(cli, "launch", broken)
+    monkeypatch.setattr("ekfac.cli.train.launch", broken)
     with pytest.raises(OSError, match="Input/output"):
         run("train", *tiny)
 
@@ -269,18 +271,31 @@ def test_verify_and_fetch(official, tmp_path, capsys):
 def test_demo_trains_all_six_and_says_who_is_ahead(monkeypatch, capsys, tmp_path):
     from dataclasses import replace
 
-    small = {name: replace(c, width=8, limit=200, batch_size=50) for name, c in demo.ENTRANTS.items()}
-    monkeypatch.setattr(demo, "ENTRANTS", small)
-    assert run("demo", "--seconds", "0.2", "--out", tmp_path) == 0
+    race = demo.RACES["autoencoder"]
+    small = {name: replace(c, width=8, limit=200, batch_size=50) for name, c in race.entrants.items()}
+    monkeypatch.setitem(demo.RACES, "autoencoder", replace(race, entrants=small))
+    assert run("demo", "--race", "autoencoder", "--seconds", "0.2", "--out", tmp_path) == 0
     text = capsys.readouterr().out
     for name in ("SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra", "(defaults)"):
         assert name in text
     assert "steps" in text and "seconds of training" in text and "is ahead" in text
     names = ["adam+bn", "ekfac", "ekfac-defaults", "ekfac-ra", "kfac", "report.html", "sgd+bn"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert run("demo", "--seconds", "0.05", "--json") == 0
+    assert run("demo", "--race", "autoencoder", "--seconds", "0.05", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["verdict"]["standings"]) == 6 and set(data["runs"]) == set(small)
+
+
+def test_the_first_demo_can_be_changed_and_the_recorded_one_replayed(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run("demo", "--seconds", "0.05", "--width", "8", "--batch-size", "1000", "--batch-norm", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert set(runs) == {"SGD", "Adam", "Adam + BN", "EKFAC (defaults)"}
+    assert {(r["config"]["width"], r["config"]["batch_size"]) for r in runs.values()} == {(8, 1000)}
+    assert run("demo", "--recorded", "--seconds", "0.01") == 0
+    text = capsys.readouterr().out
+    assert "EKFAC (defaults) is ahead" in text and not list(tmp_path.iterdir())
+    assert run("demo", "--race", "boats") == 2
 
 
 @pytest.mark.parametrize(
@@ -309,3 +324,34 @@ def test_shell_completion_knows_the_names():
         check=False,
     )
     assert answer.stdout.split() == ["autoencoder"]
+
+
+def test_the_version_is_there_before_torch_is() -> None:
+    """What is slow about a command line is importing torch; the version needs nothing."""
+    code = (
+        "import sys; sys.argv = ['ekfac', '--version']\n"
+        "from ekfac.cli.entry import main; main()\n"
+        "assert not {'torch', 'numpy', 'typer', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"ekfac {ekfac.__version__}\n"
+
+
+def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+    for name in ekfac.__all__:
+        assert getattr(ekfac, name) is not None and name in dir(ekfac)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ekfac.nothing
+
+
+def test_train_says_its_settings_and_shows_losses_above_their_floor(tmp_path, capsys):
+    words = ["autoencoder", "--width", "20", "--limit", "200", "--batch-size", "50", "--epochs", "1", "--device", "cpu"]
+    assert run("train", *words, "--optimizer", "ekfac-ra", "--out", tmp_path / "run") == 0
+    text = capsys.readouterr().out
+    assert "lr 0.03, damping 0.001, freq 10" in text
+    found = load_run(tmp_path / "run")
+    floor = found.about["floor"]["train"]
+    assert f"losses are above their floor: {floor:.2f} train" in text
+    assert f"{found.history[-1]['train_loss'] - floor:.4g}" in text
+    assert f"{found.history[-1]['train_loss']:.4g}" not in text

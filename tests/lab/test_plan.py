@@ -75,7 +75,7 @@ def test_the_command_on_a_bare_machine(configs: list[TrainConfig], tmp_path: Pat
     plan.write_plan(configs, tmp_path / "plan.json")
     bare = (
         "import sys\n"
-        "for name in ('optuna', 'typer', 'rich', 'matplotlib', 'plotly', 'tensorboard', 'mlxtend'):\n"
+        "for name in ('optuna', 'typer', 'rich', 'matplotlib', 'tensorboard', 'mlxtend'):\n"
         "    sys.modules[name] = None\n"
         "from ekfac.lab.search.plan import main\n"
         "if __name__ == '__main__':\n"

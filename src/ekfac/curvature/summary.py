@@ -28,6 +28,7 @@ class Row:
     A: str
     B: str
     bytes: int
+    why: str = ""
     temporary: int = 0
 
 
@@ -51,7 +52,7 @@ class Summary:
         head = ("block", "parameters", "numbers", "A", "B", "state", "how")
         body = [
             (r.name or "(model)", ", ".join(p.rpartition(".")[2] for p in r.parameters), f"{r.numbers:,}", r.A, r.B,
-             human(r.bytes), r.block)
+             human(r.bytes), f"{r.block} ({r.why})" if r.why else r.block)
             for r in self.rows
         ]  # fmt: skip
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
@@ -100,10 +101,29 @@ def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summa
                 side(s.inputs, b.diagonal_A, s.groups) if b.covered else "-",
                 side(s.out, b.diagonal_B, s.groups) if b.covered else "-",
                 numbers(b) * torch.finfo(b.dtype).bits // 8,
+                b.why,
                 _temporary(b),
             )
         )
     return Summary(tuple(rows))
+
+
+def low_coverage(blocks: Sequence[Block]) -> str | None:
+    """Say which parameters have no block and why, where these are more than half; None where they are not.
+
+    What was left out on purpose does not count.
+    """
+    left = sorted((b for b in blocks if not b.covered and b.why), key=lambda b: -b.shape.numel)
+    total = sum(b.shape.numel for b in blocks)
+    missing = sum(b.shape.numel for b in left)
+    if 2 * missing <= total:
+        return None
+    most = ", ".join(f"{b.name} ({b.shape.numel:,}: {b.why})" for b in left[:3])
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    return (
+        f"{100 * missing / total:.0f} % of the parameters have no Kronecker or exact block and follow the diagonal "
+        f"method: {most}{more}. opt.summary() has the table"
+    )
 
 
 def _temporary(block: Block) -> int:

@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,8 +133,12 @@ class TrainConfig:
         if self.dtype not in DTYPES:
             raise LabError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
 
-    def command(self) -> str:
-        """Return the command line that repeats this run."""
+    def command(self, data_dir: str | None = None) -> str:
+        """Return the command line that repeats this run from any folder.
+
+        Args:
+            data_dir: The folder that the data files were looked for in, if it was named.
+        """
         words = ["ekfac", "train", self.task]
         for f in fields(self):
             value = getattr(self, f.name)
@@ -147,7 +152,8 @@ class TrainConfig:
         for name, value in self.options.items():
             words += ["--set", f"{name}={value}"]
         for plugin in self.plugins:
-            words += ["--plugin", plugin]
+            words += ["--plugin", str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin]
+        words += [] if data_dir is None else ["--data-dir", data_dir]
         return shlex.join(words)
 
 

@@ -26,6 +26,10 @@ class Base:
         """
         return self.engine.collector.statistics()
 
+    def batch(self, n: int) -> AbstractContextManager[None]:
+        """Take all layers called inside to see the same ``n`` examples, even if the model's forward is not called."""
+        return self.engine.collector.capture.batch(n)
+
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing of forwards and backwards inside."""
         return self.engine.collector.capture.paused()

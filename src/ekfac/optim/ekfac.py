@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from ekfac.optim import options
-from ekfac.optim.factory import build_engine
+from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
+from ekfac.optim.methods.factory import eigen_methods, take_rule
+from ekfac.optim.methods.rules import Rule
 from ekfac.optim.optimizer import Optimizer
-from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.options import (
+    DAMPING,
+    Batch,
+    Coverage,
+    Damping,
+    EngineOptions,
+    Numerics,
+    Refresh,
+    StepSize,
+    check_group,
+    with_old_names,
+)
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.lr_fraction import LRFraction
-
-#: Measured defaults; docs/tuning.md has the evidence.
-LR = 0.01
-ANNEAL = 300.0
-TRUST = 1.0
-PACE = 0.03
+from ekfac.optim.step_size.rate import course_of
 
 
 class EKFAC(Optimizer):
@@ -26,17 +34,15 @@ class EKFAC(Optimizer):
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
 
     .. math::
-        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad s = S_B S_A^T
+        &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
-        &g = U_B^T G U_A, \quad s \leftarrow \rho s + (1 - \rho) N g^2, \quad
-            m \leftarrow \beta m + (1 - \beta) g \\
-        &p = U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T, \quad
-            \theta \leftarrow \theta - \eta \, p / \sqrt{1 + t / \texttt{anneal}}
+        &g = U_B^T G U_A, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) ((g - m)^2 + \kappa m^2) \\
+        &\theta \leftarrow \theta (1 - \eta \lambda) - \eta \, U_B \, (m / \sqrt{s}) \, U_A^T
 
-    This is the default, ``scaling="anchored"``: a step of Adam's size, with second moments that start at KFAC's
-    eigenvalues in every new basis; s with a subscript is damped (see :mod:`ekfac.optim.methods.damping`).
-    ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which has g / (s + \epsilon) in place of the fraction;
-    other rules are in :mod:`ekfac.optim.methods.rules`.
+    This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they
+    mean in AdamW, and torch's schedulers are obeyed. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which
+    has g / (s + \epsilon) in place of the fraction; other rules are in :mod:`ekfac.optim.methods.rules`.
 
     Example:
         >>> import torch, ekfac
@@ -52,24 +58,33 @@ class EKFAC(Optimizer):
         model: The model; its forward counts the examples.
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
-        lr: Learning rate, a number or a one-element tensor.
-        anneal: The learning rate falls as lr / sqrt(1 + t / anneal) over steps t; None keeps it as it is, for use with
-            a schedule of your own.
-        pace: The share of lr that the first step takes, at most 1, under scaling="anchored"; later steps take more
-            while gradients keep agreeing with the last direction, less when they point back, up to lr. None for lr at
-            all times.
-        trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step, before
-            momentum: each layer's update is shortened to trust / L at the most. None for no bound.
+        lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,
+            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it
+            or somebody writes another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
+        betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
+            schedulers find them.
+        weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.
+        total_steps: The length of the training: the rate then falls to zero along a cosine, after a warm-up.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
             how far the loss falls; then ``step`` needs a closure.
+        damping_mode: "spectral" (a fraction of each factor's largest eigenvalue), "relative" (of the layer's mean s),
+            "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only ``eps``.
+        scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
+            its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
+            such as ``ekfac.rules.Running(decay=0.99)``.
+        refresh_every: Renew the bases every so many applied steps; sides wider than 1,024 more rarely. By default 20 on
+            a GPU, 50 on a CPU.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
-        weight_decay: Weight decay.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
         maximize: Ascend instead.
-        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
-            s, as in the paper, that is twice the KL divergence of the step.
-        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+        step_size: What bounds the length of a step besides lr.
+        refresh: How bases are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
@@ -77,42 +92,62 @@ class EKFAC(Optimizer):
         model: nn.Module,
         *,
         params: Groups | None = None,
-        lr: float | Tensor = LR,
-        anneal: float | None = ANNEAL,
-        pace: float | None = PACE,
-        trust: float | None = TRUST,
-        damping: Damping | AdaptiveDamping = options.DAMPING,
+        lr: float | Tensor | None = None,
+        betas: tuple[float, float] | None = None,
+        weight_decay: float | None = None,
+        total_steps: int | None = None,
+        damping: Damping | AdaptiveDamping = DAMPING,
+        damping_mode: str = "spectral",
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
-        kl_clip: float | None = None,
-        **arguments: Unpack[CurvatureArguments],
+        step_size: StepSize = StepSize(),
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **old: Any,
     ) -> None:
-        update = {
+        own = {
             "lr": lr,
+            "weight_decay": weight_decay,
+            "total_steps": total_steps,
             "damping": damping,
             "momentum": momentum,
             "nesterov": nesterov,
-            "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
-        length = {"kl_clip": kl_clip, "anneal": anneal, "trust": trust, "pace": pace}
-        also = options.keywords(EKFAC.__init__)
-        super().__init__(
-            model,
-            params,
-            update,
-            lambda parameters, state: build_engine(
-                type(self).__name__, model, parameters, state, dict(arguments), also, whole_steps=True
-            ),
-            {**update, **length, **arguments},
-            anneal=anneal,
-            lr_fraction=pace,
-            max_change=trust,
-            kl_clip=kl_clip,
-        )
-        if not self.engine.method.compares_gradients:
-            self.lr_fraction = LRFraction()
+        given = {
+            "betas": betas,
+            "damping_mode": damping_mode,
+            "scaling": scaling,
+            "refresh_every": refresh_every,
+            "step_size": step_size,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+        }
+        arguments = with_old_names(type(self).__name__, given, old, {*own, *given, "params"})
+        rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")
+
+        def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
+            methods = eigen_methods(rule, mode)
+            return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
+
+        update: dict[str, Any] = {name: value for name, value in own.items() if name != "total_steps"}
+        update["lr"] = rule.lr if lr is None else lr
+        update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
+        update["decay_vectors"] = weight_decay is not None
+        if hasattr(rule, "betas"):
+            update["betas"] = tuple(rule.betas)
+        everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
+        check_group("step_size", step_size)
+        course = course_of(step_size.decay_steps, total_steps, warms_up=lr is None and rule.warms_up)
+        super().__init__(model, params, update, make_engine, everything, step_size, course)

@@ -6,15 +6,18 @@ import copy
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
 from ekfac.optim.base import Base
-from ekfac.optim.factory import build_engine
-from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.engine import Engine
+from ekfac.optim.methods.factory import eigen_methods, take_rule
+from ekfac.optim.methods.rules import Rule
+from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, with_old_names
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
@@ -27,7 +30,7 @@ class Preconditioner(Base):
 
     .. math::
         A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
-        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s_\epsilon / N}) \, U_A^T
+        g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s}) \, U_A^T
 
     with m the running mean of g, as in :class:`EKFAC`'s default: a gradient of the size of Adam's steps, which has its
     momentum already. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
@@ -45,23 +48,56 @@ class Preconditioner(Base):
 
     Args:
         model: The model; its forward counts the examples.
+        betas: Decays of m and, for "adam", of s; the rule's own by default.
         damping: epsilon, a positive number or a function of the step.
-        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+        damping_mode: As in :class:`EKFAC`.
+        scaling: As in :class:`EKFAC`.
+        refresh_every: Renew the bases every so many applied steps.
+        refresh: How bases are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
-        self, model: nn.Module, *, damping: Damping = options.DAMPING, **arguments: Unpack[CurvatureArguments]
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float] | None = None,
+        damping: Damping = DAMPING,
+        damping_mode: str = "spectral",
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **old: Any,
     ) -> None:
         checks.model(model)
         options.damping("damping", damping)
-        self._arguments: dict[str, Any] = {"damping": damping, **arguments}
+        given = {
+            "betas": betas,
+            "damping_mode": damping_mode,
+            "scaling": scaling,
+            "refresh_every": refresh_every,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+        }
+        arguments = with_old_names("Preconditioner", given, old, {*given, "damping"})
+        rule, mode = take_rule(arguments), arguments.pop("damping_mode")
+        self._arguments = {"damping": damping, "scaling": rule, "damping_mode": mode, **arguments}
         self.model = model
         self.damping = damping
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
-        parameters = list(model.parameters())
-        self.engine = build_engine(
-            "Preconditioner", model, parameters, self.state, dict(arguments), also=("damping",), whole_steps=False
-        )
+        parameters, methods = list(model.parameters()), eigen_methods(rule, mode)
+        self.engine = Engine(model, parameters, EngineOptions(**arguments), *methods, self.state, whole_steps=False)
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
@@ -85,9 +121,8 @@ class Preconditioner(Base):
 
     def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
-            for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
-                if p in inputs.gradients:
-                    inputs.gradients[p].copy_(step)
+            for p, step in direction.steps.items():
+                inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop what was captured and not used."""
@@ -114,6 +149,7 @@ class Preconditioner(Base):
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
+        self.engine.partition.take_states(self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)

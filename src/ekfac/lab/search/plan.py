@@ -31,7 +31,7 @@ from ekfac.lab.labels import key
 from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
 from ekfac.lab.search.space import unique
 from ekfac.lab.training.run import Progress, train
-from ekfac.lab.training.runs import Run, load_run
+from ekfac.lab.training.runs import PROCESSES, Run, load_run
 
 
 def write_plan(configs: Sequence[TrainConfig], file: str | Path) -> None:
@@ -190,7 +190,8 @@ def _end_with_parent() -> None:
 
 
 def share_cores(workers: int) -> None:
-    """Let this process take its share of the cores."""
+    """Let this process take its share of the cores, and its runs say that they were not alone."""
+    os.environ[PROCESSES] = str(workers)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 

@@ -76,7 +76,7 @@ def check_about(about: Any) -> dict[str, Any]:
                 raise ValueError(f"about: {name}: {split} must be a number, not {value!r}")
     if "parameters" in about and not number(about["parameters"]):
         raise ValueError(f"about: parameters must be a number, not {about['parameters']!r}")
-    for name in ("command", "data_sha256"):
+    for name in ("command", "data_dir", "data_sha256"):
         if not isinstance(about.get(name, ""), str):
             raise ValueError(f"about: {name} must be text, not {about[name]!r}")
     return about

@@ -94,7 +94,7 @@ def _prepare(
             raise LabError(
                 f"epochs must be at least {trainer.epoch}, which {run.path} has already, not {config.epochs}"
             )
-    run.about = about(config, trainer)
+    run.about = about(config, trainer, data_dir)
     return run, trainer
 
 
@@ -169,10 +169,12 @@ def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progre
     run.status = "diverged" if run.history[-1]["diverged"] else "finished"
 
 
-def about(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = None) -> dict[str, Any]:
     """Return what config.json says besides the settings."""
+    folder = None if data_dir is None else str(Path(data_dir).resolve())
     return {
-        "command": config.command(),
+        "command": config.command(folder),
+        **({} if folder is None else {"data_dir": folder}),
         "versions": versions(),
         "machine": machine(),
         "parameters": trainer.parameters,

@@ -28,6 +28,8 @@ from ekfac.lab.training.records import check_about, check_record
 
 # 1 had no checksums.
 FORMAT = 2
+# The environment's word for how many runs share the machine; their seconds do not count then.
+PROCESSES = "EKFAC_PROCESSES"
 # The record that ends a zip archive, before its comment; the last two bytes are the comment's length.
 _END, _END_SIZE = b"PK\x05\x06", 22
 
@@ -84,6 +86,7 @@ def machine() -> dict[str, Any]:
         "processor": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get(PROCESSES, "1")),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
@@ -105,7 +108,7 @@ def versions() -> dict[str, str | None]:
 
 def source_digest() -> str:
     """Return twelve hex digits of the library's own files: defaults change between versions of the same number."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for folder in ("curvature", "optim"):
         for file in sorted((package / folder).rglob("*.py")):

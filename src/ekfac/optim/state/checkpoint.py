@@ -25,7 +25,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
         "applied_steps": engine.schedule.applied_steps,
         "skipped_steps": engine.skipped_steps,
         "refreshes": refresher.refreshes,
-        "warm_refreshes": refresher.warm_refreshes,
+        "warm_refreshes": engine.schedule.warm_refreshes,
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
         "fallbacks": dict(refresher.fallbacks),
         "kind": engine.method.kind,
@@ -115,9 +115,9 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.schedule.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
     partition.generation += 1
-    refresher.forget()
+    engine.schedule.pending = []
     refresher.refreshes = saved["refreshes"]
-    refresher.warm_refreshes = saved["warm_refreshes"]
+    engine.schedule.warm_refreshes = saved["warm_refreshes"]
     refresher.drift = torch.tensor(saved["residual_drift"])
     refresher.fallbacks.clear()
     refresher.fallbacks.update(saved["fallbacks"])

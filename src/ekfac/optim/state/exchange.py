@@ -11,14 +11,14 @@ from ekfac.curvature.operators.operator import Curvature
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
 from ekfac.optim.engine import Engine
-from ekfac.optim.statistics.averages import factors_of
+from ekfac.optim.types import factors_of
 
 
 @torch.no_grad()
 def curvature(engine: Engine) -> Curvature:
     """A snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
     engine.settle()
-    states = [engine.partition.peek(block) for block in engine.partition.blocks]
+    states = [engine.partition.states.get(block.key, {}) for block in engine.partition.blocks]
     if not any("s" in state or "A" in state for state in states):
         raise RuntimeError("there is no curvature yet: it is learnt in the first step")
     weight = max((float(state.get("factor_weight", 0.0)) for state in states), default=0.0)
@@ -27,7 +27,7 @@ def curvature(engine: Engine) -> Curvature:
 
 
 def _part(engine: Engine, block: Block) -> Part:
-    state = engine.partition.peek(block)
+    state = engine.partition.states.get(block.key) or engine.method_of(block).state_class()
     found = engine.method_of(block).part(block, state)
     if found is not None:
         return found
@@ -77,7 +77,7 @@ def seed(engine: Engine, operator: Curvature) -> None:
         )
     engine.settle(wait=True)
     engine.collector.drop()
-    engine.refresher.forget()
+    engine.schedule.pending = []
     engine.partition.generation += 1
     for block, part in matched:
         _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))

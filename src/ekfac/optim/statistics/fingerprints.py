@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
+from ekfac.optim.executor import world_size
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.gradients import GradientWatch
-from ekfac.optim.statistics.sums import world_size
 from ekfac.optim.types import StepInputs
 
 #: Gradients that are touched before every step, by clipping say, are given up on after so many.

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.blocks import Block
-from ekfac.optim.methods.base import Method
+from ekfac.optim.executor import Answer
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.types import BlockState
+
+if TYPE_CHECKING:
+    from ekfac.optim.methods.base import Method
 
 #: So many first steps refresh all bases, with the step's own batch among the factors: while these still gain rank, a
 #: basis that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each
 #: after GROWTH times as many steps: the first bases are stale almost at once.
 EARLY = 10
 GROWTH = 1.15
-START = 300
-#: Afterwards A and B are taken in so many fractions of the layers, one after another.
+START = 100
+#: So many first steps take their batches into A and B of all layers; later ones so many in an interval, in fractions
+#: of the layers, one after another.
+DENSE = 20
+BATCHES = 4
 FRACTIONS = 4
+#: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
+INTERVALS = {"cuda": 20}
+INTERVAL = 50
+#: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
+WIDE_SIDE = 1024
 #: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
 TRIES = 3
+#: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
+TOLERANCE = 0.5
+#: Stands for what it leaves where no side was iterated.
+NOTHING = -1.0
+
+#: Stands for the state of a block that has none yet.
+NOTHING_YET = BlockState()
 
 
 @dataclass(frozen=True)
@@ -37,29 +58,21 @@ class Intervals:
     every: int
     deterministic: bool
 
-    @cached_property
-    def _early(self) -> frozenset[int]:
-        return frozenset() if self.deterministic else early_steps(self.every)
-
-    def solves(self, applied: int) -> bool:
-        """Whether the step after this many applied ones begins with a full solve of all bases."""
-        return self.deterministic and applied % self.every == 0
-
-    def warm_within(self, applied: int) -> bool:
-        """Whether the step after this many applied ones refreshes all bases, warm, before it uses them."""
-        return applied in self._early
-
-    def warm_after(self, applied: int, index: int, blocks: int) -> tuple[int, int]:
+    def warm_after(self, applied: int, index: int, blocks: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
-        A, B = (2 * index * self.every // max(1, 2 * blocks), (2 * index + 1) * self.every // max(1, 2 * blocks))
-        return int((applied + A) % self.every == 0), int((applied + B) % self.every == 0)
+        iterations = []
+        for side, stretch in enumerate(stretches):
+            interval = self.every * stretch
+            phase = (2 * index + side) * interval // max(1, 2 * blocks)
+            iterations.append(int((applied + phase) % interval == 0))
+        return iterations[0], iterations[1]
 
     def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
         """Whether A and B of a layer take in the batch of the step after this many applied ones.
 
-        At first they take in every batch, later twelve in an interval, not all layers the same, so that no step pays
+        At first they take in every batch, later four in an interval, not all layers the same, so that no step pays
         for all. There are a few fractions of layers, as every one is another step for a CUDA graph to hold.
 
         Args:
@@ -67,20 +80,27 @@ class Intervals:
             layer: The layer's place among all of the model.
             given: The user's own interval, at which all layers take in the same batches.
         """
-        if given is not None or applied < START:
+        if given is not None or applied < DENSE:
             return applied % (given or 1) == 0
-        interval = max(1, self.every // 12)
+        interval = max(1, self.every // BATCHES)
         fractions = 1 if self.deterministic else min(FRACTIONS, interval)
         return applied % interval == layer % fractions * interval // fractions
 
 
-def early_steps(every: int) -> frozenset[int]:
-    """The steps, by the number of applied ones before them, that refresh all bases before they use them."""
-    steps, at = set(range(min(every, EARLY))), float(EARLY)
+@cache
+def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
+    """The steps, by the number of applied ones before them, that refresh a side before they use it."""
+    steps, at = set(range(min(every, max(1, EARLY // stretch)))), float(EARLY)
     while at < START:
         steps.add(round(at))
-        at *= GROWTH
+        at *= GROWTH**stretch
     return frozenset(steps)
+
+
+def stretches(block: Block) -> tuple[int, int]:
+    """How many times longer than others' the intervals of a block's sides A and B are."""
+    A, B = (max(1, round((width / WIDE_SIDE) ** 2)) for width in (block.shape.inputs, block.shape.out))
+    return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
 
 class Schedule:
@@ -93,9 +113,14 @@ class Schedule:
     """
 
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
-        self.intervals = Intervals(options.refresh_every, options.deterministic)
         self.applied_steps = 0
+        self.warm_refreshes = 0
+        #: What warm refreshes have left off the diagonal, one number a block, and the host has not read.
+        self.pending: list[tuple[list[Block], Answer]] = []
         self._options = options
+        self._refresh = options.refresh
+        #: How many times longer than others' the intervals of each block's sides are.
+        self._stretches: dict[Block, tuple[int, int]] = {}
         self._method = method
         self._partition = partition
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
@@ -103,47 +128,93 @@ class Schedule:
         self.maskable = (
             method.masks_refreshes
             and not method.needs_examples
-            and options.factor_every in (None, 1)
-            and options.factor_decay > 0
+            and options.refresh.factor_every in (None, 1)
+            and options.refresh.factor_decay > 0
         )
 
-    def solves(self, block: Block) -> bool:
-        """Whether this step begins with a full solve for the block's basis."""
-        if not block.covered:
-            return False
-        state = self._partition.peek(block)
-        return not self._method.ready(state) or state.strayed >= TRIES or self.intervals.solves(self.applied_steps)
+    @cached_property
+    def intervals(self) -> Intervals:
+        """Which steps renew which bases; asked for when the device is known."""
+        every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
+        return Intervals(every, self._refresh.deterministic)
+
+    def due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
+        """What this step does with the bases of covered blocks before it uses them.
+
+        Returns:
+            The blocks to solve for in full, and those to refresh, warm, with the iterations of their two sides.
+        """
+        states, t, every = self._partition.states, self.applied_steps, self.intervals.every
+        deterministic = self.intervals.deterministic
+        solves, warm = set(), {}
+        for block in blocks:
+            state = states.get(block.key, NOTHING_YET)
+            if not hasattr(state, self._method.derived) or state.strayed >= TRIES:
+                solves.add(block)
+            elif deterministic:
+                if t % every == 0:
+                    solves.add(block)
+            elif t < START:
+                if block not in self._stretches:
+                    self._stretches[block] = stretches(block)
+                A, B = self._stretches[block]
+                iterations = int(t in early_steps(every, A)), int(t in early_steps(every, B))
+                if any(iterations):
+                    warm[block] = iterations
+        return solves, warm
 
     def renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
-        return self.solves(block) or (block.covered and self.intervals.warm_within(self.applied_steps))
-
-    def iterations_after(self, block: Block) -> tuple[int, int]:
-        """How many iterations the two sides of the block's basis get after this step."""
-        if strayed := self._partition.peek(block).strayed:
-            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
-        covered = self._partition.covered
-        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered))
+        return block.covered and any(self.due([block]))
 
     def takes_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
-        every, decay, layer = (
-            self._options.factor_every,
-            self._options.factor_decay,
-            self._partition.layer_of[block.key],
-        )
-        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, every):
+        decay, layer = self._refresh.factor_decay, self._partition.layer_of[block.key]
+        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, self._refresh.factor_every):
             return True
         return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
 
-    def waits(self, block: Block) -> bool:
-        """Whether this step begins with something for which the host waits: a solve."""
-        return self.solves(block) if self.maskable else self.renews(block)
+    def iterations_after(self, block: Block) -> tuple[int, int]:
+        """How many iterations the two sides of the block's basis get after this step."""
+        if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
+            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
+        covered = self._partition.covered
+        if block not in self._stretches:
+            self._stretches[block] = stretches(block)
+        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered), self._stretches[block])
 
-    def count_strays(self) -> None:
-        """Count what is known of warm refreshes: between two steps, as what a step captures depends on it."""
+    def poll(self, wait: bool) -> None:
+        """Read how warm refreshes went.
+
+        Args:
+            wait: Wait for answers that are not there yet, so that all processes have them at the same step.
+        """
+        waiting = []
+        for blocks, answer in self.pending:
+            if answer.late and not answer.ready(wait):
+                waiting.append((blocks, answer))
+                continue
+            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
+                self.warm_refreshes += not math.isnan(residual)
+                state = self._partition.states.get(block.key, NOTHING_YET)
+                if hasattr(state, self._method.derived) and not math.isnan(residual) and residual != NOTHING:
+                    state.near = residual <= TOLERANCE and getattr(state, "near", True)
+        self.pending = waiting
+
+    def advance(self) -> list[tuple[Block, tuple[int, int]]]:
+        """Count this step, and what is known of warm refreshes: before the next one, whose hooks depend on it.
+
+        Returns:
+            The blocks to refresh after this step, warm, and the iterations of their two sides.
+        """
+        found = []
         for block in self._partition.covered:
-            state = self._partition.peek(block)
-            if "near" in state:
+            state = self._partition.states.get(block.key, NOTHING_YET)
+            if hasattr(state, "near"):
                 state.strayed = 0 if state.near else state.strayed + 1
-                del state["near"]
+                del state.near
+            iterations = self.iterations_after(block)
+            if any(iterations) and hasattr(state, self._method.derived):
+                found.append((block, iterations))
+        self.applied_steps += 1
+        return found

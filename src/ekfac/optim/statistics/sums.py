@@ -53,9 +53,9 @@ class BlockSums:
         return BlockSums(factors, None if self.scaling is None else next(places))
 
 
-def world_size() -> int:
-    """The number of processes that train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def bytes_of(calls: list[Call]) -> int:
+    """The bytes of calls' inputs and output gradients."""
+    return sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
 
 
 @dataclass(frozen=True)
