@@ -77,7 +77,7 @@ def test_clipping_is_undone_for_the_second_moment_alone() -> None:
 
 
 def test_nothing_set_is_the_oracles_with_the_built_in_course_and_decay() -> None:
-    """But for the schedule of refreshes, which the oracle does not know: with ``deterministic`` both have Algorithm 1's."""
+    """With Algorithm 1's schedule of refreshes, which is the one that the oracle knows."""
     model = mlp(4, 5, 3)
     steps = batches_for(model, (4,), n=40, steps=12)
     compare_with_oracle(
@@ -150,13 +150,14 @@ def test_weights_that_start_at_zero_train_as_fast_as_with_adamw(lr: float) -> No
     def steps_to_a_tenth(make: Any) -> int:
         model = copy.deepcopy(start)
         opt = make(model)
+        first = 0.0
         for t in range(300):
             x = torch.randn(64, 20, generator=torch.Generator().manual_seed(t))
             opt.zero_grad()
             loss = (model(x) - x @ target.T).square().sum(1).mean()
             loss.backward()
             opt.step()
-            first = loss.item() if t == 0 else first
+            first = first or loss.item()
             if loss.item() < first / 10:
                 return t
         raise AssertionError("it does not train")

@@ -41,7 +41,7 @@ def test_bases_turn_together_at_growing_intervals() -> None:
     assert steps[:EARLY] == list(range(EARLY)) and max(steps) < START
     gaps = [b - a for a, b in itertools.pairwise(steps[EARLY:])]
     assert all(abs(after - 1.15 * before) <= 2 for before, after in itertools.pairwise(gaps))
-    assert not Intervals(20, deterministic=True).early
+    assert trained(30, deterministic=True).stats()["warm_refreshes"] == 0
 
 
 @pytest.mark.parametrize("every", [3, 20])
