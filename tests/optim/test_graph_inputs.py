@@ -225,7 +225,7 @@ def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
 
 
 def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
-    model, opt = small(deterministic=True)
+    model, opt = small(deterministic=True, factor_every=1, refresh_every=100)
     assert replayed(model, opt, 40, (12,)) >= 10
     recording.spoilt.append("no kernel for this")
     with pytest.warns(RuntimeWarning, match="cannot be recorded and runs without: no kernel for this") as told:

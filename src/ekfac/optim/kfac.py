@@ -102,8 +102,7 @@ class KFAC(Optimizer):
             "numerics": numerics,
             "grad_scaler": grad_scaler,
         }
-        own = {name: value for name, value in update.items() if name != "decay_vectors"}
-        arguments = with_old_names("KFAC", given, old, {*own, *given, "params", "pi_correction"})
+        arguments = with_old_names("KFAC", given, old, {*update, *given, "params", "pi_correction"})
         if arguments["coverage"].basis != "kronecker":
             raise TypeError("basis='identity': KFAC's inverse form has no basis. Allowed: basis='kronecker'")
 
@@ -114,5 +113,8 @@ class KFAC(Optimizer):
         step_size = arguments.pop("step_size")
         check_group("step_size", step_size)
         course = course_of(step_size.decay_steps, None, warms_up=False)
-        everything = {**own, "pi_correction": pi_correction, **arguments}
-        super().__init__(model, params, update, make_engine, everything, step_size, course)
+        everything, defaults = (
+            {**update, "pi_correction": pi_correction, **arguments},
+            {**update, "decay_vectors": True},
+        )
+        super().__init__(model, params, defaults, make_engine, everything, step_size, course)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
@@ -28,6 +27,7 @@ from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_chea
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes
 from ekfac.optim.types import BlockState, KeptCalls, StepInputs
@@ -63,8 +63,7 @@ class Collector:
         self._schedule = schedule
         self.executor = executor
         self._moved = moved
-        #: What adds to each parameter's ``.grad`` in a backward pass.
-        self._accumulators: dict[nn.Parameter, Node] = {}
+        self.reach = Reach(partition)
         self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
@@ -77,7 +76,7 @@ class Collector:
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
         self.capture = Capture(
-            partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
+            partition.model, self._receive, self._wanted, self._before_forward, self.reach.reaches_parameters,
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
@@ -109,23 +108,6 @@ class Collector:
         if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
             self.drop()
         return True
-
-    def _reaches_parameters(self, block: Block | None) -> bool:
-        """Whether the backward pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        return any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
-
-    def _reaches(self, parameter: nn.Parameter) -> bool:
-        if not parameter.requires_grad:
-            return False
-        known = self._accumulators.get(parameter)
-        try:
-            if known is not None and torch._C._will_engine_execute_node(known):
-                return True
-            # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
-            found = self._accumulators[parameter] = get_gradient_edge(parameter).node
-            return bool(torch._C._will_engine_execute_node(found))
-        except RuntimeError:
-            return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad
 
     def _wanted(self, block: Block) -> bool:
         return (
@@ -234,7 +216,7 @@ class Collector:
         """Forget what was captured and not used."""
         self.capture.drop()
         self.watch.forget()
-        self._accumulators = {}  # not for longer than a step: they hold on to the stream on which they were made
+        self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
         self.sums, self.calls, self.separate, self._kept = {}, {}, False, 0
 
     def close(self) -> None:
