@@ -59,7 +59,7 @@ def test_a_name_from_before_does_what_its_group_does_and_warns(old: dict[str, An
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_said_in_a_group_holds_beside_a_name_from_before(kind: Any) -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="deterministic: write"):
         opt = kind(mlp(), refresh=ekfac.Refresh(factor_every=3), deterministic=True)
     assert opt.engine.options.refresh == ekfac.Refresh(factor_every=3, deterministic=True)
 
