@@ -33,8 +33,7 @@ def refused_by_optimizer(model: nn.Module, x: Tensor, y: Tensor) -> bool:
         try:
             opt.step()
         except RuntimeError as error:
-            assert "is not the gradient that passed through its calls" in str(error)
-            return True
+            return "is not the gradient that passed through its calls" in str(error)
     return False
 
 
@@ -42,8 +41,7 @@ def refused_by_fisher(model: nn.Module, x: Tensor, y: Tensor) -> bool:
     try:
         ekfac.fisher(model, [(x, y)], "categorical", approximation="kfac", estimate="empirical")
     except RuntimeError as error:
-        assert "its gradient is not the one that passed through its calls" in str(error)
-        return True
+        return "its gradient is not the one that passed through its calls" in str(error)
     return False
 
 

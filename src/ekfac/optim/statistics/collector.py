@@ -105,7 +105,7 @@ class Collector:
             if kind != self._partition.kind:
                 self._moved()
         self.watch.before_forward()
-        if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
+        if self.capture.examples and not self.capture.separate and self.watch.nothing_there:
             self.drop()
         return True
 
@@ -120,7 +120,7 @@ class Collector:
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
-        if self.separate and not self.capture.aside:
+        if self.separate and not self.capture.separate:
             return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
@@ -141,11 +141,11 @@ class Collector:
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
-        return may_use_rows(block, self.options) and not self.capture.aside
+        return may_use_rows(block, self.options) and not self.capture.separate
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
-        """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
-        if self.capture.aside or len(calls) > 1:
+        """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
+        if self.capture.separate or len(calls) > 1:
             return False
         if self.may_use_rows(block):
             if block in self.calls or block in self.sums:
@@ -166,7 +166,7 @@ class Collector:
         memory = self.options.numerics.memory_limit
         if self._schedule.takes_factors(block):
             gathered.add_factors(self._factor_sums(block, calls, n, replay))
-        if block in self.fingerprints.unverified and not self.capture.aside:
+        if block in self.fingerprints.unverified and not self.capture.separate:
             vectors = self.fingerprints.vectors(block)
             gathered.add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
         if self._method.needs_examples:
@@ -205,7 +205,7 @@ class Collector:
             self.sums, self.calls, self.separate, self._kept = {}, {}, True, 0
         self.watch.enabled = False
         try:
-            with self.capture.statistics_aside():
+            with self.capture.separate_statistics():
                 yield
         finally:
             self.watch.enabled = True
@@ -228,7 +228,7 @@ class Collector:
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
-        """What the host can know before anything is computed; None if there is no gradient."""
+        """Return what the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         if not gradients:
             self.drop()
@@ -278,7 +278,7 @@ class Collector:
         if inputs.calls:
             self.take_calls(inputs)
         if self.separate:
-            inputs.n_statistics = float(self.capture.examples_aside)
+            inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
             counts = [self.capture.examples, int(inputs.n_statistics)]
             expected = {b: self._expected(b) for b in self._partition.covered}
@@ -319,7 +319,7 @@ class Collector:
             inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:
-        """What a GradScaler has multiplied the loss by."""
+        """Return what a GradScaler has multiplied the loss by."""
         scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
@@ -328,7 +328,7 @@ class Collector:
     # --- within the step ------------------------------------------------------------------------------------------
 
     def delta_square(self, inputs: StepInputs) -> float | Tensor:
-        """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
+        """Return what the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
 
         Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
         W processes it is N / W times. Under a sum it is the captured gradient itself.
@@ -381,7 +381,7 @@ class Collector:
 
 
 def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
-    """A batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
+    """Return a batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
 
     So an outlier does not fill the factors for hundreds of steps.
     """
