@@ -258,7 +258,7 @@ def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], k
 
 
 def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments with all that belong into a group in it; those of rules stay."""
+    """Put the arguments that belong to a group there; those of rules stay."""
     found = {name: value for name, value in arguments.items() if name not in FLAT}
     for name in (n for n in arguments if n in FLAT):
         group, option = FLAT[name]
@@ -272,7 +272,7 @@ def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments without groups, as plain data: what differs from the defaults has its name from before."""
+    """Return the arguments without groups, as plain data: what differs from the defaults, by its name from before."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if not isinstance(value, Group):
@@ -285,7 +285,7 @@ def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def damping(name: str, value: Any, step: int = 0) -> float:
-    """A positive number, or a function of the step that gives one; returns the number for ``step``."""
+    """Require a positive number, or a function of the step that gives one; return the number for ``step``."""
     if isinstance(value, type):
         raise ValueError(
             f"{name}={value!r} is a class. Allowed: a number > 0, a function of the step, AdaptiveDamping()"

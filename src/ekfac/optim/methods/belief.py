@@ -80,11 +80,11 @@ class Belief(TorchRule):
 
 
 def bound(g: Tensor, square: Tensor) -> Tensor:
-    """The factor that brings |g|^2 down to ``square``; 1 where it is below, or nothing is known yet."""
+    """Return the factor that brings |g|^2 down to ``square``; 1 where it is below, or nothing is known yet."""
     factor = (square / g.square().sum()).sqrt().clamp(max=1).nan_to_num(1.0)
     return torch.where(square > 0, factor, 1.0)
 
 
 def root_mean_square(x: Tensor) -> Tensor:
-    """The root of the mean of x^2."""
+    """Return the root of the mean of x^2."""
     return x.square().mean().sqrt()

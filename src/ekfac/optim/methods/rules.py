@@ -107,7 +107,7 @@ def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
 
 
 def bounded(square: Tensor) -> Tensor:
-    """A second moment, in place, kept from overflowing: infinity would never fade from a running average."""
+    """Keep a second moment from overflowing, in place: infinity would never fade from a running average."""
     return square.clamp_(max=torch.finfo(square.dtype).max ** 0.75)
 
 
@@ -117,7 +117,7 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
 
 
 def betas_of(own: tuple[float, float], step: BlockStep) -> tuple[float | Tensor, float]:
-    """The decays of the step's parameter group, where schedulers change them; the rule's own where it has none."""
+    """Return the decays of the step's parameter group, which schedulers change; the rule's own where it has none."""
     return own if step.rates.betas is None else step.rates.betas
 
 
