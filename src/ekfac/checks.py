@@ -82,7 +82,7 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], allowed: str)
         TypeError: If it is not; the message names the argument, its type and what is allowed.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is of type {type(value).__name__} and must be {allowed}")
+        raise TypeError(f"{name} must be {allowed}, not {type(value).__name__}")
 
 
 def device(name: str, value: Any) -> torch.device:

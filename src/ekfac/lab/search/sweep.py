@@ -144,6 +144,8 @@ def sweep(
         work(where, list(groups), devices[0] if devices else None, prune, after=tell, search=search)
     else:
         _work_together(where, studies, workers, devices, prune, on_state, search)
+    for study in studies.values():
+        study.note_waiting()
     return studies
 
 
