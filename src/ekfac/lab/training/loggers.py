@@ -76,7 +76,7 @@ class Wandb(Progress):
     def end(self, run: Run) -> None:
         """Say how it ended."""
         self._run.summary["status"] = run.status
-        self._run.finish(exit_code=0 if run.status == "finished" else 1, quiet=True)
+        self._run.finish(exit_code=0 if run.status == "finished" else 1)
 
 
 class Mlflow(Progress):
