@@ -148,7 +148,7 @@ def register(app: typer.Typer, train_signature: inspect.Signature) -> None:
     app.command(epilog="Examples:\n\n`ekfac tag runs/a baseline paper`\n\n`ekfac tag runs/a paper --remove`")(tag)
     app.command(epilog="Example:\n\n`ekfac note runs/a 'the one of figure 4'`")(note)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    left_out = ("task", "resume", "seeds", "tag", "note", "config")
+    left_out = ("task", "resume", "seeds", "tag", "note", "config", "log", "checkpoint_every", "keep_best")
     kept = [p for p in train_signature.parameters.values() if p.name not in left_out]
     _rerun.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter("run", keyword, default=_RUN, annotation=str), *kept]

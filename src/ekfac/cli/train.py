@@ -22,6 +22,7 @@ from ekfac.lab.settings import with_file
 from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.train import floors, gather
+from ekfac.lab.training.loggers import with_loggers
 from ekfac.lab.training.run import Progress, launch
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, write_tags
@@ -52,6 +53,9 @@ def signature() -> inspect.Signature:
         ("plugin", list[str], typer.Option([], "--plugin", help="Your file or module that registers more.")),
         ("out", str | None, typer.Option(None, "--out", help="Folder to record into.")),
         ("data_dir", str | None, typer.Option(None, help="Folder of the data files [default: EKFAC_DATA].")),
+        ("log", list[str], typer.Option([], "--log", help="Tell wandb or mlflow too; may be given again.")),
+        ("checkpoint_every", int | None, typer.Option(None, help="Save a checkpoint after so many steps too.")),
+        ("keep_best", bool, typer.Option(False, "--keep-best", help="Keep the best epoch's checkpoint, in best.pt.")),
         ("tag", list[str], typer.Option([], "--tag", help="A word to find the run by; may be given again.")),
         ("note", str, typer.Option("", help="A note on the run.")),
         ("resume", bool, typer.Option(False, "--resume", help="Go on with the run in --out.")),
@@ -89,13 +93,15 @@ def _train(**values: Any) -> None:
 
 
 def _one(values: dict[str, Any]) -> Run:
-    progress = Progress() if values["json"] else display.progress(Console())
+    progress = with_loggers(values["log"], Progress() if values["json"] else display.progress(Console()))
     return launch(
         with_file(values["config"], gather(values)),
         values["out"],
         data_dir=values["data_dir"],
         resume=values["resume"],
         overwrite=values["overwrite"],
+        checkpoint_every=values["checkpoint_every"],
+        keep_best=values["keep_best"],
         progress=progress,
     )
 

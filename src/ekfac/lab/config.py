@@ -49,6 +49,7 @@ class TrainConfig:
     sua: bool | None = _option(bool, "spatially uncorrelated approximation of convolutions")
     halve_every: int | None = _option(int, "halve the learning rate every so many epochs")
     cosine: bool = _option(bool, "let the learning rate fall to zero along a cosine over all epochs", False)
+    patience: int | None = _option(int, "end after so many epochs without a better validation")
     seed: int = _option(int, "seed of the initial weights and of the order of examples", 0)
     device: str = _option(str, "cpu, cuda, ... or auto", "auto")
     dtype: str = _option(str, "float32, float64, or bfloat16 (autocast; parameters stay float32)", "float32")
@@ -120,7 +121,7 @@ class TrainConfig:
 
     def _check(self) -> None:
         DATASETS.get(str(self.dataset))
-        for name in ("width", "limit", "batch_size", "epochs", "refresh_every", "halve_every"):
+        for name in ("width", "limit", "batch_size", "epochs", "refresh_every", "halve_every", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LabError(f"{name} must be at least 1, not {value}")

@@ -92,6 +92,8 @@ def key(config: TrainConfig) -> str:
         config: The settings, resolved, so that a default and the same value written out are one run.
     """
     data = {name: value for name, value in config.to_dict().items() if name not in _OUTSIDE}
+    if data["patience"] is None:
+        del data["patience"]  # it came later: names of runs without it are what they were
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:8]
     words = [config.task, config.optimizer, *(["bn"] if config.batch_norm else [])]
     for letter, name in (("lr", "lr"), ("d", "damping"), ("b", "batch_size"), ("s", "seed")):

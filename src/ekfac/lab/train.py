@@ -18,6 +18,7 @@ from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.labels import counted, describe
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import TASKS
+from ekfac.lab.training.loggers import with_loggers
 from ekfac.lab.training.run import Progress, launch
 from ekfac.lab.training.runs import Run
 
@@ -103,11 +104,12 @@ def closing(run: Run) -> str:
     if run.status == "diverged":
         return f"diverged in epoch {epoch}{where}"
     if run.status == "interrupted":
-        # The first checkpoint is that of epoch 1.
-        again = "--resume goes on" if epoch > 0 else "--overwrite starts afresh"
+        there = run.path is not None and (run.path / "checkpoint.pt").exists()
+        again = "--resume goes on" if there else "--overwrite starts afresh"
         by = signal_name(run.stopped_by)
         return f"interrupted{by} after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
-    return f"finished after epoch {epoch}{where}"
+    early = ", no better for a while" if run.history and run.history[-1].get("stopped") else ""
+    return f"finished after epoch {epoch}{early}{where}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,6 +136,9 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--plugin", action="append", default=[], help="your file or module that registers more")
     parse.add_argument("--out", help="folder to record the run in")
     parse.add_argument("--data-dir", help="folder of the data files")
+    parse.add_argument("--log", action="append", default=[], help="tell wandb or mlflow too; may be given again")
+    parse.add_argument("--checkpoint-every", type=int, help="save a checkpoint after so many steps too")
+    parse.add_argument("--keep-best", action="store_true", help="keep the best epoch's checkpoint, in best.pt")
     parse.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parse.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     parse.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
@@ -168,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data_dir=values["data_dir"],
                 resume=values["resume"],
                 overwrite=values["overwrite"],
-                progress=Progress() if values["json"] else PlainProgress(),
+                checkpoint_every=values["checkpoint_every"],
+                keep_best=values["keep_best"],
+                progress=with_loggers(values["log"], Progress() if values["json"] else PlainProgress()),
             )
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ekfac.lab.config import TrainConfig
 
 
 class Board:
@@ -15,16 +18,35 @@ class Board:
     Args:
         folder: Where the events go.
         purge_step: The first epoch that is still to come; later events of a run that was cut short do not count.
+        first_step: The same in steps.
 
     Raises:
         ImportError: If TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path, purge_step: int) -> None:
+    def __init__(self, folder: Path, purge_step: int, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         _silence_its_thread()
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+        # Events of their own: they count in steps, and what is purged is purged by that.
+        self._steps: Any = SummaryWriter(str(folder / "steps"), purge_step=first_step)
+
+    def add_settings(self, config: TrainConfig) -> None:
+        """Write the settings for TensorBoard's HPARAMS page, beside the losses that they are compared by."""
+        from torch.utils.tensorboard.summary import hparams
+
+        flat = {**config.to_dict(), **config.options}
+        plain = {name: value for name, value in flat.items() if isinstance(value, bool | int | float | str)}
+        for summary in hparams(plain, {"train_loss": 0.0, "validation_loss": 0.0}):
+            self._writer.file_writer.add_summary(summary)
+
+    def add_steps(self, losses: Sequence[float], before: int) -> None:
+        """Write the loss of every batch, those after so many steps."""
+        for number, loss in enumerate(losses, 1):
+            if math.isfinite(loss):
+                self._steps.add_scalar("batch_loss", loss, before + number)
+        self._steps.flush()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of an epoch; they are on disk when this returns."""
@@ -37,8 +59,9 @@ class Board:
 
     def close(self) -> None:
         """Close the file; what it lacks then is in metrics.jsonl."""
-        with contextlib.suppress(OSError):
-            self._writer.close()
+        for writer in (self._writer, self._steps):
+            with contextlib.suppress(OSError):
+                writer.close()
 
 
 def _silence_its_thread() -> None:

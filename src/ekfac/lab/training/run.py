@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.datasets import load_dataset
@@ -42,6 +46,8 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     checkpoints: bool = True,
+    checkpoint_every: int | None = None,
+    keep_best: bool = False,
     progress: Progress | None = None,
 ) -> Run:
     """Train a network and return what came of it.
@@ -53,6 +59,8 @@ def train(
         resume: Go on from the checkpoint in ``out``; from the start if there is none yet.
         overwrite: Remove a run that ``out`` holds.
         checkpoints: Save one after every epoch; without, a run that is cut short cannot go on.
+        checkpoint_every: Save one after so many steps too, within an epoch.
+        keep_best: Keep the checkpoint of the epoch that validates best, in ``best.pt``.
         progress: Is told how it goes.
 
     Raises:
@@ -69,7 +77,8 @@ def train(
         if folder is not None and not folder.lock.held:
             # Not made before now, so that bad input leaves no folder behind; another may have come first.
             _open(folder, config, False, overwrite)
-        return _train(run, trainer, folder, overwrite, checkpoints, progress or Progress())
+        saving = Saving(checkpoints, checkpoint_every, keep_best)
+        return _train(run, trainer, folder, overwrite, saving, progress or Progress())
     finally:
         if folder is not None:
             folder.close()
@@ -98,8 +107,21 @@ def _prepare(
     return run, trainer
 
 
+@dataclass(frozen=True)
+class Saving:
+    """Which checkpoints are saved; see :func:`train`."""
+
+    each_epoch: bool = True
+    every: int | None = None
+    best: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise LabError(f"checkpoint_every must be at least 1, not {self.every}")
+
+
 def _train(
-    run: Run, trainer: Trainer, folder: RunFolder | None, overwrite: bool, checkpoints: bool, progress: Progress
+    run: Run, trainer: Trainer, folder: RunFolder | None, overwrite: bool, saving: Saving, progress: Progress
 ) -> Run:
     try:
         if folder is not None:
@@ -107,7 +129,7 @@ def _train(
                 folder.clear()
             folder.start(run.config, run.about, run.history)
         progress.start(run)
-        _loop(trainer, run, folder, progress, checkpoints)
+        _loop(trainer, run, folder, progress, saving)
     except KeyboardInterrupt as stop:
         run.status = "interrupted"
         run.stopped_by = getattr(stop, "signal", None)
@@ -126,6 +148,8 @@ def launch(
     data_dir: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    checkpoint_every: int | None = None,
+    keep_best: bool = False,
     progress: Progress | None = None,
 ) -> Run:
     """Train as :func:`train` does, from the settings that a command line gave.
@@ -147,26 +171,61 @@ def launch(
             raise LabError(f"{out} has no checkpoint; --overwrite starts afresh")
         settings = {**stored.to_dict(), **settings}
     config = TrainConfig.from_dict(settings)
-    run = train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, progress=progress)
+    more: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_best": keep_best, "progress": progress}
+    run = train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, **more)
     for note in run.notes:
         print(f"note: {note}", file=sys.stderr)
     return run
 
 
-def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, checkpoints: bool) -> None:
+def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, saving: Saving) -> None:
+    def save(best: bool = False) -> None:
+        if folder is not None:
+            folder.save({"trainer": trainer.state_dict(), "history": run.history}, best)
+
+    def on_step(step: int, steps: int) -> None:
+        if saving.every is not None and step % saving.every == 0 and step < steps:
+            save()
+        progress.step(step, steps)
+
     def add(record: dict[str, Any]) -> None:
         run.history.append(record)
         if folder is not None:
             folder.add(record)
-            if checkpoints and trainer.epoch > 0:
-                folder.save({"trainer": trainer.state_dict(), "history": run.history})
+            if trainer.step_losses:
+                losses = torch.stack(trainer.step_losses).tolist()
+                folder.add_steps(losses, record["step"] - len(losses))
+            if saving.each_epoch and trainer.epoch > 0:
+                save()
+            if saving.best and trainer.epoch > 0 and epochs_since_best(run.history) == 0:
+                save(best=True)
         progress.epoch(record)
 
     if not run.history:
         add(trainer.initial_record())
-    while not run.history[-1]["diverged"] and trainer.epoch < given(trainer.config.epochs):
-        add(trainer.train_epoch(progress.step))
+    patience = trainer.config.patience
+    while not _over(run.history[-1]) and trainer.epoch < given(trainer.config.epochs):
+        record = trainer.train_epoch(on_step)
+        if patience is not None and epochs_since_best([*run.history, record]) >= patience:
+            record["stopped"] = True
+        add(record)
     run.status = "diverged" if run.history[-1]["diverged"] else "finished"
+
+
+def _over(record: Mapping[str, Any]) -> bool:
+    return bool(record["diverged"] or record.get("stopped"))
+
+
+def epochs_since_best(history: Sequence[Mapping[str, Any]]) -> int:
+    """Return how long ago a run validated best: by its highest accuracy, or its lowest loss without one."""
+    accurate = any(record.get("validation_accuracy") is not None for record in history)
+
+    def error(record: Mapping[str, Any]) -> float:
+        value = record.get("validation_accuracy" if accurate else "validation_loss")
+        return math.inf if value is None else -value if accurate else value
+
+    best = min(range(len(history)), key=lambda place: error(history[place]))
+    return len(history) - 1 - best
 
 
 def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = None) -> dict[str, Any]:

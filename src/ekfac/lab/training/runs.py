@@ -12,7 +12,7 @@ import hashlib
 import os
 import platform
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -134,7 +134,8 @@ class RunFolder:
     def clear(self) -> None:
         """Remove a run's files, and nothing else that may lie in the folder."""
         self.lock.acquire()
-        for pattern in ("config.json*", "metrics.jsonl*", "checkpoint.pt*", "events.out.tfevents.*"):
+        own = ("config.json*", "metrics.jsonl*", "checkpoint.pt*", "best.pt*", "events.out.tfevents.*")
+        for pattern in (*own, "steps/events.out.tfevents.*"):
             for file in self.path.glob(pattern):
                 file.unlink()
 
@@ -147,7 +148,9 @@ class RunFolder:
         sealed.write(self.config_file, sealed.dumps(content, indent=2))
         sealed.write(self.metrics_file, b"".join(sealed.dumps(record) for record in history))
         with contextlib.suppress(ImportError), _named(self.path):
-            self._board = Board(self.path, purge_step=len(history))
+            steps = history[-1]["step"] if history else 0
+            self._board = Board(self.path, purge_step=len(history), first_step=steps)
+            self._board.add_settings(config)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append an epoch's record to metrics.jsonl and the TensorBoard events, on disk when this returns."""
@@ -166,9 +169,15 @@ class RunFolder:
             with _named(self.path):
                 self._board.add(record)
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; whoever is killed meanwhile still has the old one, whole."""
-        with sealed.replacing(self.checkpoint_file) as stream:
+    def add_steps(self, losses: Sequence[float], before: int) -> None:
+        """Add the loss of every batch to the TensorBoard events, those after so many steps."""
+        if self._board is not None:
+            with _named(self.path):
+                self._board.add_steps(losses, before)
+
+    def save(self, state: Mapping[str, Any], best: bool = False) -> None:
+        """Replace the checkpoint, or that of the best epoch; whoever is killed meanwhile has the old one, whole."""
+        with sealed.replacing(self.path / "best.pt" if best else self.checkpoint_file) as stream:
             torch.save(dict(state), stream)
             stream.seek(-2, os.SEEK_END)
             stream.write(len(sealed.BLANK).to_bytes(2, "little") + sealed.BLANK.encode())
@@ -311,4 +320,5 @@ def _ends_otherwise(rest: bytes, epoch: int, must_be_sealed: bool) -> bool:
 def _status(config: TrainConfig, history: list[dict[str, Any]]) -> str:
     if history and history[-1]["diverged"]:
         return "diverged"
-    return "finished" if history and history[-1]["epoch"] >= (config.epochs or 0) else "unfinished"
+    over = bool(history) and (history[-1]["epoch"] >= (config.epochs or 0) or bool(history[-1].get("stopped")))
+    return "finished" if over else "unfinished"

@@ -42,6 +42,10 @@ class Trainer:
         self.steps_done = 0
         self.seconds = 0.0
         self.initial_loss = math.nan
+        # How far into the epoch it is, the sum of its losses so far, and when the clock was started.
+        self.step_in_epoch, self._total, self._started = 0, 0.0, 0.0
+        #: The mean loss of each batch of the last epoch, or of its steps since going on; read once an epoch.
+        self.step_losses: list[Tensor] = []
         if config.limit is not None:
             data = data.limited(config.limit)
         _check_data(config, data, self.task.input_shape)
@@ -89,16 +93,18 @@ class Trainer:
         shuffle = torch.Generator().manual_seed((self.config.seed << 20) + self.epoch)
         order = torch.randperm(len(x), generator=shuffle).to(self.device)
         self.model.train()
-        total = self._sum()
+        total, first = self._sum() + self._total, self.step_in_epoch
+        self.step_losses = []
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._synchronize()
-        start = time.perf_counter()
+        self._started = time.perf_counter()
         try:
-            for step in range(steps):
+            for step in range(first, steps):
                 self._set_lr(step / steps)
                 index = order[step * batch : (step + 1) * batch]
                 self._step(x[index], y[index], total)
+                self.step_in_epoch, self._sum_so_far = step + 1, total
                 if on_step is not None:
                     on_step(step + 1, steps)
         except RuntimeError:
@@ -106,18 +112,21 @@ class Trainer:
             if math.isfinite(total.item()):
                 raise
         self._synchronize()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - self._started
+        self.step_in_epoch, self._total = 0, 0.0
         self.epoch += 1
         self.steps_done += steps
         self.seconds += seconds
-        return self._record(total.item() / steps, steps * batch / seconds, _peak_memory(self.device))
+        rate = (steps - first) * batch / seconds
+        return self._record(total.item() / steps, rate, _peak_memory(self.device))
 
     def _step(self, x: Tensor, y: Tensor, total: Tensor) -> None:
         """Change the parameters by one batch; its mean loss before the change is added to the total."""
         self.optimizer.zero_grad()
         loss = self.task.losses(self._output(x), x, y).mean()
         loss.backward()
-        total += loss.detach()
+        self.step_losses.append(loss.detach())
+        total += self.step_losses[-1]
         self.optimizer.step()
 
     def initial_record(self) -> dict[str, Any]:
@@ -175,11 +184,16 @@ class Trainer:
             group["lr"] = base * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that going on needs, as plain data."""
+        """Return everything that going on needs, as plain data; within an epoch too, between two of its steps."""
+        inside = self.step_in_epoch > 0
+        if inside:
+            self._synchronize()
         return {
             "epoch": self.epoch,
             "steps_done": self.steps_done,
-            "seconds": self.seconds,
+            "seconds": self.seconds + (time.perf_counter() - self._started if inside else 0.0),
+            "step_in_epoch": self.step_in_epoch,
+            "total": self._sum_so_far.item() if inside else 0.0,
             "initial_loss": self.initial_loss,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -191,6 +205,7 @@ class Trainer:
         """Go on from a saved state."""
         self.epoch, self.steps_done = state["epoch"], state["steps_done"]
         self.seconds, self.initial_loss = state["seconds"], state["initial_loss"]
+        self.step_in_epoch, self._total = state.get("step_in_epoch", 0), state.get("total", 0.0)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
