@@ -64,6 +64,7 @@ bench: setup
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
 figures: setup
+	$(PY) docs/draw.py
 	$(PY) -m ekfac.lab.show.evidence --results results --docs docs
 
 figures-quick: setup
@@ -71,12 +72,11 @@ figures-quick: setup
 
 # Warnings are errors. Once its packages are there, the site is built without a network.
 docs: $(VENV)/.docs
-	$(PY) docs/draw.py
 	$(PY) -m sphinx -W --keep-going -q -b html docs site
 	@echo "written: site/index.html"
 
 $(VENV)/.docs: $(STAMP)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(PY) -m pip install --quiet -c constraints.txt furo myst-parser sphinx
 	touch $@
 
 clean:
