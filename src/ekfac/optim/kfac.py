@@ -40,7 +40,7 @@ class KFAC(Optimizer):
     With ``pi_correction=False`` it equals ``EKFAC(scaling="kronecker", damping_mode="factored")``.
 
     Args:
-        model: The model; its forward counts the examples.
+        model: The model; its first input dimension is the batch.
         params: torch's parameter groups over the model's parameters.
         lr: Learning rate.
         weight_decay: Weight decay.
