@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ekfac import checks
 from ekfac.curvature.summary import Summary, human
 from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
-from ekfac.optim.methods.belief import Belief
 from ekfac.optim.options import DAMPING, PAPER, Batch, Group, into_groups, out_of_groups
 from ekfac.optim.statistics.schedule import INTERVAL
 
