@@ -59,7 +59,7 @@ class Belief(TorchRule):
         first = count <= 1
         known = state.m / remaining(beta1, count - 1).to(state.m)
         usual = (known.square() + state.s / remaining(beta2, count - 1).to(state.s)).sum()
-        factor = shortening(step.seen, self.spike**2 * usual)
+        factor = shortening(step.seen.square().sum(), self.spike**2 * usual)
         seen = step.seen * factor
         noise = torch.where(first, 0.0, seen - known)
         blend(state.m, step.g * factor, 1 - beta1, step.ok)

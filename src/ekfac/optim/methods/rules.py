@@ -128,10 +128,10 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
-def shortening(g: Tensor, square: Tensor) -> Tensor:
-    """The factor that brings |g|^2 down to ``square``; 1 where it is below, or nothing is known yet."""
-    factor = (square / g.square().sum()).sqrt().clamp(max=1).nan_to_num(1.0)
-    return torch.where(square > 0, factor, 1.0)
+def shortening(square: Tensor, limit: Tensor) -> Tensor:
+    """The factor that brings a squared length down to ``limit``; 1 where it is below, or nothing is known yet."""
+    factor = (limit / square).sqrt().clamp(max=1).nan_to_num(1.0)
+    return torch.where(limit > 0, factor, 1.0)
 
 
 def betas_of(own: tuple[float, float], step: BlockStep) -> tuple[float | Tensor, float]:
@@ -251,7 +251,7 @@ class Anchored(Running):
     def observe(self, state: EigenState, step: BlockStep) -> None:
         if hasattr(state, "m"):  # m would hold on to a bad batch, and s begins anew in the next basis
             usual = state.m.square().sum() + (state.s / as_scalar(step.n, state.s)).sum()
-            factor = shortening(step.seen, SPIKE**2 * usual)
+            factor = shortening(step.seen.square().sum(), SPIKE**2 * usual)
             step.g, step.seen = step.g * factor, step.seen * factor
         super().observe(state, step)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
+from ekfac.curvature.factors import trace
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
@@ -388,8 +389,3 @@ def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> T
     limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
     factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
     return new * torch.where(limit > 0, factor, 1.0)
-
-
-def trace(factor: Tensor) -> Tensor:
-    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
-    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()
