@@ -18,8 +18,8 @@ from ekfac.optim.types import StepInputs
 
 #: Ratios above the first let damping fall, ratios below the second let it rise.
 GOOD, POOR = 0.75, 0.25
-#: A step is undone if the loss is higher than foreseen by this fraction of the model's terms, and damping then rises by so
-#: many powers of 1 / omega.
+#: A step is undone if the loss is higher than foreseen by this fraction of the model's terms, and damping then rises by
+#: so many powers of 1 / omega.
 SURPRISE, LEAP = 0.5, 4
 #: A fall of the loss that is smaller than so many units of its rounding tells nothing.
 ROUNDING = 16.0
@@ -40,9 +40,9 @@ class AdaptiveDamping:
         \epsilon \leftarrow \epsilon / \omega \; \text{ if } r < 1/4
 
     One batch says little, so both falls are averaged over comparisons before they are divided. Each is taken as a
-    fraction of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step after
-    which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises by
-    more. The first steps, and those that follow such a one, are all compared.
+    fraction of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step
+    after which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises
+    by more. The first steps, and those that follow such a one, are all compared.
 
     ``opt.step`` needs a closure, as for torch's LBFGS: a function that clears the gradients, computes the loss of this
     step's batch, calls backward and returns the loss. Its second call leaves gradients, buffers, captured statistics
