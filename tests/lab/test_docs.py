@@ -20,7 +20,6 @@ from torch import nn
 import ekfac
 from ekfac.cli import main as cli
 from ekfac.lab.training.run import load_run
-from ekfac.optim.methods import damping
 from ekfac.optim.options import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,14 +168,6 @@ def test_a_recipe_runs_by_itself(heading, code, tmp_path, monkeypatch):
     for name in ("opt", "optimizer"):
         if "step()" in code and "trainer" not in code and hasattr(namespace.get(name), "stats"):
             assert namespace[name].stats()["steps"] > 0
-
-
-def test_a_rule_and_a_damping_mode_of_ones_own(monkeypatch, capsys):
-    monkeypatch.setattr(damping, "DAMPING_MODES", damping.DAMPING_MODES.copy())
-    monkeypatch.setattr("ekfac.optim.methods.factory.DAMPING_MODES", damping.DAMPING_MODES)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    exec(compile(code, "CONTRIBUTING.md", "exec"), {})
-    assert float(capsys.readouterr().out) < 0.1
 
 
 # --- what pages say -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -115,7 +116,9 @@ def of_model(optimizer: Callable[..., Trains], *step_size: str) -> Callable[...,
     """
 
     def build(model: nn.Module, **options: Any) -> Trains:
-        return optimizer(model, **into_groups(options))
+        with warnings.catch_warnings():  # options of rules have their old names too
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return optimizer(model, **into_groups(options))
 
     signature = inspect.signature(optimizer)
     hidden = {*GROUPS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
