@@ -19,6 +19,9 @@ from typing import Any, BinaryIO
 DIGITS = 64
 BLANK = "sha256:" + DIGITS * "0"
 _FIELD = re.compile(rb'"checksum": ?"sha256:(?=[0-9a-f]{64}")')
+_FIRST = re.compile(rb"\s*\{\s*" + _FIELD.pattern)
+# What a seal looks like at the start of a text, whatever became of its letters.
+_SHAPE = re.compile(rb'\s*\{\s*"[^"]{8}": ?"[^"]{71}"')
 _CHUNK = 2**20
 
 
@@ -26,9 +29,13 @@ class Altered(ValueError):
     """A file is not what was written."""
 
 
-def place(text: bytes) -> int | None:
-    """Return where the digits of a seal stand in JSON text, or ``None`` if there is none."""
-    found = _FIELD.search(text)
+def place(header: bytes) -> int | None:
+    """Return where the digits of a seal stand in the header of a file, or ``None`` if there is none."""
+    found = _FIELD.search(header)
+    return _end(found)
+
+
+def _end(found: re.Match[bytes] | None) -> int | None:
     return None if found is None else found.end()
 
 
@@ -70,7 +77,7 @@ def dumps(data: dict[str, Any], indent: int | None = None) -> bytes:
     if "checksum" in data:
         raise ValueError("data has a field 'checksum' already")
     text = (json.dumps({"checksum": BLANK, **data}, indent=indent, allow_nan=False) + "\n").encode()
-    at = place(text)
+    at = _end(_FIRST.match(text))
     assert at is not None
     return text[:at] + hashlib.sha256(text).hexdigest().encode() + text[at + DIGITS :]
 
@@ -82,17 +89,19 @@ def loads(text: bytes) -> tuple[Any, bool]:
         Altered: If it is not as it was written.
         ValueError: If it is not JSON.
     """
-    at = place(text)
-    if at is not None:
-        found = hashlib.sha256(text[:at] + DIGITS * b"0" + text[at + DIGITS :]).hexdigest().encode()
-        if found != text[at : at + DIGITS]:
-            raise Altered("it was altered after it was written: its checksum does not match")
     try:
         data = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if isinstance(data, dict) and data.pop("checksum", None) is not None and at is None:
+    at = _end(_FIRST.match(text))
+    if at is not None:
+        found = hashlib.sha256(text[:at] + DIGITS * b"0" + text[at + DIGITS :]).hexdigest().encode()
+        if found != text[at : at + DIGITS]:
+            raise Altered("it was altered after it was written: its checksum does not match")
+    if at is None and _SHAPE.match(text):
         raise Altered("it was altered after it was written: its checksum is broken")
+    if at is not None:
+        del data["checksum"]
     return data, at is not None
 
 

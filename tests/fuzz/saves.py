@@ -201,5 +201,5 @@ FUZZERS = (
     Fuzzer("save-checkpoint", "a fault in a save leaves a whole checkpoint, old or new", 400, save_checkpoint),
     Fuzzer("save-operator", "a fault in a save leaves a whole operator file, old or new", 400, save_operator),
     Fuzzer("save-records", "a fault in a record leaves config and metrics readable", 400, save_records),
-    Fuzzer("disk-full", "a full disk: one line, exit 2, nothing lost", 60, train_without_space),
+    Fuzzer("disk-full", "a full disk: one line, exit 2, nothing lost", 30, train_without_space),
 )

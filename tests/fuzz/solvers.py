@@ -77,4 +77,4 @@ def _train(name: str) -> list[torch.Tensor]:
     return list(net.parameters())
 
 
-FUZZERS = (Fuzzer("solvers", "a failing decomposition does not end or spoil training", 400, fault),)
+FUZZERS = (Fuzzer("solvers", "a failing decomposition does not end or spoil training", 200, fault),)

@@ -124,4 +124,4 @@ def load(chance: random.Random, folder: Path) -> str:
     return f"{how}: borne"
 
 
-FUZZERS = (Fuzzer("states", "a changed state is refused whole, or borne", 1500, load),)
+FUZZERS = (Fuzzer("states", "a changed state is refused whole, or borne", 600, load),)

@@ -178,7 +178,7 @@ def test_a_run_whose_loss_is_not_finite_is_recorded_as_diverged(tmp_path):
 def test_a_folder_has_one_owner(tmp_path, capsys):
     with records.owned(tmp_path / "out"):
         assert main(["run", str(write(tmp_path)), "--out", str(tmp_path / "out")]) == 2
-    assert "in use by another command" in capsys.readouterr().err
+    assert "is in use by process" in capsys.readouterr().err
 
 
 def test_files_of_several_machines_lie_side_by_side(made, tmp_path):

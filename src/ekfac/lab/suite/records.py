@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ekfac import sealed
 from ekfac.lab.registry import LabError
+from ekfac.lab.training.lock import Lock
 
-RESULTS, CONFIG, LOCK = "results.jsonl", "config.json", "lock"
+RESULTS, CONFIG = "results.jsonl", "config.json"
 OVER = ("finished", "diverged")
 Record = Mapping[str, Any]
 
@@ -40,12 +41,12 @@ class Records:
     def add(self, record: Record) -> None:
         """Write one line, on disk when this returns."""
         file = self.folder / RESULTS
-        line = json.dumps(record, allow_nan=False) + "\n"
+        line = sealed.dumps(dict(record))
         with file.open("ab") as stream:
             # A line that a killed process left half-written is closed, so that this one stands alone.
             if stream.tell() and not _ends_whole(file):
                 stream.write(b"\n")
-            stream.write(line.encode())
+            stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
         self._take(record)
@@ -61,13 +62,15 @@ def _read(file: Path) -> Iterator[Record]:
     """Give the records of a file; a line that was cut short is passed over.
 
     Raises:
-        LabError: If a whole line is no record.
+        LabError: If a whole line is no record, or was altered after it was written.
     """
-    for number, line in enumerate(file.read_text().splitlines()):
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True)):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record, _ = sealed.loads(line)
+        except sealed.Altered as error:
+            raise LabError(f"{file}, line {number + 1} cannot be read: {error}") from error
         except ValueError:
             continue  # cut off by a kill: the run is made again
         if not isinstance(record, dict) or not {"key", "status"} <= record.keys():
@@ -80,27 +83,19 @@ def owned(folder: Path) -> Iterator[None]:
     """Hold a folder, so that no second command writes into it.
 
     Raises:
-        LabError: If another process holds it.
+        LabError: If another process holds it; the message says which.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as stream:
-        try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            yield
-            return
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise LabError(f"{folder} is in use by another command; wait for it, or choose another folder") from None
+    lock = Lock(folder)
+    lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def write_config(folder: Path, data: Mapping[str, Any], quick: bool) -> None:
     """Keep the configuration beside the records, for the report."""
-    part = folder / f"{CONFIG}.part"
-    part.write_text(json.dumps({"quick": quick, "configuration": data}, indent=1) + "\n")
-    part.replace(folder / CONFIG)
+    sealed.write(folder / CONFIG, sealed.dumps({"quick": quick, "configuration": data}, indent=1))
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], bool]:
@@ -111,7 +106,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bool]:
     """
     file = folder / CONFIG
     try:
-        found = json.loads(file.read_text())
+        found, _ = sealed.loads(file.read_bytes())
         return found["configuration"], found["quick"]
     except FileNotFoundError:
         raise LabError(f"{folder} holds no runs of the suite: there is no {CONFIG}") from None

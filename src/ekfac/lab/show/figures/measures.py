@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ekfac import sealed
 from ekfac.lab.registry import LabError
 from ekfac.lab.training.runs import machine, versions
 
@@ -49,13 +49,13 @@ class Measures:
                 "values": rounded,
             }
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(dict(sorted(self._entries.items())), indent=1) + "\n")
+            sealed.write(self.file, sealed.dumps(dict(sorted(self._entries.items())), indent=1))
         return rounded
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text()))
+        return dict(sealed.loads(file.read_bytes())[0])
     except (OSError, ValueError, TypeError) as error:
         raise LabError(f"{file} cannot be read: {error}") from error
 
