@@ -15,8 +15,8 @@ from ekfac.lab.training.runs import Run, RunFolder
 from ekfac.lab.training.trainer import Trainer, given
 
 # Learning rates are the best of a few, by training loss after some ten seconds: of 0.001, 0.003, 0.01 and 0.03 for
-# Adam, of the default, 0.01, 0.03 and 0.1 for EKFAC, which is EKFAC(model, lr=0.03); SGD leaves the plateau neither with
-# 0.1 nor with 0.5. Batch-norm makes another network, which is easier to train: --batch-norm lets Adam have it.
+# Adam, of the default, 0.01, 0.03 and 0.1 for EKFAC, which is EKFAC(model, lr=0.03); SGD leaves the plateau neither
+# with 0.1 nor with 0.5. Batch-norm makes another network, which is easier to train: --batch-norm lets Adam have it.
 _DEEP = {
     "SGD": TrainConfig("deep", "sgd", lr=0.1),
     "Adam": TrainConfig("deep", "adam", lr=1e-2),
