@@ -162,7 +162,9 @@ class Optimizer(Base, Grouped):
             fraction = self.lr_fraction.take(directions, inputs.ok)
             lrs = [lr * fraction for lr in lrs]
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
-        steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
+        steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
+        if self.step_size.max_change is not None:
+            steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
         if adapts:
             self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:

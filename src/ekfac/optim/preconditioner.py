@@ -121,9 +121,8 @@ class Preconditioner(Base):
 
     def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
-            for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
-                if p in inputs.gradients:
-                    inputs.gradients[p].copy_(step)
+            for p, step in direction.steps.items():
+                inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop what was captured and not used."""
