@@ -133,6 +133,7 @@ def _train(
     except KeyboardInterrupt as stop:
         run.status = "interrupted"
         run.stopped_by = getattr(stop, "signal", None)
+        run.resumable = folder is not None and folder.checkpoint_file.exists()
     finally:
         trainer.close()
         if folder is not None:

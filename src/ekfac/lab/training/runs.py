@@ -47,6 +47,7 @@ class Run:
         timed: Whether its seconds count: not where runs shared a machine.
         notes: What its reader should know, such as a file without a checksum.
         stopped_by: The signal that interrupted it, if it was not Ctrl-C.
+        resumable: Whether one that was interrupted left a checkpoint.
     """
 
     config: TrainConfig
@@ -57,6 +58,7 @@ class Run:
     timed: bool = True
     notes: list[str] = field(default_factory=list)
     stopped_by: int | None = None
+    resumable: bool = False
 
     @property
     def exit_code(self) -> int:
