@@ -16,7 +16,7 @@ CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=CO
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
-	@echo "make run        the demo: six optimizers train an auto-encoder side by side"
+	@echo "make run        the demo: SGD, Adam and EKFAC race on real digits"
 	@echo "make test       all tests but the long ones"
 	@echo "make test-fast  the maths and the optimizers alone, without what takes over a second"
 	@echo "make test-cpus  what rounding could decide, again under other instruction sets and threads"

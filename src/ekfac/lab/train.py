@@ -104,8 +104,7 @@ def closing(run: Run) -> str:
     if run.status == "diverged":
         return f"diverged in epoch {epoch}{where}"
     if run.status == "interrupted":
-        there = run.path is not None and (run.path / "checkpoint.pt").exists()
-        again = "--resume goes on" if there else "--overwrite starts afresh"
+        again = "--resume goes on" if run.resumable or epoch > 0 else "--overwrite starts afresh"
         by = signal_name(run.stopped_by)
         return f"interrupted{by} after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
     early = ", no better for a while" if run.history and run.history[-1].get("stopped") else ""

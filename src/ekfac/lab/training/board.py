@@ -17,20 +17,17 @@ class Board:
 
     Args:
         folder: Where the events go.
-        purge_step: The first epoch that is still to come; later events of a run that was cut short do not count.
-        first_step: The same in steps.
+        purge_step: The first step that is still to come; later events of a run that was cut short do not count.
 
     Raises:
         ImportError: If TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path, purge_step: int, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, purge_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         _silence_its_thread()
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
-        # Events of their own: they count in steps, and what is purged is purged by that.
-        self._steps: Any = SummaryWriter(str(folder / "steps"), purge_step=first_step)
 
     def add_settings(self, config: TrainConfig) -> None:
         """Write the settings for TensorBoard's HPARAMS page, beside the losses that they are compared by."""
@@ -45,8 +42,8 @@ class Board:
         """Write the loss of every batch, those after so many steps."""
         for number, loss in enumerate(losses, 1):
             if math.isfinite(loss):
-                self._steps.add_scalar("batch_loss", loss, before + number)
-        self._steps.flush()
+                self._writer.add_scalar("batch_loss", loss, before + number)
+        self._writer.flush()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of an epoch; they are on disk when this returns."""
@@ -54,14 +51,13 @@ class Board:
             scalars = {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
             for tag, scalar in scalars.items():
                 if isinstance(scalar, int | float) and not isinstance(scalar, bool):
-                    self._writer.add_scalar(tag, scalar, record["epoch"])
+                    self._writer.add_scalar(tag, scalar, record["step"])
         self._writer.flush()
 
     def close(self) -> None:
         """Close the file; what it lacks then is in metrics.jsonl."""
-        for writer in (self._writer, self._steps):
-            with contextlib.suppress(OSError):
-                writer.close()
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
 
 def _silence_its_thread() -> None:

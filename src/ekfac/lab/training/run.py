@@ -133,6 +133,7 @@ def _train(
     except KeyboardInterrupt as stop:
         run.status = "interrupted"
         run.stopped_by = getattr(stop, "signal", None)
+        run.resumable = folder is not None and folder.checkpoint_file.exists()
     finally:
         trainer.close()
         if folder is not None:
@@ -179,13 +180,12 @@ def launch(
 
 
 def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, saving: Saving) -> None:
-    def save(best: bool = False) -> None:
-        if folder is not None:
-            folder.save({"trainer": trainer.state_dict(), "history": run.history}, best)
+    def state() -> dict[str, Any]:
+        return {"trainer": trainer.state_dict(), "history": run.history}
 
     def on_step(step: int, steps: int) -> None:
-        if saving.every is not None and step % saving.every == 0 and step < steps:
-            save()
+        if folder is not None and saving.every is not None and step % saving.every == 0 and step < steps:
+            folder.save(state())
         progress.step(step, steps)
 
     def add(record: dict[str, Any]) -> None:
@@ -196,9 +196,9 @@ def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progre
                 losses = torch.stack(trainer.step_losses).tolist()
                 folder.add_steps(losses, record["step"] - len(losses))
             if saving.each_epoch and trainer.epoch > 0:
-                save()
+                folder.save(state())
             if saving.best and trainer.epoch > 0 and epochs_since_best(run.history) == 0:
-                save(best=True)
+                folder.save_best(state())
         progress.epoch(record)
 
     if not run.history:

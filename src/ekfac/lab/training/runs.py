@@ -47,6 +47,7 @@ class Run:
         timed: Whether its seconds count: not where runs shared a machine.
         notes: What its reader should know, such as a file without a checksum.
         stopped_by: The signal that interrupted it, if it was not Ctrl-C.
+        resumable: Whether one that was interrupted left a checkpoint.
     """
 
     config: TrainConfig
@@ -57,6 +58,7 @@ class Run:
     timed: bool = True
     notes: list[str] = field(default_factory=list)
     stopped_by: int | None = None
+    resumable: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -134,8 +136,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove a run's files, and nothing else that may lie in the folder."""
         self.lock.acquire()
-        own = ("config.json*", "metrics.jsonl*", "checkpoint.pt*", "best.pt*", "events.out.tfevents.*")
-        for pattern in (*own, "steps/events.out.tfevents.*"):
+        for pattern in ("config.json*", "metrics.jsonl*", "checkpoint.pt*", "best.pt*", "events.out.tfevents.*"):
             for file in self.path.glob(pattern):
                 file.unlink()
 
@@ -148,8 +149,7 @@ class RunFolder:
         sealed.write(self.config_file, sealed.dumps(content, indent=2))
         sealed.write(self.metrics_file, b"".join(sealed.dumps(record) for record in history))
         with contextlib.suppress(ImportError), _named(self.path):
-            steps = history[-1]["step"] if history else 0
-            self._board = Board(self.path, purge_step=len(history), first_step=steps)
+            self._board = Board(self.path, purge_step=history[-1]["step"] + 1 if history else 0)
             self._board.add_settings(config)
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -175,13 +175,13 @@ class RunFolder:
             with _named(self.path):
                 self._board.add_steps(losses, before)
 
-    def save(self, state: Mapping[str, Any], best: bool = False) -> None:
-        """Replace the checkpoint, or that of the best epoch; whoever is killed meanwhile has the old one, whole."""
-        with sealed.replacing(self.path / "best.pt" if best else self.checkpoint_file) as stream:
-            torch.save(dict(state), stream)
-            stream.seek(-2, os.SEEK_END)
-            stream.write(len(sealed.BLANK).to_bytes(2, "little") + sealed.BLANK.encode())
-            sealed.seal(stream, stream.tell() - sealed.DIGITS)
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint; whoever is killed meanwhile still has the old one, whole."""
+        _save(self.checkpoint_file, state)
+
+    def save_best(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint of the epoch that validates best."""
+        _save(self.path / "best.pt", state)
 
     def load(self, notes: list[str] | None = None) -> dict[str, Any] | None:
         """Return the checkpoint, or ``None`` if the run was killed before its first.
@@ -220,6 +220,14 @@ class RunFolder:
         finally:
             self._board = None
             self.lock.release()
+
+
+def _save(file: Path, state: Mapping[str, Any]) -> None:
+    with sealed.replacing(file) as stream:
+        torch.save(dict(state), stream)
+        stream.seek(-2, os.SEEK_END)
+        stream.write(len(sealed.BLANK).to_bytes(2, "little") + sealed.BLANK.encode())
+        sealed.seal(stream, stream.tell() - sealed.DIGITS)
 
 
 @contextlib.contextmanager
