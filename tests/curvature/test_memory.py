@@ -197,6 +197,7 @@ def test_fifty_thousand_classes_train_in_the_memory_of_a_few_gradients(scaling: 
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.over_a_second
 def test_a_tied_vocabulary_of_fifty_thousand_trains_in_reasonable_memory() -> None:
     """AdamW's step takes 74 MB here; the embedding's own numbers are 6 MB."""
     vocabulary = 50_000

@@ -166,8 +166,9 @@ def trained(make: type[ekfac.EKFAC], **options: Any) -> tuple[list[Tensor], int]
     return [p.detach() for p in model.parameters()], opt.engine.executor.step_graphs.replays
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("memory", [1, 20_000, 2**28], ids=["sums alone", "sums and calls", "calls"])
-@pytest.mark.parametrize("kind", ["anchored", "running", "per_example", "KFAC"])
+@pytest.mark.parametrize("kind", ["belief", "anchored", "running", "per_example", "KFAC"])
 @pytest.mark.parametrize("factor_every", [None, 3])
 def test_a_replay_is_given_all_that_the_step_reads(
     recording: Torch, memory: int, kind: str, factor_every: int | None
@@ -175,6 +176,7 @@ def test_a_replay_is_given_all_that_the_step_reads(
     make: type[ekfac.EKFAC] = ekfac.KFAC if kind == "KFAC" else ekfac.EKFAC
     options: dict[str, Any] = {"memory_limit": memory, "factor_every": factor_every}
     options |= {} if kind == "KFAC" else {"scaling": kind}
+    options |= {"eps": 1e-4} if kind == "belief" else {}  # where a gradient is zero, its rounding is divided by eps
     found, replays = trained(make, cuda_graphs=True, **options)
     expected, none = trained(make, cuda_graphs=False, **options)
     assert replays >= 10 and none == 0
@@ -185,7 +187,7 @@ def test_a_replay_is_given_all_that_the_step_reads(
 def small(**options: Any) -> tuple[nn.Sequential, ekfac.EKFAC]:
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
-    return model, ekfac.EKFAC(model, lr=1e-3, refresh_every=100, **options)
+    return model, ekfac.EKFAC(model, **{"lr": 1e-3, "refresh_every": 100, **options})
 
 
 def replayed(model: nn.Module, opt: ekfac.EKFAC, steps: int, sizes: tuple[int, ...] = (16,)) -> int:
@@ -199,7 +201,7 @@ def replayed(model: nn.Module, opt: ekfac.EKFAC, steps: int, sizes: tuple[int, .
 
 
 def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(recording: Torch) -> None:
-    model, opt = small()
+    model, opt = small(refresh_every=16)  # every step takes the factors of a quarter of the layers
     replayed(model, opt, 20)
     opt.engine.schedule.applied_steps = START
     assert replayed(model, opt, 40) >= 20
@@ -215,7 +217,7 @@ def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(r
 
 
 def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
-    model, opt = small()
+    model, opt = small(refresh_every=16)
     replayed(model, opt, 20)
     opt.engine.schedule.applied_steps = START
     replayed(model, opt, 120, (16, 12, 8))
@@ -280,7 +282,7 @@ def test_a_layer_that_leaves_training_is_another_step(recording: Torch) -> None:
     """Frozen batch-norm reads other statistics: what was captured of it in training would be wrong."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6)).double()
-    opt = ekfac.EKFAC(model, deterministic=True, refresh_every=100)
+    opt = ekfac.EKFAC(model, deterministic=True, refresh_every=100, factor_every=1)
     captured = []
     for training in (True, False, True):
         model[1].train(training)

@@ -12,7 +12,7 @@ from ekfac.optim.cuda.step_graphs import signature
 from ekfac.optim.executor import Answer
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import schedule
-from ekfac.optim.statistics.schedule import EARLY, START, TRIES, Intervals, early_steps
+from ekfac.optim.statistics.schedule import BATCHES, DENSE, EARLY, START, TRIES, Intervals, early_steps
 from ekfac.optim.types import BlockStep, EigenState, GroupRates, factors_of
 
 
@@ -41,7 +41,8 @@ def test_bases_turn_together_at_growing_intervals() -> None:
     assert steps[:EARLY] == list(range(EARLY)) and max(steps) < START
     gaps = [b - a for a, b in itertools.pairwise(steps[EARLY:])]
     assert all(abs(after - 1.15 * before) <= 2 for before, after in itertools.pairwise(gaps))
-    assert not Intervals(20, deterministic=True).early
+    opt = ekfac.EKFAC(nn.Linear(3, 2), refresh=ekfac.Refresh(deterministic=True))
+    assert not opt.engine.schedule.due(opt.engine.partition.blocks)[1]
 
 
 @pytest.mark.parametrize("every", [3, 20])
@@ -128,7 +129,7 @@ def test_a_new_basis_keeps_the_place_of_the_count_that_a_captured_step_holds() -
     assert float(state.count) == 0 and state.count.data_ptr() == place
 
 
-@pytest.mark.parametrize(("every", "given", "later"), [(50, None, 4), (8, None, 1), (50, 3, 3)])
+@pytest.mark.parametrize(("every", "given", "later"), [(50, None, 12), (4, None, 1), (50, 3, 3)])
 def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | None, later: int) -> None:
     opt = ekfac.EKFAC(nn.Linear(3, 2), refresh_every=every, factor_every=given)
     block = opt.engine.partition.blocks[0]
@@ -143,16 +144,16 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
     opt.state[block.key] = EigenState({"S_A": torch.ones(1, 4), "A": torch.ones(1, 4, 4)})  # its first basis is there
     assert taken(1200) == [step % later == 0 for step in range(1200, 1212)]
     if given is None:
-        assert all(taken(100))
+        assert all(taken(0))
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
 def test_layers_take_their_factors_by_turns(interval: int) -> None:
-    warm, plain = (Intervals(12 * interval, deterministic=d) for d in (False, True))
+    warm, plain = (Intervals(BATCHES * interval, deterministic=d) for d in (False, True))
     layers, steps = range(10), range(1000 * interval, 1001 * interval)
     for layer in layers:
         assert sum(warm.takes_factors(step, layer, None) for step in steps) == 1
-        assert warm.takes_factors(START - 1, layer, None)
+        assert warm.takes_factors(DENSE - 1, layer, None)
         for one in (warm, plain):  # a user's own interval, and the plain schedule: all in the same steps
             assert [one.takes_factors(step, layer, 3) for step in range(300, 306)] == [True, False, False] * 2
         assert plain.takes_factors(steps[0], layer, None)
@@ -161,10 +162,10 @@ def test_layers_take_their_factors_by_turns(interval: int) -> None:
 
 
 def taken_after_the_start(train: Callable[[ekfac.EKFAC, nn.Sequential, int], None], steps: int) -> dict[str, list[int]]:
-    """Train a network of four layers; in which of the steps from 300 on each layer's A and B took in the batch."""
+    """Train a network of four layers; in which of the steps from START on each layer's A and B took in the batch."""
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
-    opt = ekfac.EKFAC(model, lr=1e-3)
+    opt = ekfac.EKFAC(model, lr=1e-3, refresh_every=16)
     for step in range(12):
         train(opt, model, step)
     opt.engine.schedule.applied_steps = START
@@ -186,7 +187,7 @@ def plain_step(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
 
 def test_a_quarter_of_the_layers_at_a_time() -> None:
     taken = taken_after_the_start(plain_step, 16)
-    assert taken == {str(2 * i): [300 + i + 4 * k for k in range(4)] for i in range(4)}
+    assert taken == {str(2 * i): [START + i + 4 * k for k in range(4)] for i in range(4)}
 
 
 def test_no_layer_misses_its_turn_when_another_is_frozen_now_and_then() -> None:

@@ -191,14 +191,15 @@ def find_blocks(
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
-    trained = {p for p in names if p in chosen and p.requires_grad}
+    # A parameter without numbers has nothing to train, and the layer that it leaves behind has no factors.
+    trained = {p for p in names if p in chosen and p.requires_grad and p.numel()}
     modules = dict(model.named_modules(remove_duplicate=True))
     hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
     _check_patterns(modules, include, exclude)
 
     users: dict[nn.Parameter, list[Use]] = {}
     for name, module in modules.items():
-        cls = None if module in hidden else layer_class(module)
+        cls = None if module in hidden or _is_empty(module) else layer_class(module)
         for part, roles in ({} if cls is None else cls.parts(module)).items():
             use = Use(f"{name}.{part}".strip("."), module, part)
             if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
@@ -249,6 +250,10 @@ def _why(module: nn.Module, tied: bool) -> str:
     if known and type(module).forward is not known[0].forward:
         return f"{kind} has a forward of its own"
     return f"{kind} has no block in this form" if known else f"{kind} is no kind that is known"
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(p is not None and p.numel() == 0 for p in module._parameters.values())
 
 
 def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self
 
 from ekfac.curvature.operators import Curvature
@@ -58,19 +56,3 @@ class Base:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def check_model(model: Any) -> None:
-    """Refuse what is not a module with at least one trainable real parameter."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r} must be a torch.nn.Module (the model itself, not its parameters)")
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("model has no trainable parameter: nothing to precondition")
-    for name, p in trainable:
-        if isinstance(p, UninitializedParameter):
-            raise ValueError(
-                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
-            )
-        if p.is_complex():
-            raise ValueError(f"parameter '{name}' is complex ({p.dtype}). Allowed: real parameters")

@@ -59,7 +59,8 @@ class EKFAC(Optimizer):
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,
-            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it.
+            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it
+            or somebody writes another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
         betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
             schedulers find them.
         weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.

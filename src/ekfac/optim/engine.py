@@ -151,9 +151,9 @@ class Engine:
 
         # Rescaled, and back.
         P = block.layer.unstack(method.project_back(method.rescale(block, state, step), step))
-        moving = [p in inputs.gradients for p in block.parameters.values()]
+        steps = {p: P[role] for role, p in block.parameters.items() if p in inputs.gradients}
         G = step.gradient if isinstance(step.gradient, Tensor) else None
-        return Direction(block, [P[role] for role in block.parameters], moving, G, step.products)
+        return Direction(block, steps, G, step.products)
 
     def _compute_eigenbasis(self, block: Block, state: Any, inputs: StepInputs, rates: Rates) -> None:
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""

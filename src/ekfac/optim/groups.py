@@ -60,10 +60,13 @@ class Grouped(torch.optim.Optimizer):
         items = [given] if isinstance(given, Tensor) else list(given)
         parameters = [item[1] if isinstance(item, tuple) else item for item in items]
         for p in parameters:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"params holds {p!r}, which is no parameter of the model")
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         if "weight_decay" in group:
             group.setdefault("decay_vectors", True)
+        group.setdefault("lr_named", "lr" in group)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):
@@ -136,7 +139,9 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
         raise TypeError(f"params is of type {type(params).__name__}. {allowed}")
     items = list(params)
-    if items and not any(isinstance(item, dict) for item in items):
+    if not items:
+        raise ValueError(f"params is empty. {allowed}")
+    if not any(isinstance(item, dict) for item in items):
         items = [{"params": items}]
     for item in items:
         if not isinstance(item, dict) or "params" not in item:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import StepSize
@@ -49,7 +50,7 @@ class Optimizer(Base, Grouped):
         step_size: StepSize,
         course: RateCourse,
     ) -> None:
-        check_model(model)
+        checks.model(model)
         self._arguments = {**arguments, "step_size": step_size}
         self.step_size = step_size
         self.course = course
@@ -149,10 +150,10 @@ class Optimizer(Base, Grouped):
         return Rates(groups, self._group_of, (tuple(fixed), self.step_size))
 
     def _on_course(self, group: dict[str, Any]) -> bool:
-        """Tell whether the built-in course has a group's rate: nobody schedules it, nor has changed the default."""
-        untouched = self._arguments.get("lr") is not None or group["lr"] == self.defaults["lr"]
+        """Tell whether the built-in course has a group's rate: nobody schedules it, nor names it and no course."""
+        named = group["lr_named"] or bool(group["lr"] != self.defaults["lr"])
         # All of torch's schedulers note where a rate began.
-        return "initial_lr" not in group and (untouched or self.course.total_steps is not None)
+        return "initial_lr" not in group and not (self.course.automatic and named)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -161,7 +162,9 @@ class Optimizer(Base, Grouped):
             fraction = self.lr_fraction.take(directions, inputs.ok)
             lrs = [lr * fraction for lr in lrs]
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
-        steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
+        steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
+        if self.step_size.max_change is not None:
+            steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
         if adapts:
             self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:
@@ -241,10 +244,10 @@ class Optimizer(Base, Grouped):
         }
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
-        super().load_state_dict({**state_dict, "state": {}})
-        for group in self.param_groups:  # of a version that did not have them all
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
+        missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
+        groups = [{**missing, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
         self.state.update(state)
         self.engine.partition.take_states(self.state)  # torch has put a new dict there

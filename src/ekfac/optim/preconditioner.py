@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
 from ekfac.optim.engine import Engine
 from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
@@ -76,7 +77,7 @@ class Preconditioner(Base):
         grad_scaler: torch.amp.GradScaler | None = None,
         **old: Any,
     ) -> None:
-        check_model(model)
+        checks.model(model)
         options.damping("damping", damping)
         given = {
             "betas": betas,
@@ -120,9 +121,8 @@ class Preconditioner(Base):
 
     def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
-            for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
-                if p in inputs.gradients:
-                    inputs.gradients[p].copy_(step)
+            for p, step in direction.steps.items():
+                inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop what was captured and not used."""

@@ -242,15 +242,13 @@ class Direction:
 
     Attributes:
         block: The block.
-        steps: The preconditioned gradient of each of its parameters, in their order.
-        moving: Which of the parameters have a gradient.
+        steps: The preconditioned gradient of each of its parameters that has a gradient.
         gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place.
         products: See :class:`BlockStep`.
     """
 
     block: Block
-    steps: list[Tensor]
-    moving: list[bool]
+    steps: dict[nn.Parameter, Tensor]
     gradient: Tensor | None
     products: Tensor | None = None
 

@@ -52,7 +52,8 @@ class Forwards:
     def drop(self) -> None:
         """Forget all records, that of a forward that somebody interrupted too."""
         for record in self.records:
-            record.forget()
+            record.waiting = {}
+            record.listed = record.reached = record.reached_aside = record.kept = False
         self.records = []
         self._loose = None
         if not self._in_batch:

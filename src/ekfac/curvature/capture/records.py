@@ -109,11 +109,6 @@ class Record:
             )
         return n
 
-    def forget(self) -> None:
-        """Reset to the state before any backward pass."""
-        self.waiting = {}
-        self.listed = self.reached = self.reached_aside = self.kept = False
-
 
 def hand_on(receive: Receiver, held: Held, record: Record) -> None:
     """Hand on the gradients that waited for the rest of their record."""

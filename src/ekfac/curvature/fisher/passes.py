@@ -136,6 +136,8 @@ class Data:
             Blocks that have a gradient although their layers are never called.
         """
         batch = self._first()
+        if not blocks:
+            return []
         seen: dict[Block, Tensor] = {}
         vectors = {block: fingerprint.vectors_of(block) for block in blocks}
 

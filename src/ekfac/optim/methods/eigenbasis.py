@@ -96,7 +96,8 @@ class EigenMethod:
             step.seen = step.g * step.ratio
         elif step.left is not None:
             step.seen = step.left if basis is None else basis.project(step.left)
-        step.damped = lambda s: self.damp(s, step.rates.damping, basis)
+        epsilon = step.rates.damping  # not the step itself: a cycle would keep its tensors
+        step.damped = lambda s: self.damp(s, epsilon, basis)
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
         """Let the rule take in the gradient as backward left it."""

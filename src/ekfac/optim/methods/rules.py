@@ -116,13 +116,23 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
+def betas_of(own: tuple[float, float], step: BlockStep) -> tuple[float | Tensor, float]:
+    """The decays of the step's parameter group, where schedulers change them; the rule's own where it has none."""
+    return own if step.rates.betas is None else step.rates.betas
+
+
+def remaining(beta: float | Tensor, count: Tensor) -> Tensor:
+    """1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
+    return (1 - beta**count).clamp(min=1 - beta)
+
+
 def mean_gradient(state: EigenState, step: BlockStep, beta: float | Tensor, count: Tensor) -> Tensor:
     """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
     g, ok = step.g, step.ok
     if not hasattr(state, "m"):
         state.m = torch.zeros_like(g)
     blend(state.m, g, 1 - beta, ok)
-    weight = (1 - beta**count).clamp(min=1 - beta)
+    weight = remaining(beta, count)
     return state.m / weight.to(g) if ok is None else state.m * (ok / weight).to(g)
 
 
@@ -224,7 +234,7 @@ class Anchored(Running):
         root = step.damped(state.s).sqrt_()
         if hasattr(state, "m"):
             step.products = products(g, state.m, root)
-        mean = mean_gradient(state, step, self.betas[0], counted(state, g, step.ok))
+        mean = mean_gradient(state, step, betas_of(self.betas, step)[0], counted(state, g, step.ok))
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
 
 
@@ -266,18 +276,19 @@ class Adam(TorchRule):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
-        blend(state.s, squared(step.seen), 1 - self.betas[1], step.ok)
+        blend(state.s, squared(step.seen), 1 - betas_of(self.betas, step)[1], step.ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        beta1, beta2 = betas_of(self.betas, step)
         count = counted(state, step.g, step.ok)
-        mean = mean_gradient(state, step, self.betas[0], count)
-        root = (1 - self.betas[1] ** count).clamp(min=1 - self.betas[1]).sqrt().to(step.g)
+        mean = mean_gradient(state, step, beta1, count)
+        root = remaining(beta2, count).sqrt().to(step.g)
         return mean / (state.s.sqrt() / root).add_(self.eps)
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
         if "count" in state:
-            s = s / (1 - self.betas[1] ** state.count).clamp(min=1 - self.betas[1]).to(s)
+            s = s / remaining(self.betas[1], state.count).to(s)
         return s
 
 

@@ -101,7 +101,7 @@ class Partition:
             elif self.states.get(block.key):
                 self.state(block)
         self.offered = offered
-        self.parameters = [p for p in offered if p.requires_grad]
+        self.parameters = [p for p in offered if p.requires_grad and p.numel()]  # an empty one has nothing to train
         self.everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
         self.blocks = blocks
         self.generation += 1

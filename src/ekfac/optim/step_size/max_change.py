@@ -17,24 +17,19 @@ Steps = dict[nn.Parameter, Tensor]
 LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 
 
-def bound_change(
-    directions: list[Direction], lr_of: LearningRates, max_change: float | None
-) -> tuple[Steps, Tensor | None]:
+def bound_change(directions: list[Direction], lr_of: LearningRates, max_change: float) -> tuple[Steps, Tensor | None]:
     """Shorten each block's direction so that |lr p| <= (max_change / L) |theta|.
 
     lr is each parameter's own. L counts the blocks that hold weights. The root mean square of theta counts as at least
     ``FLOOR``, so that weights can leave zero.
 
     Returns:
-        All directions by parameter, and what each was multiplied by, 0 where it is zero; ``None`` where there is no
-        bound or nothing to shorten.
+        All directions by parameter, and what each was multiplied by, 0 where it is zero; ``None`` where there is
+        nothing to shorten.
     """
-    blocks = [
-        [(p, step) for p, step, moves in zip(d.block.parameters.values(), d.steps, d.moving, strict=True) if moves]
-        for d in directions
-    ]
-    if max_change is None or not any(blocks):
-        return {p: step for block in blocks for p, step in block}, None
+    blocks = [list(d.steps.items()) for d in directions]
+    if not any(blocks):
+        return {}, None
     most = max_change / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
     steps: Steps = {}
     found: dict[int, Tensor] = {}

@@ -21,11 +21,13 @@ class RateCourse:
         warmup: Steps of linear warm-up.
         anneal: Without ``total_steps``, fall as 1 / sqrt(1 + t / anneal); None for no fall.
         total_steps: Fall to zero over so many steps along a cosine.
+        automatic: Nobody has asked for it: a rate that somebody names has no course.
     """
 
     warmup: int = 0
     anneal: float | None = None
     total_steps: int | None = None
+    automatic: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("warmup", self.warmup, least=0)
@@ -54,5 +56,5 @@ def course_of(decay_steps: float | str | None, total_steps: int | None, warms_up
     if total_steps is not None:
         return RateCourse(WARMUP, None, total_steps)
     if isinstance(decay_steps, str):
-        return RateCourse(WARMUP, ANNEAL) if warms_up else RateCourse()
+        return RateCourse(WARMUP, ANNEAL, automatic=True) if warms_up else RateCourse()
     return RateCourse(0, decay_steps)
