@@ -230,7 +230,7 @@ def test_the_readmes_numbers_are_those_of_the_record():
     assert adamw is not None and ours is not None
     steps = [float(value) for value in re.findall(r"\d+, ([\d.]+)\)", ours[0])]
     shown += [f"takes {int(steps[-1])} ms", f"{int(steps[1])} to {round(steps[0])} ms each"]
-    shown.append(f"{int(ours[1]) / 1000:.1f} GB against AdamW's {int(adamw[1]) / 1000:.1f}")
+    shown.append(f"{int(ours[1]):,} MiB against AdamW's {int(adamw[1]):,}")
     assert [piece for piece in shown if piece not in text] == []
 
 
