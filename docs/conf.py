@@ -82,6 +82,7 @@ def _mathml(tex: str, block: bool) -> str:
     """MathML of what docutils knows; typewriter letters become plain ones, which it does not."""
     tex = re.sub(r"\\texttt\{([^}]*)\}", lambda match: rf"\text{{{match[1]}}}", tex).replace(r"\_", "_")
     if block and "&" in tex:
+        tex = tex.replace("&&", r"\quad")
         tex = rf"\begin{{aligned}}{tex}\end{{aligned}}"
     return str(tex2mathml(tex, as_block=block))
 

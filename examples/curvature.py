@@ -9,7 +9,7 @@ torch.manual_seed(0)
 x = torch.randn(200, 6).double()
 y = x[:, :3].argmax(1)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-optimizer = ekfac.EKFAC(model, lr=0.05, refresh_every=5)
+optimizer = ekfac.EKFAC(model, refresh_every=5)
 for _ in range(20):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()

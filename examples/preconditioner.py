@@ -10,7 +10,8 @@ x = torch.randn(512, 3, 8, 8)
 y = (x.mean((1, 2, 3)) > 0).long()
 model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 64, 2))
 
-preconditioner = Preconditioner(model, scaling="running", damping=1e-2, refresh_every=10, coverage=Coverage(sua=True))
+coverage = Coverage(sua=True)
+preconditioner = Preconditioner(model, scaling="running", damping=1e-2, refresh_every=10, coverage=coverage)
 sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=40)
 

@@ -1,4 +1,4 @@
-"""Train a small network with EKFAC where Adam stood: ten lines."""
+"""Train a small network with EKFAC in place of Adam: ten lines."""
 
 import torch
 from torch import nn

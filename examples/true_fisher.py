@@ -9,7 +9,8 @@ torch.manual_seed(0)
 x = torch.randn(512, 20)
 y = x[:, :4].argmax(1)
 model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4))
-optimizer = EKFAC(model, lr=0.05, scaling=rules.PerExample(decay=0.9), damping=1e-2, refresh_every=10)
+rule = rules.PerExample(decay=0.9)
+optimizer = EKFAC(model, lr=0.05, scaling=rule, damping=1e-2, damping_mode="plain", refresh_every=10)
 
 for step in range(60):
     index = torch.randint(len(x), (128,))

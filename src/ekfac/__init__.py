@@ -1,4 +1,4 @@
-"""Natural gradient in a Kronecker-factored eigenbasis: an optimizer, its curvature, and a lab.
+"""An optimizer that steps in a Kronecker-factored eigenbasis, its curvature, and a lab.
 
 `EKFAC` and `KFAC` are torch optimizers, and `AdaptiveDamping` a damping that they find by themselves; `Preconditioner`
 leaves the step to another one. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` hold their less common

@@ -1,4 +1,4 @@
-"""EKFAC: natural gradient descent in a Kronecker-factored eigenbasis, as a torch optimizer."""
+"""EKFAC: steps in a Kronecker-factored eigenbasis, as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ekfac.optim.step_size.rate import course_of
 
 
 class EKFAC(Optimizer):
-    r"""Natural gradient descent in a Kronecker-factored eigenbasis (George et al., 2018).
+    r"""An Adam-like step, or one of the paper's, in a Kronecker-factored eigenbasis (George et al., 2018).
 
     For every layer with input h, output gradient delta and gradient G of shape (out, in + 1):
 
