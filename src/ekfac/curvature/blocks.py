@@ -137,6 +137,7 @@ def find_blocks(
     identity: bool = False,
     unsupported: str = "diagonal",
     silent: Collection[nn.Parameter] = (),
+    frozen: bool = False,
 ) -> list[Block]:
     """Assign every trained parameter to exactly one block, in the model's order.
 
@@ -150,10 +151,11 @@ def find_blocks(
         identity: Keep every side diagonal (``basis="identity"``).
         unsupported: "diagonal" gives parameters without a layer the diagonal method, "error" refuses them.
         silent: Parameters whose layers are known never to be called; they count as without a layer.
+        frozen: Take parameters that are frozen as if they were trained.
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
-    trained = {p for p in names if p in chosen and p.requires_grad}
+    trained = {p for p in names if p in chosen and (p.requires_grad or frozen)}
     modules = dict(model.named_modules(remove_duplicate=True))
     hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules()}
     _check_patterns(modules, include, exclude)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda.executor import CudaExecutor as Executor  # or, slower: from ekfac.optim.executor import Executor
+from ekfac.optim.distributed.replicas import Replicas
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.options import EngineOptions
@@ -30,7 +31,6 @@ from ekfac.optim.statistics.gradients import block_step
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.statistics.refresh import Refresher
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import world_size
 from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs
 
 #: After so many skipped steps without another between them the user is warned.
@@ -67,12 +67,19 @@ class Engine:
         self.options = options
         self.method = method
         self.elementwise = elementwise
-        self.partition = Partition(model, options, state, lambda block: self.method_of(block).state_class)
+        self.partition = Partition(
+            model,
+            options,
+            state,
+            lambda block: self.method_of(block).state_class,
+            lambda block: self.method_of(block).numbers(block),
+        )
         self.schedule = Schedule(options, method, self.partition)
         self.executor = Executor(options, whole_steps)
         self.refresher = Refresher(self.executor)
         self.collector = Collector(options, method, self.partition, self.schedule, self.executor)
         self.collector.set_parameters(parameters)
+        self.replicas = Replicas(self)
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.
         self._skipped_at = (0, 0)
@@ -94,6 +101,8 @@ class Engine:
         def compute(inputs: StepInputs, rates: Rates) -> None:
             apply(inputs, self.directions(inputs, rates), rates)
 
+        if self.replicas.together():
+            return self.replicas.step(rates, compute)
         inputs = self.collector.inputs()
         if inputs is None:
             return None
@@ -103,7 +112,7 @@ class Engine:
         if not self.check_finite(inputs, sizes):
             return False
         self.collector.collect(inputs, dict(zip(inputs.gradients, sizes, strict=True)))
-        self.collector.verify(inputs, sizes, left)
+        self.collector.verify(inputs, list(inputs.gradients), sizes, left)
         compute(inputs, rates)
         return True
 
@@ -113,8 +122,7 @@ class Engine:
         go, inputs.ok = self.executor.check_finite(sizes, wait=any(map(self.schedule.waits, live)))
         inputs.bad = None if inputs.ok is None else inputs.ok == 0
         if not go:
-            self._skip()
-            self.collector.drop()
+            self.skip()
         return go
 
     def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
@@ -126,25 +134,36 @@ class Engine:
         blocks = [b for b in known if any(p in inputs.gradients for p in b.parameters.values())]
         parts = [partial(self.precondition_block, block, inputs, rates) for block in blocks]
         with (no_autocast if exact else tensor_cores)(self.partition.device):
+            if self.replicas.together():
+                return self.replicas.directions(blocks, inputs, rates)
             return self.executor.parallel(parts, list(map(widest, blocks)))
 
     def precondition_block(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
         """Algorithm 1 for one block, which no other's depends on."""
+        if self.schedule.renews(block):
+            self.compute_eigenbasis(block, inputs, rates)
+        return self.direction(block, inputs, rates)
+
+    def direction(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
+        """Algorithm 1 for one block with its basis as it stands."""
         method, state = self.method_of(block), self.partition.state(block)
-        renews = self.schedule.renews(block)
-        if renews:
-            self._compute_eigenbasis(block, state, inputs, rates)
         step = self._block_step(block, inputs, rates)
         method.project(block, state, step)
-        step.s_star = self.collector.scaling(block, inputs, step, renews)
+        step.s_star = self.collector.scaling(block, inputs, step)
         method.update_scaling(state, step)
         P = method.project_back(method.rescale(block, state, step), step)
         G = step.gradient if isinstance(step.gradient, Tensor) else partial(self._whole_gradient, block, inputs, rates)
         moving = [p in inputs.gradients for p in block.parameters.values()]
         return Direction(block, block.unstack(P), G, moving, step.products)
 
-    def _compute_eigenbasis(self, block: Block, state: Any, inputs: StepInputs, rates: Rates) -> None:
+    def no_direction(self, block: Block, inputs: StepInputs) -> Direction:
+        """A block that another process updates."""
+        moving = [p in inputs.gradients for p in block.parameters.values()]
+        return Direction(block, [], block.key.new_empty(0), moving)
+
+    def compute_eigenbasis(self, block: Block, inputs: StepInputs, rates: Rates) -> None:
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""
+        state = self.partition.state(block)
         (A, B), damping = factors_of(state), rates.of(block.key).damping
         if self.schedule.solves(block):
             state.strayed = 0
@@ -168,7 +187,7 @@ class Engine:
 
     def _mean(self, inputs: StepInputs) -> float | Tensor:
         """What gradients are multiplied by to be those of a mean over examples."""
-        return world_size() / inputs.n if self.options.loss_reduction == "sum" else 1.0
+        return self.options.processes.size / inputs.n if self.options.loss_reduction == "sum" else 1.0
 
     # --- between steps --------------------------------------------------------------------------------------------
 
@@ -177,7 +196,7 @@ class Engine:
         self.executor.join()
         self.read_verdict()
         if self.refresher.pending:
-            for block, near in self.refresher.poll(wait or world_size() > 1):
+            for block, near in self.refresher.poll(wait or self.options.processes.size > 1):
                 state = self.partition.peek(block)
                 if self.method.ready(state):
                     state.near = near and state.get("near", True)
@@ -187,10 +206,15 @@ class Engine:
         skipped = self.executor.was_skipped()
         if skipped:
             self.schedule.applied_steps -= 1
-            self._skip()
+            self._count_skipped()
         return skipped
 
-    def _skip(self) -> None:
+    def skip(self) -> None:
+        """Leave everything as it is: a gradient is not finite."""
+        self._count_skipped()
+        self.collector.drop()
+
+    def _count_skipped(self) -> None:
         """Count a step that changed nothing; warn if there has been nothing else for a while."""
         self.skipped_steps += 1
         applied, (at, row) = self.schedule.applied_steps, self._skipped_at
@@ -210,13 +234,20 @@ class Engine:
         due = [(b, n) for b in self.partition.covered if any(n := self.schedule.iterations_after(b))]
         self.collector.drop()
         self.schedule.applied_steps += 1
-        ready = [(b, n, state) for b, n in due if self.method.ready(state := self.partition.peek(b))]
+        ready = [(b, n) for b, n in due if self.schedule.ready(b)]
         if not ready:
             return
+        if self.replicas.together():
+            self.replicas.refresh(ready, rates)
+            return
         with self.executor.beside(self.partition.device):
-            for block, iterations, state in ready:
-                damping = rates.of(block.key).damping
-                self.method.warm_refresh(block, state, *factors_of(state), damping, self.refresher, iterations)
+            for block, iterations in ready:
+                self.warm_refresh(block, iterations, rates)
+
+    def warm_refresh(self, block: Block, iterations: tuple[int, int], rates: Rates) -> None:
+        """Bring a block's basis nearer to its factors' own, between two steps."""
+        state, damping = self.partition.state(block), rates.of(block.key).damping
+        self.method.warm_refresh(block, state, *factors_of(state), damping, self.refresher, iterations)
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""

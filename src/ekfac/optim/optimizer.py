@@ -13,6 +13,7 @@ from typing_extensions import Self
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
 from ekfac.optim.base import Base, check_model
+from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.state import checkpoint
@@ -154,9 +155,10 @@ class Optimizer(Base, Grouped):
         fraction = self.lr_fraction.take(directions, inputs.ok)
         lrs = [group.lr * fraction for group in rates.groups]
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
-        steps, factors = bound_change(directions, lr_of, self.max_change)
+        processes = self.engine.options.processes
+        steps, factors = bound_change(directions, lr_of, self.max_change, processes)
         self.lr_fraction.follow(directions, factors, inputs.ok)
-        steps = self.kl_clip(steps, directions, lr_of)
+        steps = self.kl_clip(steps, directions, lr_of, processes)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs.ok)
 
@@ -208,13 +210,20 @@ class Optimizer(Base, Grouped):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, and under "ekfac" counters and the model's parameter names; all plain data."""
-        extra = checkpoint.engine_state(self.engine)
+        """Return torch's state dict, and under "ekfac" counters and the model's parameter names; all plain data.
+
+        Where several processes train together each has a part of the state. All of them must call this, and all get
+        the whole; it can be loaded by any number of processes.
+        """
+        self.engine.settle(wait=True)
+        whole = whole_state(self.engine)
+        extra = checkpoint.engine_state(self.engine, whole)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
         extra["pace"] = self.lr_fraction.save()
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         saved = super().state_dict()
-        return {**saved, "state": {index: dict(state) for index, state in saved["state"].items()}, "ekfac": extra}
+        state = {index: whole.states[p] for index, p in enumerate(self._all_parameters()) if p in whole.states}
+        return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
@@ -239,6 +248,7 @@ class Optimizer(Base, Grouped):
         self.state.clear()
         self.state.update(state)
         self.engine.partition.states = self.state  # torch has put a new dict there
+        keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]
         self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)
         if self._adaptation is not None:

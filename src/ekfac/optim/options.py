@@ -16,6 +16,7 @@ from ekfac.checks import number as number
 from ekfac.checks import one_of as one_of
 from ekfac.checks import patterns as patterns
 from ekfac.curvature.blocks import MAX_FACTOR_DIM
+from ekfac.optim.distributed.processes import DEFAULT, Processes
 
 
 def damping(name: str, value: Any, step: int = 0) -> float:
@@ -66,6 +67,8 @@ class CaptureArguments(TypedDict, total=False):
             what was captured and the sums themselves. One example at a time is the least. Default 256 MiB.
         cuda_graphs: Capture repeated steps in CUDA graphs (one a batch size). Default True.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
     """
 
     refresh_every: int | None
@@ -83,6 +86,7 @@ class CaptureArguments(TypedDict, total=False):
     memory_limit: int
     cuda_graphs: bool
     grad_scaler: torch.amp.GradScaler | None
+    process_group: Any
 
 
 class CurvatureArguments(CaptureArguments, total=False):
@@ -150,6 +154,7 @@ class EngineOptions:
     memory_limit: int = 2**28
     cuda_graphs: bool = True
     grad_scaler: torch.amp.GradScaler | None = None
+    process_group: Any = DEFAULT
 
     def __post_init__(self) -> None:
         if self.refresh_every is not None:
@@ -178,6 +183,12 @@ class EngineOptions:
         object.__setattr__(self, "exclude", patterns("exclude", self.exclude))
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
             raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+        Processes(self.process_group)
+
+    @property
+    def processes(self) -> Processes:
+        """The ranks that share statistics."""
+        return Processes(self.process_group)
 
     @classmethod
     def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:

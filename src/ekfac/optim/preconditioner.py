@@ -12,6 +12,7 @@ from typing_extensions import Self, Unpack
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
 from ekfac.optim.base import Base, check_model
+from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.factory import build_engine
 from ekfac.optim.options import CurvatureArguments, Damping
 from ekfac.optim.state import checkpoint
@@ -96,6 +97,8 @@ class Preconditioner(Base):
 
     def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
+            if not direction.steps:  # another process's
+                continue
             for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
                 if p in inputs.gradients:
                     inputs.gradients[p].copy_(step)
@@ -112,10 +115,12 @@ class Preconditioner(Base):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, keyed by parameter name, as plain data."""
-        extra = checkpoint.engine_state(self.engine)
+        """Return everything, keyed by parameter name, as plain data; with several processes, all must call this."""
+        self.engine.settle(wait=True)
+        whole = whole_state(self.engine)
+        extra = checkpoint.engine_state(self.engine, whole)
         names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
-        return {"state": {names[p]: dict(s) for p, s in self.state.items() if p in names}, "ekfac": extra}
+        return {"state": {names[p]: s for p, s in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
@@ -125,6 +130,7 @@ class Preconditioner(Base):
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
+        keep_own(self.engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)

@@ -233,7 +233,8 @@ class Direction:
 
     Attributes:
         block: The block.
-        steps: The preconditioned gradient of each of its parameters, in their order.
+        steps: The preconditioned gradient of each of its parameters, in their order; none where another process
+            updates them.
         gradient: What was preconditioned, ``[G, O, C]``, or what gives it.
         moving: Which of the parameters have a gradient.
         products: See :class:`BlockStep`.

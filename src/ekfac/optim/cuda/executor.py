@@ -16,7 +16,6 @@ from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.executor import Answer, Executor
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import world_size
 
 if TYPE_CHECKING:
     from ekfac.optim.engine import Engine
@@ -44,7 +43,7 @@ class CudaExecutor(Executor):
     def graphs_possible(self, device: torch.device) -> bool:
         """Tell whether a CUDA graph may hold what happens on a device."""
         o = self.options
-        return o.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and world_size() == 1
+        return o.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
 
     def replay(
         self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Callable[[StepInputs, Rates], None]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.distributed.states import SOLVER, WholeState
 from ekfac.optim.engine import Engine
 from ekfac.optim.statistics.partition import fits
 
@@ -16,32 +17,31 @@ VERSION = 4
 COUNTS = ("count", "examples")
 
 
-def engine_state(engine: Engine) -> dict[str, Any]:
+def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
     """Counters, and names and shapes of the parameters, as plain data."""
-    engine.settle(wait=True)
-    refresher = engine.refresher
+    counters = whole.counters
     return {
         "version": VERSION,
         "applied_steps": engine.schedule.applied_steps,
         "skipped_steps": engine.skipped_steps,
-        "refreshes": refresher.refreshes,
-        "warm_refreshes": refresher.warm_refreshes,
-        "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
-        "fallbacks": dict(refresher.fallbacks),
+        "refreshes": counters["refreshes"],
+        "warm_refreshes": counters["warm_refreshes"],
+        "residual_drift": whole.drift,
+        "fallbacks": {name.removeprefix(SOLVER): n for name, n in counters.items() if name.startswith(SOLVER)},
         "kind": engine.method.kind,
-        "lengths_wanted": engine.collector.watch.lengths_wanted,
-        "put_away": _put_away(engine),
+        "lengths_wanted": whole.lengths_wanted,
+        "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.partition.silent],
     }
 
 
-def _put_away(engine: Engine) -> list[dict[str, Any]]:
+def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
     """The state of frozen blocks, by the names of their parameters."""
     names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
     return [
         {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
-        for (covered, key), state in engine.partition.put_away.items()
+        for (covered, key), state in whole.put_away.items()
     ]
 
 
@@ -116,11 +116,12 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.skipped_steps = saved["skipped_steps"]
     partition.generation += 1
     refresher.forget()
-    refresher.refreshes = saved["refreshes"]
-    refresher.warm_refreshes = saved["warm_refreshes"]
+    first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum
+    refresher.refreshes = saved["refreshes"] if first else 0
+    refresher.warm_refreshes = saved["warm_refreshes"] if first else 0
     refresher.drift = torch.tensor(saved["residual_drift"])
     refresher.fallbacks.clear()
-    refresher.fallbacks.update(saved["fallbacks"])
+    refresher.fallbacks.update(saved["fallbacks"] if first else {})
 
 
 def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
+from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.executor import Executor
@@ -28,9 +28,9 @@ from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.factored_gradient import Rows, may_use_rows, rows_are_cheaper, rows_of
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch
-from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes, reduced_zeros, world_size
+from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes, reduced_zeros
 from ekfac.optim.types import BlockStep, KeptCalls, Rates, StepInputs, as_scalar
 
 
@@ -60,7 +60,7 @@ class Collector:
         self.executor = executor
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self._accumulators: dict[nn.Parameter, Node] = {}
-        self.fingerprints = Fingerprints()
+        self.fingerprints = Fingerprints(options.processes)
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
@@ -71,7 +71,7 @@ class Collector:
             partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
             options.batch_dim,
         )  # fmt: skip
-        self.watch = GradientWatch([])
+        self.watch = GradientWatch([], options.processes)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -247,17 +247,15 @@ class Collector:
 
     def _check_captured(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
-        if self.capture.examples == 0:
-            raise RuntimeError(
-                "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
-                "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
-            )
+        alone = self._options.processes.size == 1
+        if self.capture.examples == 0 and alone:
+            raise self.no_examples()
         missing = [
             b
             for b in self._partition.covered
             if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
-        if not missing or world_size() > 1:
+        if not missing or not alone:
             return
         warnings.warn(
             "these layers have gradients but their forward was never called, so they get the diagonal method: "
@@ -268,6 +266,13 @@ class Collector:
         self._partition.silent.update(p for b in missing for p in b.parameters.values())
         self.set_parameters(self._partition.offered)
 
+    def no_examples(self) -> RuntimeError:
+        """What is wrong where there are gradients but nothing was captured."""
+        return RuntimeError(
+            "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
+            "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
+        )
+
     def collect(self, inputs: StepInputs, sizes: dict[nn.Parameter, Tensor]) -> None:
         """Take the statistics of calls that were kept, and sum all of them over processes.
 
@@ -276,14 +281,18 @@ class Collector:
         self.take_calls(inputs)
         if self.separate:
             inputs.n_statistics = float(self.capture.examples_aside)
-        if world_size() > 1:
+        partition = self._partition
+        if self._options.processes.size > 1:
             counts = [self.capture.examples, int(inputs.n_statistics)]
-            expected = {b: self._expected(b) for b in self._partition.covered}
-            totals = reduce_over_processes(inputs.sums, expected, counts, self._partition.device)
+            expected = {b: self._expected(b) for b in partition.covered}
+            totals = reduce_over_processes(partition.owners, inputs.sums, expected, counts, partition.device)
             inputs.n, inputs.n_statistics = totals
-        for block in self._partition.covered:
+            for block in partition.covered:
+                if not partition.owners.mine(block):
+                    partition.note_elsewhere(members(block), factors=expected[block].factors)
+        for block in partition.covered:
             gathered = inputs.sums.get(block)
-            if "A" in self._partition.peek(block) or (gathered is not None and gathered.factors is not None):
+            if partition.has_factors(block) or (gathered is not None and gathered.factors is not None):
                 continue
             if any(bool(sizes[p] > 0) for p in block.parameters.values() if p in sizes):
                 raise RuntimeError(
@@ -307,11 +316,20 @@ class Collector:
         unverified = block in self.fingerprints.unverified and not self.separate
         return Expected(self._schedule.takes_factors(block), scaling, unverified)
 
-    def verify(self, inputs: StepInputs, sizes: list[Tensor], left: list[Tensor]) -> None:
-        """Check that gradients are those that passed through the calls, and find what was done to them since."""
+    def verify(
+        self, inputs: StepInputs, parameters: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor]
+    ) -> None:
+        """Check that gradients are those that passed through the calls, and find what was done to them since.
+
+        Args:
+            inputs: What the step has gathered.
+            parameters: Those whose gradients backward has left here.
+            sizes: The largest magnitude of each of these gradients.
+            left: The same as backward left it.
+        """
         scale = self.loss_scale()
         self.fingerprints.verify(inputs, self.watch, scale)
-        inputs.rescaled = self.watch.rescaling(list(inputs.gradients), sizes, left, scale)
+        inputs.rescaled = self.watch.rescaling(parameters, sizes, left, scale)
 
     def loss_scale(self) -> float | Tensor:
         """What a GradScaler has multiplied the loss by."""
@@ -331,7 +349,7 @@ class Collector:
         scale = self.loss_scale()
         if self._options.loss_reduction == "sum":
             return 1 / (n * scale * scale)
-        w = world_size()
+        w = self._options.processes.size
         return n / (w * w * scale * scale)
 
     def rows(self, block: Block, inputs: StepInputs, rates: Rates) -> Rows | None:
@@ -351,7 +369,7 @@ class Collector:
         rows = rows_of(block, call, n)
         return rows if self.fingerprints.agree(block, rows, [inputs.gradients[p] for p in parameters]) else None
 
-    def scaling(self, block: Block, inputs: StepInputs, step: BlockStep, renewed: bool) -> Tensor | None:
+    def scaling(self, block: Block, inputs: StepInputs, step: BlockStep) -> Tensor | None:
         """Algorithm 1, ComputeScalings: s* of this step's examples, in the basis that is now in use."""
         if not (block.covered and self._method.needs_examples):
             return None
@@ -361,16 +379,28 @@ class Collector:
             if isinstance(step.gradient, Rows) and step.gradient.one_each:
                 sums.add_scaling(step.gradient.scaling_sum(step.basis))
             else:
-                memory = self._options.memory_limit
-                for calls, count in sums.held:
-                    sums.add_scaling(statistics.scaling_sum(block, calls, count, step.basis, memory))
+                self._take_held(block, sums, step.basis)
             sums.held = []
-        if world_size() > 1 and renewed:
-            sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
-            dist.all_reduce(sums.scaling)
         if sums.scaling is None:
             return None
         return inputs.masked(sums.scaling * as_scalar(self.delta_square(inputs.n_statistics), sums.scaling))
+
+    def _take_held(self, block: Block, sums: BlockSums, basis: Basis) -> None:
+        for calls, count in sums.held:
+            sums.add_scaling(statistics.scaling_sum(block, calls, count, basis, self._options.memory_limit))
+
+    def held_scaling(self, blocks: list[Block], inputs: StepInputs) -> dict[Block, list[Tensor]]:
+        """The sums of s* over this process's examples, in bases that were renewed in this step."""
+        found = {}
+        for block in blocks:
+            sums = inputs.sums.setdefault(block, BlockSums())
+            basis = self._method.basis(block, self._partition.state(block))
+            assert basis is not None
+            self._take_held(block, sums, basis)
+            sums.held = []
+            sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
+            found[block] = [sums.scaling]
+        return found
 
 
 def widest(block: Block) -> int:

@@ -14,7 +14,6 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns
 from ekfac.curvature.layers.base import Call, LinearLayer
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import world_size
 
 
 @dataclass
@@ -61,7 +60,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
         and options.loss_reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
-        and world_size() == 1
+        and options.processes.size == 1
     )
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
+from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.gradients import GradientWatch
-from ekfac.optim.statistics.sums import world_size
 from ekfac.optim.types import StepInputs
 
 #: Gradients that are touched before every step, by clipping say, are given up on after so many.
@@ -18,9 +18,14 @@ TRIES = 20
 
 
 class Fingerprints:
-    """Compares ``.grad`` with what the layers' calls account for."""
+    """Compares ``.grad`` with what the layers' calls account for.
 
-    def __init__(self) -> None:
+    Args:
+        processes: Those that ``.grad`` is the average of.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
         #: How often somebody had touched the gradients of a block before they could be compared.
@@ -53,7 +58,7 @@ class Fingerprints:
                 continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
             gradients = [inputs.gradients[p] * loss_scale for p in parameters]
-            if fingerprint.differs(block, gradients, of_calls / world_size(), self.vectors(block)):
+            if fingerprint.differs(block, gradients, of_calls / self._processes.size, self.vectors(block)):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "

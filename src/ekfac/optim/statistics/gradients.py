@@ -16,14 +16,20 @@ from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
-from ekfac.optim.statistics.sums import differ_between_processes, world_size
+from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
 
 
 class GradientWatch:
-    """Note the largest magnitude of every gradient at the end of each backward pass."""
+    """Note the largest magnitude of every gradient at the end of each backward pass.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    Args:
+        parameters: Those to watch.
+        processes: Those that average their gradients.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
+        self._processes = processes
         self.enabled = True
         #: Whether all gradients come from one backward pass, before which there were none.
         self.single_pass = False
@@ -118,11 +124,13 @@ class GradientWatch:
         for p, length in zip(known, lengths, strict=True):
             apart = (_ratio(self._lengths[p], length, loss_scale) / ratios[p] - 1).abs()
             ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
-        if world_size() > 1:
+        if self._processes.size > 1:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
             noted = dict(zip(live, left, strict=True))
-            apart = differ_between_processes([noted.get(p) for p in self._parameters], self._parameters[0].device)
+            apart = differ_between_processes(
+                self._processes, [noted.get(p) for p in self._parameters], self._parameters[0].device
+            )
             for p, by_hand in zip(self._parameters, apart, strict=True):
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
@@ -172,3 +180,14 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     if not tensors:
         return []
     return list(torch._foreach_norm(tensors, float("inf")))
+
+
+def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:
+    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+
+    A process that has None has no say.
+    """
+    none = torch.full((), torch.inf, dtype=torch.float64, device=device)
+    mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])
+    smallest, negative = processes.least(mine).unbind(1)
+    return -negative - smallest > 1e-6 * -negative

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.types import BlockState
 
@@ -23,6 +24,7 @@ class Partition:
         options: What is covered.
         state: Where each block keeps its tensors, by its first parameter: torch's ``optimizer.state``.
         state_class: What a block's state is.
+        numbers: How many numbers are kept for a block.
     """
 
     def __init__(
@@ -31,11 +33,16 @@ class Partition:
         options: EngineOptions,
         state: MutableMapping[Tensor, Any],
         state_class: Callable[[Block], type[BlockState]],
+        numbers: Callable[[Block], int],
     ) -> None:
         self.model = model
         self.states = state
         self._options = options
         self._state_class = state_class
+        self.owners = Owners(options.processes, numbers)
+        #: Blocks of other processes whose factors, and whose bases, are known there.
+        self.factors_elsewhere: set[Members] = set()
+        self.ready_elsewhere: set[Members] = set()
         #: Grows whenever tensors that a CUDA graph may hold on to were replaced.
         self.generation = 0
         #: What the optimizer was given, and those of them that are trained now: the others are frozen.
@@ -62,8 +69,8 @@ class Partition:
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
-        """The blocks that these parameters would be assigned to."""
+    def blocks_of(self, parameters: Iterable[nn.Parameter], frozen: bool = False) -> list[Block]:
+        """The blocks that these parameters would be assigned to; with ``frozen``, if none of them were frozen."""
         o = self._options
         return find_blocks(
             self.model,
@@ -73,8 +80,9 @@ class Partition:
             sua=o.sua,
             max_factor_dim=o.max_factor_dim,
             identity=o.basis == "identity",
-            unsupported=o.unsupported,
-            silent=self.silent,
+            unsupported="diagonal" if frozen else o.unsupported,
+            silent=() if frozen else self.silent,
+            frozen=frozen,
         )
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> set[Block]:
@@ -103,7 +111,19 @@ class Partition:
         self.covered = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
         self.layer_of = layers_in_order(self.model)
         self._layout = tuple(p.requires_grad for p in offered)
+        self.assign_owners()
         return new
+
+    def assign_owners(self) -> None:
+        """Give every parameter an owner among the processes that train together."""
+        size = self._options.processes.size
+        if size != self.owners.size > 1:
+            raise RuntimeError(
+                f"the process group had {self.owners.size} ranks, which share this optimizer's state, and now has "
+                f"{size}: save state_dict() on all of them before, and load it into a new optimizer"
+            )
+        if size > 1:
+            self.owners.assign(self.blocks_of(self.offered, frozen=True))
 
     def is_frozen(self) -> bool:
         """Tell whether nothing is to be trained now."""
@@ -130,6 +150,17 @@ class Partition:
         if found:  # from a checkpoint, or the momentum alone
             self.states[block.key] = state
         return state
+
+    def has_factors(self, block: Block) -> bool:
+        """Tell whether A and B of a block are known, here or at its owner."""
+        return "A" in self.peek(block) or members(block) in self.factors_elsewhere
+
+    def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
+        """Note what another process now has of a block that it owns."""
+        if factors:
+            self.factors_elsewhere.add(block)
+        if ready:
+            self.ready_elsewhere.add(block)
 
     def _pop(self, block: Block) -> BlockState:
         """Take a block's state away; momentum, which belongs to the parameter, stays."""

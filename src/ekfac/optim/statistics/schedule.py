@@ -9,7 +9,7 @@ from typing import Any
 from ekfac.curvature.blocks import Block
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.partition import Partition, members
 
 #: So many first steps refresh all bases, with the step's own batch among the factors: while these still gain rank, a
 #: basis that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each
@@ -139,8 +139,13 @@ class Schedule:
         """Whether this step begins with a full solve for the block's basis."""
         if not block.covered:
             return False
+        strayed = self._partition.peek(block).strayed >= TRIES
+        return strayed or not self.ready(block) or self.intervals.solves(self.applied_steps)
+
+    def ready(self, block: Block) -> bool:
+        """Whether there is a basis, here or at the block's owner."""
         state = self._partition.peek(block)
-        return not self._method.ready(state) or state.strayed >= TRIES or self.intervals.solves(self.applied_steps)
+        return self._method.ready(state) or members(block) in self._partition.ready_elsewhere
 
     def renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ekfac import checks
-from ekfac.optim.step_size.max_change import LearningRates, Steps
+from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.step_size.max_change import ALONE, LearningRates, Steps
 from ekfac.optim.types import Direction
 
 
@@ -24,14 +25,18 @@ class KLClip:
         #: How many steps were shortened, counted on the device.
         self.hits: Tensor | float = 0.0
 
-    def __call__(self, steps: Steps, directions: list[Direction], lr_of: LearningRates) -> Steps:
+    def __call__(
+        self, steps: Steps, directions: list[Direction], lr_of: LearningRates, processes: Processes = ALONE
+    ) -> Steps:
         """Return the steps, shortened where they have to be."""
-        if self.bound is None or not steps:
+        if self.bound is None or not directions:
             return steps
-        gradients = {p: g for d in directions for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
+        here = [d for d in directions if d.steps]
+        gradients = {p: g for d in here for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
-        size = torch.stack([term.to(terms[0]) for term in terms]).sum()
+        none = directions[0].block.key.new_zeros((), dtype=torch.float64)
+        size = processes.sum(torch.stack([none, *(term.to(none) for term in terms)]).sum())
         nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
         if not isinstance(self.hits, Tensor):
             self.hits = torch.full((), self.hits, device=nu.device)

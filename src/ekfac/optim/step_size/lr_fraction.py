@@ -55,7 +55,7 @@ class LRFraction:
         if self._next is None:
             if not directions:
                 return self.start
-            self.load([self.start, 0.0], directions[0].steps[0].device)
+            self.load([self.start, 0.0], directions[0].block.key.device)
         assert self._next is not None
         fraction, t, late, long = self._next
         now = fraction.clone()

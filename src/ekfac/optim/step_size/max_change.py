@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.types import Direction
 
 #: The least that the root mean square of weights counts as.
 FLOOR = 1e-3
+
+ALONE = Processes(None)
 
 Pair = tuple[nn.Parameter, Tensor]
 Steps = dict[nn.Parameter, Tensor]
@@ -18,7 +21,7 @@ LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 
 
 def bound_change(
-    directions: list[Direction], lr_of: LearningRates, max_change: float | None
+    directions: list[Direction], lr_of: LearningRates, max_change: float | None, processes: Processes = ALONE
 ) -> tuple[Steps, Tensor | None]:
     """Shorten each block's direction so that |lr p| <= (max_change / L) |theta|.
 
@@ -26,16 +29,18 @@ def bound_change(
     ``FLOOR``, so that weights can leave zero.
 
     Returns:
-        All directions by parameter, and what each was multiplied by, 0 where it is zero; ``None`` where there is no
-        bound or nothing to shorten.
+        The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is
+        zero; ``None`` where there is no bound or nothing to shorten.
     """
+    moving = [[p for p, moves in zip(d.block.parameters.values(), d.moving, strict=True) if moves] for d in directions]
     blocks = [
         [(p, step) for p, step, moves in zip(d.block.parameters.values(), d.steps, d.moving, strict=True) if moves]
+        if d.steps else []
         for d in directions
-    ]
-    if max_change is None or not any(blocks):
+    ]  # fmt: skip
+    if max_change is None or not any(moving):
         return {p: step for block in blocks for p, step in block}, None
-    most = max_change / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
+    most = max_change / max(1, sum(any(p.dim() > 1 for p in block) for block in moving))
     steps: Steps = {}
     found: dict[int, Tensor] = {}
     for indices in _of_one_kind(blocks):
@@ -51,9 +56,8 @@ def bound_change(
         found.update(zip(indices, torch.where(length > 0, factors, 0.0).unbind(), strict=True))
         for block, factor in zip(alike, factors.unbind(), strict=True):
             steps.update({p: step * factor for p, step in block})
-    first = next(iter(found.values()))
-    none = torch.zeros_like(first)
-    return steps, torch.stack([found.get(index, none).to(first) for index in range(len(blocks))])
+    none = directions[0].block.key.new_zeros((), dtype=torch.float64)
+    return steps, processes.sum(torch.stack([found.get(index, none).to(none) for index in range(len(blocks))]))
 
 
 def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:
