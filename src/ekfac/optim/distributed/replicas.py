@@ -8,7 +8,7 @@ replicas are equal to the bit with any number of threads, on unlike processors, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,7 +68,9 @@ class Replicas:
         """Take a step together with all other processes; returns what :meth:`Engine.step` does."""
         engine, collector = self._engine, self._engine.collector
         self._check_model()
-        inputs, sizes, left = None, [], []
+        inputs: StepInputs | None = None
+        sizes: list[Tensor] = []
+        left: list[Tensor] = []
         finite = True
         try:
             inputs = collector.inputs()
@@ -198,7 +200,7 @@ class Replicas:
         found = self._run(parts)
         return self._with_products([found.get(b) or engine.no_direction(b, inputs) for b in blocks])
 
-    def _run(self, parts: list[tuple[Block, Callable[[], T]]]) -> dict[Block, T]:
+    def _run(self, parts: Sequence[tuple[Block, Callable[[], T]]]) -> dict[Block, T]:
         """Run independent parts; one that fails is left out, and all processes hear of it at the end of the step."""
 
         def guarded(part: Callable[[], T]) -> T | None:
@@ -235,7 +237,7 @@ class Replicas:
         for block in blocks:
             state, shape = partition.state(block), block.shape
             sides = {"A": (shape.inputs, block.diagonal_A), "B": (shape.out, block.diagonal_B)}
-            sizes = {f"S_{side}": (shape.groups, d) for side, (d, _) in sides.items()}
+            sizes: dict[str, tuple[int, ...]] = {f"S_{side}": (shape.groups, d) for side, (d, _) in sides.items()}
             sizes |= {f"U_{side}": (shape.groups, d, d) for side, (d, diagonal) in sides.items() if not diagonal}
             for name, size in sizes.items():
                 if name not in state or (name.startswith("U") and state[name].shape != size):

@@ -67,7 +67,7 @@ def whole_state(engine: Engine) -> WholeState:
         everyone = processes.gather((described, dict(counters), drift, watch.lengths_wanted))
         counters = sum((Counter(c) for _, c, _, _ in everyone), Counter())
         drift = max(d for _, _, d, _ in everyone)
-        found, tensors = {}, {}
+        found, tensors = {}, dict[int, list[Tensor]]()
         for rank, (theirs, _, _, _) in enumerate(everyone):
             for place in places:
                 if (name := _named(names, place)) in theirs:
