@@ -5,14 +5,20 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 # Tests run in one process per core, so each of them takes one thread.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
+# Other kernels of torch, MKL and oneDNN, one thread and two. On an AMD EPYC MKL_ENABLE_INSTRUCTIONS changes no bit;
+# MKL_CBWR does.
+CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
+	ATEN_CPU_CAPABILITY=avx2,MKL_ENABLE_INSTRUCTIONS=AVX2,OMP_NUM_THREADS=2 \
+	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,OMP_NUM_THREADS=2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint types format bench figures figures-quick clean
+.PHONY: help setup run test test-cpus test-slow lint types format bench figures figures-quick clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
 	@echo "make run        the demo: six optimizers train an auto-encoder side by side"
 	@echo "make test       all tests but the long ones"
+	@echo "make test-cpus  what rounding could decide, again under other instruction sets and threads"
 	@echo "make test-slow  the long ones"
 	@echo "make lint       ruff: rules and formatting"
 	@echo "make types      mypy, strict"
@@ -34,6 +40,10 @@ run: setup
 
 test: setup
 	$(PYTEST)
+
+test-cpus: setup
+	@set -e; for cpu in $(CPUS); do echo "== $$cpu"; \
+	env OMP_WAIT_POLICY=passive $$(echo $$cpu | tr , ' ') $(PY) -m pytest -q -m rounding --ignore=tests/lab; done
 
 test-slow: setup
 	$(PYTEST) -m slow

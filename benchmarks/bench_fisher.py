@@ -29,6 +29,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from clock import Clock
+
 LIBRARIES = ("ekfac", "curvlinops", "nngeometry")
 TASKS = {"classifier": (10_000, 1_000), "cnn": (2_000, 200)}
 ESTIMATES = ("exact", "sampled", "empirical")
@@ -246,9 +248,11 @@ def main() -> None:
     heads = f"{'task':11} {'estimate':10} {'library':11} {'seconds':>8} {'MB':>7} {'time':>7} {'memory':>7}"
     print(f"{heads} (ratios to ekfac)")
     rows = []
+    clock = Clock(len(options.tasks) * len(options.estimates))
     for task in options.tasks:
         for estimate in options.estimates:
             found = compare(task, estimate, options.repeats, options.threads)
+            clock.part(f"{task}, {estimate}")
             rows += found
             for row in found:
                 print(

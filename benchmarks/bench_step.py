@@ -36,6 +36,7 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes on a CPU says nothing
 
 import torch
+from clock import Clock
 from contenders import (
     ENTRIES,
     WARM_UP,
@@ -55,9 +56,11 @@ GROWING = ("Adam", "KFAC", "EKFAC-ra")
 DEPTH, WIDTH, BATCH = 2, 500, 200
 
 
-def measure(contenders: dict[str, Contender], steps: int, device: torch.device) -> None:
+def measure(contenders: dict[str, Contender], steps: int, device: torch.device, clock: Clock | None = None) -> None:
     """Time ``steps`` steps of each, a few at a time in turns; one that fails drops out."""
-    for _ in range(0, steps, TURN):
+    for start in range(0, steps, TURN):
+        if clock is not None and start:
+            clock.part(f"{start} steps of each")
         for contender in contenders.values():
             if contender.failed is None:
                 try:
@@ -134,6 +137,7 @@ def compare(
 ) -> tuple[list[dict[str, Any]], str]:
     """Measure every optimizer on every task; return the rows and the page."""
     rows, page = [], []
+    clock = Clock(len(tasks) * -(-steps // TURN))
     for entry in tasks:
         task, _, batch = entry.partition(":")
         contenders = {r: on_task(task, int(batch), ENTRIES[r], device, refresh_every, warm_up) for r in rivals}
@@ -143,7 +147,8 @@ def compare(
         measure(contenders, settle, device)
         for contender in contenders.values():
             contender.seconds.clear()
-        measure(contenders, steps, device)
+        measure(contenders, steps, device, clock)
+        clock.part(entry)
         found = rows_of(contenders, {"task": task, "batch": int(batch)})
         without = ", no network with batch-norm" if task in WITHOUT_BATCH_NORM else ""
         page.append(f"## {task}, batch {batch}{without}\n\n{table(found)}")
@@ -166,6 +171,7 @@ def growth(
         "batch": [(WIDTH, DEPTH, batch) for batch in batches],
     }
     rows, page = [], []
+    clock = Clock(sum(map(len, sweeps.values())))
     for name, points in sweeps.items():
         heads = "".join(f" {o} ms | ratio | state MiB | peak MiB |" for o in GROWING)
         lines = [f"| {name} |{heads}", "| ---: |" + " ---: |" * 4 * len(GROWING)]
@@ -176,6 +182,7 @@ def growth(
             value = dict(zip(("width", "depth", "batch"), point, strict=True))[name]
             lines.append(f"| {value:,} |" + "".join(cells(row) for row in found))
             print(lines[-1], flush=True)
+            clock.part(f"{name} {value}")
         fixed = {"width": WIDTH, "depth": DEPTH, "batch": BATCH}
         del fixed[name]
         said = ", ".join(f"{key} {value}" for key, value in fixed.items())

@@ -1,5 +1,6 @@
 """The step benchmark: a table and a record of every optimizer, and a reason for each that fails."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_step
+import clock
 import contenders
 
 CPU = torch.device("cpu")
@@ -31,7 +33,8 @@ def test_every_optimizer_has_a_row_or_a_reason(tmp_path, monkeypatch, capsys):
     assert rows["Adam + BN"]["ratio"] == 1
     page = (tmp_path / "step-cpu.md").read_text()
     assert "| EKFAC-ra (scaling='running') |" in page and "left out: needs a GPU" in page
-    assert "## classifier, batch 8" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "## classifier, batch 8" in said.out and "1 of 1 (classifier:8)" in said.err and "all done" in said.err
 
 
 def test_state_is_counted_through_lists_and_shared_storage_once():
@@ -66,3 +69,16 @@ def test_growth_makes_three_tables(monkeypatch):
     rows, page = bench_step.growth(10, 50, CPU)
     assert {row["sweep"] for row in rows} == {"width", "depth", "batch"}
     assert "## With width (depth 2, batch 200)" in page and "| 2,000 | 1.00 |" in page and "8,000" not in page
+
+
+def test_the_clock_says_what_is_left(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    stream = io.StringIO()
+    found = clock.Clock(4, stream)
+    for _ in range(4):
+        now[0] += 60
+        found.part("x")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "1 of 4 (x): 60 s, about 3 min left" and lines[-1] == "4 of 4 (x): 4 min, all done"
+    assert clock.duration(3 * 3600 + 300) == "3 h 5 min"

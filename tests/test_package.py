@@ -103,6 +103,24 @@ def test_training_runs_with_torch_and_numpy_and_says_what_is_left_out(bare, tmp_
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
 
 
+def test_the_suite_runs_and_reports_with_torch_alone_and_says_what_is_left_out(bare, tmp_path):
+    python, _ = bare
+    settings = {"width": 8, "layers": 2, "examples": 200, "batch_size": 50}
+    config = {
+        "seeds": [0],
+        "evaluations": 2,
+        "methods": {"adamw": {"lr": [0.01]}, "soap": {"lr": [0.01]}, "schedule-free": {"lr": [0.01]}},
+        "tasks": {"tabular": {"steps": 4, "settings": settings}},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    words = ["run", str(tmp_path / "tiny.json"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    text = call(python, "-m", "ekfac.lab.suite", *words).stdout
+    assert "left out: soap" in text and "4 runs made; nothing is due" in text
+    call(python, "-m", "ekfac.lab.suite", "report", str(tmp_path / "out"))
+    assert "they need matplotlib" in (tmp_path / "out" / "report" / "suite.md").read_text()
+    assert "suite, widths" in call(python, "-m", "ekfac.lab.suite", "run", "x", "--out", "y", expect=2).stderr
+
+
 def test_the_command_without_its_packages_is_one_clear_line(bare):
     python, _ = bare
     answer = subprocess.run([python.parent / "ekfac"], capture_output=True, text=True, check=False)

@@ -6,19 +6,19 @@ leaves the step to another one; `fisher` gives the curvature of a model over a d
 to set.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ekfac.curvature.fisher import fisher
-from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
-from ekfac.curvature.summary import summary
-from ekfac.optim.ekfac import EKFAC
-from ekfac.optim.kfac import KFAC
-from ekfac.optim.options import PAPER
-from ekfac.optim.preconditioner import Preconditioner
-from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-
 if TYPE_CHECKING:
+    from ekfac.curvature.fisher import fisher
+    from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
+    from ekfac.curvature.summary import summary
     from ekfac.diagnosis.doctor import doctor
+    from ekfac.optim.ekfac import EKFAC
+    from ekfac.optim.kfac import KFAC
+    from ekfac.optim.options import PAPER
+    from ekfac.optim.preconditioner import Preconditioner
+    from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 
 __version__ = "0.1.0"
 
@@ -39,10 +39,35 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import what is rarely needed when it is asked for."""
-    if name == "doctor":
-        from ekfac.diagnosis.doctor import doctor
+# Imported when they are asked for, so that `ekfac --version` does not wait for torch.
+_PLACES = {
+    "EKFAC": "optim.ekfac",
+    "KFAC": "optim.kfac",
+    "PAPER": "optim.options",
+    "AdaptiveDamping": "optim.step_size.adaptive_damping",
+    "Curvature": "curvature.operators",
+    "Preconditioner": "optim.preconditioner",
+    "correlation": "curvature.operators",
+    "doctor": "diagnosis.doctor",
+    "fisher": "curvature.fisher",
+    "relative_error": "curvature.operators",
+    "spectrum_distance": "curvature.operators",
+    "summary": "curvature.summary",
+}
 
-        return doctor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and keep it."""
+    if name in _PLACES:
+        value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    elif name in ("curvature", "diagnosis", "optim"):
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List what can be asked for beside what has been."""
+    return sorted({*globals(), *__all__})

@@ -10,12 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from ekfac import Curvature, fisher
 from fisher_cases import Case, cases
 
 
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    return (one.dtype, one.shape) == (two.dtype, two.shape) and torch.equal(one, two)
+
+
+@pytest.mark.rounding
 @settings(max_examples=12)
 @given(
     case=cases(),
@@ -34,9 +39,15 @@ def test_a_file_gives_back_the_operator(
     H = Curvature.load(path)
     assert H.approximation == G.approximation and H.layout == G.layout
     assert H.layers == G.layers and H.examples == G.examples == sum(len(x) for x, _ in case.data)
-    assert torch.equal(H.dense(), G.dense())
+    for one, two in zip(G.parts, H.parts, strict=True):
+        assert (type(one), one.name, one.parameters) == (type(two), two.name, two.parameters)
+        stored, found = one.tensors(), two.tensors()
+        assert stored.keys() == found.keys() and all(same_bits(found[name], t) for name, t in stored.items())
+    # Equal numbers that lie elsewhere in memory may have a product that differs in its last bits.
     v = torch.randn(G.shape[0], dtype=torch.float64)
-    assert torch.equal(H.solve(v, 0.1), G.solve(v, 0.1)) and torch.equal(H.project(v), G.project(v))
+    for do in (lambda C: C.dense(), lambda C: C.solve(v, 0.1), lambda C: C.project(v)):
+        expected = do(G)
+        torch.testing.assert_close(do(H), expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
     assert [p.name for p in path.parent.iterdir()] == ["G.safetensors"]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import ekfac
 from ekfac.cli import main as cli
+from ekfac.cli.train import signature
 from ekfac.lab import train
 from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.show import demo
@@ -47,7 +48,8 @@ def test_a_run_that_diverges_exits_with_1(tiny, capsys, tmp_path):
 
 def test_both_front_ends_have_the_same_options():
     plain = {action.dest for action in train.parser()._actions} - {"help"}
-    assert plain == set(cli._train_signature().parameters)
+    more = {"config", "seeds", "tag", "note"}  # the command's own
+    assert plain == set(signature().parameters) - more
 
 
 BAD = [
@@ -171,7 +173,7 @@ def test_an_error_of_the_system_that_is_not_about_a_file_is_no_bad_usage(tiny, m
     def broken(*words, **more):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(cli, "launch", broken)
+    monkeypatch.setattr("ekfac.cli.train.launch", broken)
     with pytest.raises(OSError, match="Input/output"):
         run("train", *tiny)
 
@@ -309,3 +311,34 @@ def test_shell_completion_knows_the_names():
         check=False,
     )
     assert answer.stdout.split() == ["autoencoder"]
+
+
+def test_the_version_is_there_before_torch_is() -> None:
+    """What is slow about a command line is importing torch; the version needs nothing."""
+    code = (
+        "import sys; sys.argv = ['ekfac', '--version']\n"
+        "from ekfac.cli.entry import main; main()\n"
+        "assert not {'torch', 'numpy', 'typer', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"ekfac {ekfac.__version__}\n"
+
+
+def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+    for name in ekfac.__all__:
+        assert getattr(ekfac, name) is not None and name in dir(ekfac)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ekfac.nothing
+
+
+def test_train_says_its_settings_and_shows_losses_above_their_floor(tmp_path, capsys):
+    words = ["autoencoder", "--width", "20", "--limit", "200", "--batch-size", "50", "--epochs", "1", "--device", "cpu"]
+    assert run("train", *words, "--optimizer", "ekfac-ra", "--out", tmp_path / "run") == 0
+    text = capsys.readouterr().out
+    assert "lr 0.03, damping 0.001, freq 10" in text
+    found = load_run(tmp_path / "run")
+    floor = found.about["floor"]["train"]
+    assert f"losses are above their floor: {floor:.2f} train" in text
+    assert f"{found.history[-1]['train_loss'] - floor:.4g}" in text
+    assert f"{found.history[-1]['train_loss']:.4g}" not in text

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from ekfac.lab.data import files
+from ekfac.lab.data import files, text
 from ekfac.lab.data.datasets import DATASETS, Dataset, Split, hold_out, load_dataset, register_dataset
 from ekfac.lab.registry import LabError
 from lab.conftest import cifar_bytes, idx, mnist_bytes
@@ -101,6 +101,6 @@ def test_unknown_dataset_lists_the_known_ones_and_names_are_not_taken_twice():
         register_dataset("mnist", DATASETS.get("mnist"))
 
 
-def test_every_source_has_a_dataset_of_its_name():
-    assert set(files.SOURCES) <= set(DATASETS)
+def test_every_source_has_a_dataset_or_a_corpus_of_its_name():
+    assert set(files.SOURCES) <= set(DATASETS) | set(text.CORPORA)
     assert idx(numpy.zeros((2, 2))).startswith(b"\x00\x00\x08\x02")

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import http.server
 import io
+import lzma
 import os
 import pickle
 import tarfile
@@ -192,3 +193,27 @@ def test_fetch_copies_the_embedded_digits(tmp_path):
 def test_fetch_of_an_unknown_dataset_lists_the_known_ones(tmp_path):
     with pytest.raises(DataError, match="known: mnist-5k, mnist, cifar10"):
         files.fetch("imagenet", tmp_path)
+
+
+def test_what_takes_long_to_decompress_is_kept_and_checked(official, monkeypatch, tmp_path) -> None:
+    raw = cifar_bytes()
+    folder = official("cifar10", raw, ".xz")
+    monkeypatch.setattr(files, "KEPT_FROM", 1)
+    monkeypatch.setenv("EKFAC_CACHE", str(tmp_path / "cache"))
+    first = files.read("cifar10", "test_batch", folder)
+    (copy,) = (tmp_path / "cache").iterdir()
+    opened = []
+    real = lzma.open
+    monkeypatch.setattr(files.lzma, "open", lambda *words: opened.append(words) or real(*words))
+    assert files.read("cifar10", "test_batch", folder) == first == raw["test_batch"] and not opened
+    copy.write_bytes(b"altered")
+    assert files.read("cifar10", "test_batch", folder) == first and opened, "an altered copy is made anew"
+    assert copy.read_bytes() == first
+    # Verifying looks at the official file itself, whatever the cache has.
+    source = next(path for path in folder.rglob("test_batch*"))
+    source.write_bytes(source.read_bytes()[:-20])
+    assert dict(files.verify("cifar10", folder))["test_batch"] != "ok"
+    # A cache that cannot be written is no error.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EKFAC_CACHE", str(tmp_path / "file"))
+    assert files.read("cifar10", "data_batch_1", folder) == raw["data_batch_1"]

@@ -114,6 +114,7 @@ def test_a_users_file_adds_an_optimizer_and_a_task(tmp_path):
         "    'mnist-5k', (784,), width=1))\n"
     )
     config = TrainConfig("mine-linear", "mine-rprop", **SMALL, plugins=(str(plugin),))
+    load_plugin(str(plugin))
     run = train(config)
     assert run.status == "finished" and run.about["parameters"] == 7850
     assert run.history[-1]["validation_accuracy"] is None

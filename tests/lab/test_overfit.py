@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ekfac
+from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.run import TrainConfig, train
 
@@ -15,7 +16,6 @@ def config(task: str, **more) -> TrainConfig:
         task,
         "ekfac-ra",
         dataset="mnist-5k-padded",
-        plugins=("ekfac.lab.data.padded",),
         limit=500,
         batch_size=100,
         refresh_every=20,

@@ -12,19 +12,20 @@ import pytest
 
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
+from ekfac.lab.registry import load_plugin
 from ekfac.lab.search import plan
 from ekfac.lab.search.space import Space, settings
 from ekfac.lab.training.gather import find_runs
 from processes import alive, children, hear_ctrl_c, wait_until
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
 
 
 @pytest.fixture
 def configs() -> list[TrainConfig]:
-    # Loads the plugin, and has one that diverges.
-    BASE.resolved()
+    # One of them diverges.
     return [*settings(BASE, Space(lrs=(0.1, 0.01), random_points=0)), replace(BASE, lr=1e30).resolved()]
 
 
@@ -74,7 +75,7 @@ def test_the_command_on_a_bare_machine(configs: list[TrainConfig], tmp_path: Pat
     plan.write_plan(configs, tmp_path / "plan.json")
     bare = (
         "import sys\n"
-        "for name in ('optuna', 'typer', 'rich', 'matplotlib', 'plotly', 'tensorboard', 'mlxtend'):\n"
+        "for name in ('optuna', 'typer', 'rich', 'matplotlib', 'tensorboard', 'mlxtend'):\n"
         "    sys.modules[name] = None\n"
         "from ekfac.lab.search.plan import main\n"
         "if __name__ == '__main__':\n"

@@ -13,9 +13,12 @@ import pytest
 
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
+from ekfac.lab.show.evidence import Record, tables
 from ekfac.lab.show.report import content, write_report
-from ekfac.lab.show.report.page import data, embedded
+from ekfac.lab.show.report.groups import Group, grouped
+from ekfac.lab.show.report.page import data, embedded, page
 from ekfac.lab.show.watch import make_server
+from ekfac.lab.training.gather import find_runs
 from ekfac.lab.training.runs import Run, RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -83,10 +86,16 @@ class Opened:
         self.tab.on("pageerror", lambda error: self.said.append(str(error)))
         self.tab.on("request", lambda request: self.asked.append(request.url))
         self.tab.goto(address)
-        self.tab.wait_for_selector(".chart .main-svg .scatterlayer .trace")
+        self.tab.wait_for_selector(".chart .curve")
 
     def names(self) -> list[str]:
-        return [element.text_content() for element in self.tab.query_selector_all(".chart .legendtext")]
+        return self.tab.locator(".legend").first.locator(".entry:not(.all)").all_text_contents()
+
+    def drawn(self) -> list[str]:
+        return self.tab.evaluate("document.querySelector('.chart').drawn.series.map(s => s.name)")
+
+    def label(self, axis: str) -> str:
+        return self.tab.locator(f".chart .{axis}label").first.text_content()
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +107,8 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
 
 
 def test_the_page_renders_from_a_file_without_network_and_says_nothing(opened: Opened) -> None:
-    assert opened.tab.locator(".chart .scatterlayer .trace").count() >= 4
-    assert opened.tab.locator(".plane .main-svg").count() >= 1
+    assert opened.tab.locator(".chart .curve").count() >= 4
+    assert opened.tab.locator(".plane svg").count() >= 1
     headings = opened.tab.locator("h2, h3").all_text_contents()
     for title in ("autoencoder on mnist", "Best settings", "Machine and versions", "Commands"):
         assert title in headings
@@ -107,81 +116,133 @@ def test_the_page_renders_from_a_file_without_network_and_says_nothing(opened: O
         "ekfac train autoencoder --dataset mnist --batch-size 200 --lr 0.1 --damping 0.01"
         in opened.tab.locator("footer").inner_text()
     )
-    buttons = opened.tab.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
-    assert "Reset axes" in buttons and not any("Share" in title or "cloud" in title.lower() for title in buttons)
+    assert opened.tab.locator("#contents a").all_text_contents()[0] == "autoencoder on mnist"
     assert [url for url in opened.asked if not url.startswith(("file:", "data:", "blob:"))] == []
     assert opened.said == []
 
 
 def test_hovering_a_point_shows_its_values(opened: Opened) -> None:
+    opened.tab.locator(".chart").first.scroll_into_view_if_needed()
     place = opened.tab.evaluate(
         """() => {
-            const chart = document.querySelector('.chart');
-            const trace = chart._fullData.find(t => t.name.startsWith('SGD + BN'));
-            const { xaxis, yaxis } = chart._fullLayout;
-            const box = chart.querySelector('.nsewdrag').getBoundingClientRect();
-            return [box.x + xaxis.d2p(trace.x[3]), box.y + yaxis.d2p(trace.y[3]), trace.y[3]];
+            const chart = document.querySelector('.chart'), { x, y, series } = chart.drawn;
+            const s = series.find(t => t.name === 'SGD + BN'), box = chart.getBoundingClientRect();
+            return [box.x + x.at(s.x[3]), box.y + y.at(s.y[3]), s.y[3]];
         }"""
     )
-    opened.tab.mouse.move(place[0] - 30, place[1] + 5)
     opened.tab.mouse.move(place[0], place[1], steps=4)
-    label = opened.tab.wait_for_selector(".chart .hoverlayer .hovertext")
-    text = label.text_content()
-    expected = 45 + 200 * 0.7**3
-    assert math.isclose(place[2], expected, rel_tol=1e-6)
+    text = opened.tab.wait_for_selector(".chart .tip:visible").inner_text()
+    expected = 200 * 0.7**3
+    assert math.isclose(place[2], expected, rel_tol=1e-5)
     assert "SGD + BN" in text and "epoch 3" in text and f"{expected:.5g}" in text and "lr 0.01, batch 200" in text
 
 
 def test_a_click_in_the_legend_hides_a_curve_and_shows_it_again(opened: Opened) -> None:
-    names = opened.names()
-    place = names.index("EKFAC-ra freq=50")
-    visible = "document.querySelector('.chart')._fullData.find(t => t.name === 'EKFAC-ra freq=50').visible"
-    assert opened.tab.evaluate(visible) is True
-    for wanted in ("legendonly", True):
-        opened.tab.locator(".chart .legendtoggle").nth(place).click()
-        # Plotly waits to see whether the click becomes a double click.
-        for _ in range(200):
-            if opened.tab.evaluate(visible) == wanted:
-                break
-            opened.tab.wait_for_timeout(50)
+    entry = opened.tab.locator(".legend .entry").get_by_text("EKFAC-ra freq=50", exact=True)
+    assert "EKFAC-ra freq=50" in opened.drawn()
+    for wanted in (False, True):
+        entry.click()
         # Redrawing, as a page that refreshes itself does, must not bring a hidden curve back.
         opened.tab.get_by_label("log x").click()
         opened.tab.get_by_label("log x").click()
-        assert opened.tab.evaluate(visible) == wanted
+        assert ("EKFAC-ra freq=50" in opened.drawn()) == wanted
+        opened.tab.wait_for_timeout(600)  # or the next click would count as the second of two
 
 
 def test_switches_change_axes_and_quantity(opened: Opened) -> None:
-    kind = "document.querySelector('.chart')._fullLayout.{}.type"
-    title = "document.querySelector('.chart')._fullLayout.{}.title.text"
     tab = opened.tab
-    assert (tab.evaluate(kind.format("xaxis")), tab.evaluate(kind.format("yaxis"))) == ("linear", "log")
+    logs = "(({x, y}) => [x.log, y.log])(document.querySelector('.chart').drawn)"
+    assert tab.evaluate(logs) == [False, True]
     tab.get_by_label("log y").click()
-    assert tab.evaluate(kind.format("yaxis")) == "linear"
+    assert tab.evaluate(logs) == [False, False]
     tab.get_by_label("log y").click()
     tab.get_by_label("log x").click()
-    assert (tab.evaluate(kind.format("xaxis")), tab.evaluate(kind.format("yaxis"))) == ("log", "log")
+    assert tab.evaluate(logs) == [True, True]
     tab.get_by_label("log x").click()
     tab.get_by_label("by", exact=True).select_option("seconds")
-    assert tab.evaluate(title.format("xaxis")) == "training time (s)"
+    assert opened.label("x") == "training time (s)"
     tab.get_by_label("show").select_option("validation_loss")
-    assert tab.evaluate(title.format("yaxis")) == "validation loss"
+    assert opened.label("y") == "validation loss above its floor"
+    first = "document.querySelector('.chart').drawn.series[0].y[0]"
+    assert math.isclose(tab.evaluate(first), 45 + 200 + 3 - 44)
     tab.get_by_label("above the floor").click()
-    assert tab.evaluate(title.format("yaxis")) == "validation loss above its floor of 44.00"
-    assert math.isclose(tab.evaluate("document.querySelector('.chart')._fullData[0].y[0]"), 45 + 200 + 3 - 44)
+    assert opened.label("y") == "validation loss" and math.isclose(tab.evaluate(first), 45 + 200 + 3)
     tab.get_by_label("above the floor").click()
-    tab.get_by_label("of the").select_option("per_epoch")
-    assert tab.evaluate(title.format("xaxis")) == "epoch"
-    tab.get_by_label("of the").select_option("final")
     tab.get_by_label("show").select_option("train_loss")
-    tab.get_by_label("by", exact=True).select_option("epoch")
+    for x, label in (("seconds", "training time (s)"), ("step", "iteration"), ("epoch", "epoch")):
+        tab.get_by_label("by", exact=True).select_option(x)
+        tab.get_by_label("of the").select_option("envelope")
+        assert opened.label("x") == label, "the best at each point is on the axis that was chosen"
+        tab.get_by_label("of the").select_option("final")
     assert opened.said == []
+
+
+def test_a_click_on_a_head_sorts_a_table_by_numbers(opened: Opened) -> None:
+    body = opened.tab.locator("table").first
+    heads = body.locator("th").all_text_contents()
+    place = heads.index("training loss")
+    body.locator("th button").nth(place).click()
+    cells = [row.locator("td").nth(place).text_content() for row in body.locator("tbody tr").all()]
+    assert [float(cell) for cell in cells] == sorted(float(cell) for cell in cells) and len(cells) == 4
+    body.locator("th button").nth(place).click()
+    assert [row.locator("td").nth(place).text_content() for row in body.locator("tbody tr").all()] == cells[::-1]
+    side = "e => getComputedStyle(e).textAlign"
+    assert body.locator("td").nth(place).evaluate(side) == "right" and body.locator("td").first.evaluate(side) == "left"
+
+
+def test_dragging_zooms_and_a_double_click_goes_back(opened: Opened) -> None:
+    chart, tab = opened.tab.locator(".chart").first, opened.tab
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    seen = "(({x}) => [x.low, x.high])(document.querySelector('.chart').drawn)"
+    whole = tab.evaluate(seen)
+    tab.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.3)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.6, steps=3)
+    tab.mouse.up()
+    part = tab.evaluate(seen)
+    assert whole[0] < part[0] < part[1] < whole[1]
+    tab.mouse.dblclick(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.5)
+    assert tab.evaluate(seen) == whole
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_nothing_is_cut_off_and_the_ground_follows_the_scheme(
+    browser: Any, tmp_path: Path, width: int, scheme: str
+) -> None:
+    file = write_report(several(), tmp_path / "report.html")
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    tab.goto(file.as_uri())
+    tab.wait_for_selector(".chart .curve")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    for table in tab.locator("table").all():
+        box = table.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    chart, legend = (tab.locator(place).first.bounding_box() for place in (".chart", ".legend"))
+    assert legend["y"] >= chart["y"] + chart["height"] - 1, "the legend lies below the axis"
+    white = "getComputedStyle(document.body).backgroundColor === 'rgb(255, 255, 255)'"
+    assert tab.evaluate(white) == (scheme == "light")
+    tab.locator("#theme").click()
+    assert tab.evaluate(white) == (scheme == "dark")
+    tab.close()
+
+
+def test_a_copy_button_copies_its_command(browser: Any, tmp_path: Path) -> None:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    tab = context.new_page()
+    tab.goto(write_report(several()[:1], tmp_path / "report.html").as_uri())
+    tab.locator(".copy").first.click()
+    tab.get_by_text("copied").wait_for()
+    assert tab.evaluate("navigator.clipboard.readText()") == tab.locator(".commands code").first.text_content()
+    context.close()
 
 
 def test_html_in_settings_stays_text(opened: Opened) -> None:
     assert opened.tab.evaluate("window.hacked") is None
     assert opened.tab.locator("img").count() == 0
     assert any(name.startswith('<img src=x onerror="window.hacked=1">') for name in opened.names())
-    assert EVIL in opened.tab.locator("table").first.inner_text()
+    assert EVIL in opened.tab.locator("table").first.text_content()
     assert EVIL in opened.tab.locator("h1").inner_text()
     assert "A <b>fast</b> one" in opened.tab.locator("footer").inner_text()
 
@@ -191,32 +252,69 @@ def test_what_stands_in_the_page_cannot_end_its_script() -> None:
     assert "<" not in text and "\u2028" not in text and json.loads(text) == {"name": "</script>\u2028"}
 
 
-def test_ratios_are_of_the_baselines_time_and_epochs() -> None:
+def only(runs: list[Run]) -> Group:
+    (found,) = grouped(runs)
+    return found
+
+
+def test_shares_are_of_the_baselines_time_and_epochs() -> None:
     """EKFAC-ra at rate 0.4 comes to SGD's 45 + 200 * 0.7^6 between epochs 2 and 3."""
-    table = content.ratio_table(content.groups(several())["autoencoder on mnist"])
-    assert table is not None
-    heads, rows = table
-    column = next(number for number, head in enumerate(heads) if head.startswith("to SGD + BN's"))
-    cells = {row[0]: row[column] for row in rows}
+    times = content.times(only(several()))
+    assert times is not None and times["first"] == "SGD + BN"
+    shares = dict(zip(times["methods"], times["shares"]["SGD + BN|final"], strict=True))
     target = 200 * 0.7**6
     epochs = 2 + (200 * 0.4**2 - target) / (200 * 0.4**2 - 200 * 0.4**3)
-    assert cells["EKFAC-ra freq=50"] == f"{epochs / 3:.2f} of its time, {epochs / 6:.2f} of its epochs"
-    assert cells["SGD + BN"] == "1.00 of its time, 1.00 of its epochs"
-    assert next(cell for name, cell in cells.items() if name.startswith("<img")) == "not reached"
+    assert shares["EKFAC-ra freq=50"] == pytest.approx([epochs / 6, epochs / 3], rel=5e-3)
+    assert shares["SGD + BN"] == [1.0, 1.0]
+    assert next(found for name, found in shares.items() if name.startswith("<img")) == [None, None]
+
+
+def test_seconds_are_of_timed_runs_alone() -> None:
+    """The best EKFAC-ra shared its machine: its seconds are nowhere, those of the best timed setting are."""
+    runs = several()
+    for run in runs:
+        run.timed = run.config.lr == 0.1 or run.config.optimizer == "sgd"
+    group = only(runs)
+    times = content.times(group)
+    assert times is not None
+    shares = dict(zip(times["methods"], times["shares"]["SGD + BN|final"], strict=True))
+    target = 200 * 0.7**6
+    epochs = 4 + (200 * 0.6**4 - target) / (200 * 0.6**4 - 200 * 0.6**5)  # at rate 0.6, the best that was timed
+    assert shares["EKFAC-ra freq=50"] == pytest.approx([epochs / 6, epochs / 3], rel=5e-3)
+    chart = content.chart(group)
+    curves = {method["name"]: method["curves"]["final"]["train_loss"] for method in chart["methods"]}
+    assert curves["EKFAC-ra freq=50"]["seconds"]["y"][6] == pytest.approx(45 + 200 * 0.6**6, rel=1e-5)
+    assert curves["EKFAC-ra freq=50"]["epoch"]["y"][6] == pytest.approx(45 + 200 * 0.4**6, rel=1e-5)
+    assert "from 6 runs of 8 that had the machine to themselves" in content.about_times(group)
+    for run in runs:
+        run.timed = False
+    assert content.times(only(runs)) is None and "seconds" not in content.chart(only(runs))["axes"]
+    assert "shared their machine" in content.about_times(only(runs))
+
+
+def test_runs_in_finals_and_those_alone_are_timed(tmp_path: Path) -> None:
+    for name, processes in (("a", 1), ("b", 2)):
+        run = made_up(TrainConfig("autoencoder", "sgd", lr=0.1), 0.5)
+        RunFolder(tmp_path / name).start(run.config, {**run.about, "machine": {"processes": processes}}, run.history)
+    assert [run.timed for run in find_runs([tmp_path])] == [True, False]
+    run = made_up(TrainConfig("autoencoder", "sgd", lr=0.1), 0.5)
+    RunFolder(tmp_path / "finals" / "c").start(run.config, run.about, run.history)
+    assert [run.timed for run in find_runs([tmp_path])] == [False, False, True]
+    assert [run.timed for run in find_runs([tmp_path], timed=[tmp_path / "a"])] == [True, False, False]
 
 
 def test_the_table_tells_the_best_setting_and_how_many_were_tried() -> None:
-    heads, rows = content.best_table(content.groups(several())["autoencoder on mnist"])
-    row = dict(zip(heads, next(row for row in rows if row[0] == "EKFAC-ra freq=50"), strict=True))
+    found = content.best_table(only(several()))
+    rows = {row[0]["text"]: dict(zip(found["heads"], row, strict=True)) for row in found["rows"]}
+    row = {head: cell["text"] for head, cell in rows["EKFAC-ra freq=50"].items()}
     assert row["best setting"] == "lr 0.01, damping 0.01, batch 200"
-    assert row["tried"] == "4 settings, 1 diverged"
-    assert row["training loss"] == f"{45 + 200 * 0.4**6:.4g}" and row["above its floor"] == f"{200 * 0.4**6:.4g}"
-    seeds = next(row for row in rows if row[0] == "EKFAC freq=50")
-    assert "2 seeds" in seeds[2]
+    assert (row["tried"], row["diverged"]) == ("4", "1")
+    assert row["training loss"] == f"{45 + 200 * 0.4**6:#.4g}" and row["above its floor"] == f"{200 * 0.4**6:#.4g}"
+    assert rows["EKFAC freq=50"]["seeds"]["text"] == "2"
 
 
 def test_planes_are_of_methods_run_at_several_points_with_diverged_ones_marked() -> None:
-    (plane,) = content.planes(content.groups(several())["autoencoder on mnist"])
+    (plane,) = content.planes(only(several()))
     assert plane["name"] == "EKFAC-ra freq=50"
     assert plane["loss"][1] is None and sorted(zip(plane["lr"], plane["damping"], strict=True)) == [
         (0.01, 0.01),
@@ -224,6 +322,53 @@ def test_planes_are_of_methods_run_at_several_points_with_diverged_ones_marked()
         (0.1, 0.01),
         (0.1, 0.1),
     ]
+
+
+def test_unlike_runs_share_no_chart_and_each_has_its_own_floor() -> None:
+    base = TrainConfig("autoencoder", "sgd", dataset="mnist", lr=0.1, batch_size=200)
+    runs = [made_up(base, 0.5), made_up(replace(base, optimizer="adam"), 0.5), made_up(replace(base, width=100), 0.5)]
+    runs += [made_up(replace(base, limit=500), 0.5), made_up(base, 0.5, epochs=9)]
+    runs[2].about = {**runs[2].about, "floor": {"train": 30.0}}
+    names = [group.name for group in grouped(runs)]
+    assert len(names) == 4 and names[0] == "autoencoder on mnist, width as the task has it, all examples, 9 epochs"
+    assert "autoencoder on mnist, width 100, all examples, 6 epochs" in names
+    methods = [method for group in grouped(runs) for method in content.chart(group)["methods"]]
+    floors = [method["curves"]["final"]["train_loss"]["epoch"]["floor"]["train"] for method in methods]
+    assert sorted(floors) == [30.0, 45.0, 45.0, 45.0, 45.0]
+
+
+def test_batch_sizes_that_several_methods_share_are_compared_apart() -> None:
+    base = TrainConfig("vgg11", dataset="cifar10", lr=0.1, batch_size=500)
+    runs = [made_up(replace(base, optimizer=name), 0.5) for name in ("kfac", "ekfac")]
+    runs.append(made_up(replace(base, optimizer="sgd", batch_size=200), 0.5))
+    assert [group.name for group in grouped(runs)] == ["vgg11 on cifar10"], "as in the paper, SGD has its own"
+    runs += [made_up(replace(base, optimizer=name, batch_size=200), 0.5) for name in ("kfac", "ekfac")]
+    assert [group.name for group in grouped(runs)] == ["vgg11 on cifar10, batch 200", "vgg11 on cifar10, batch 500"]
+
+
+def test_six_curves_at_first_the_baseline_among_them() -> None:
+    base = TrainConfig("autoencoder", dataset="mnist", lr=0.1, damping=0.1, batch_size=200)
+    runs = [made_up(replace(base, optimizer="adam", damping=None), 0.95)]
+    runs += [made_up(replace(base, optimizer="ekfac", refresh_every=n), 0.5 + n / 100) for n in range(1, 10)]
+    first = [method["name"] for method in content.chart(only(runs))["methods"] if method["shown"]]
+    assert first == ["Adam", *(f"EKFAC freq={n}" for n in range(1, 6))]
+
+
+def test_the_recorded_runs_give_the_pages_numbers_in_two_megabytes() -> None:
+    results = Path(__file__).parents[2] / "results"
+    if not results.is_dir():
+        pytest.skip("the recorded runs are not here")
+    runs = find_runs([results / "mnist", results / "comparison"])
+    assert len(page(runs, "report").encode()) < 2_000_000
+    group = next(group for group in grouped(runs) if group.name == "autoencoder on mnist, 20 epochs, batch 200")
+    times = content.times(group)
+    assert times is not None
+    shares = dict(zip(times["methods"], times["shares"]["Adam + BN|final"], strict=True))
+    rows = tables.times(Record(results), 200).splitlines()[2:]
+    for name, _, *cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
+        if name in shares:  # a method that was run for fewer epochs has a section of its own
+            assert [None if cell == "never" else float(cell) for cell in cells] == shares[name]
+    assert "EKFAC (defaults)" in shares
 
 
 def test_tasks_data_and_schedules_get_sections_of_their_own() -> None:
@@ -243,7 +388,7 @@ def test_a_watched_page_follows_the_runs_and_keeps_what_is_hidden(browser: Any, 
     thread.start()
     try:
         opened = Opened(browser, f"http://127.0.0.1:{server.server_port}/")
-        count = "document.querySelector('.chart')._fullData[0].x.length"
+        count = "document.querySelector('.chart').drawn.series[0].x.length"
         assert opened.tab.evaluate(count) == 3
         opened.tab.get_by_label("log x").click()
         for record in base.history[3:]:
@@ -253,7 +398,7 @@ def test_a_watched_page_follows_the_runs_and_keeps_what_is_hidden(browser: Any, 
                 break
             opened.tab.wait_for_timeout(50)
         assert opened.tab.evaluate(count) == len(base.history)
-        assert opened.tab.evaluate("document.querySelector('.chart')._fullLayout.xaxis.type") == "log"
+        assert opened.tab.evaluate("document.querySelector('.chart').drawn.x.log")
         assert [text for text in opened.said if "favicon" not in text and "404" not in text] == []
         opened.tab.close()
     finally:

@@ -21,6 +21,7 @@ from optuna.trial import TrialState
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
+from ekfac.lab.registry import load_plugin
 from ekfac.lab.search import plan
 from ekfac.lab.search.space import Space, settings
 from ekfac.lab.search.study import Trials, open_storage, without_password
@@ -29,6 +30,7 @@ from ekfac.lab.training.gather import find_runs
 from ekfac.lab.training.runs import Run
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
 
 

@@ -53,15 +53,15 @@ def test_the_training_loss_is_recorded_both_ways():
 
 def test_each_epoch_shows_every_example_once_in_a_new_order():
     trainer = Trainer(small().resolved(), load_dataset("mnist-5k"))
-    seen: list[list[float]] = [[], []]
+    seen: list[list[list[float]]] = [[], []]
     epoch = 0
     trainer.model.register_forward_hook(
-        lambda module, inputs, output: seen[epoch].extend(inputs[0].sum(1).tolist()) if module.training else None
+        lambda module, inputs, output: seen[epoch].extend(inputs[0].tolist()) if module.training else None
     )
     trainer.train_epoch()
     epoch = 1
     trainer.train_epoch()
-    assert sorted(seen[0]) == sorted(seen[1]) == sorted(trainer.data.train.x.sum(1).tolist())
+    assert sorted(seen[0]) == sorted(seen[1]) == sorted(trainer.data.train.x.tolist())
     assert seen[0] != seen[1]
 
 

@@ -13,11 +13,13 @@ from rich.console import Console
 from ekfac.cli.main import run
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
+from ekfac.lab.registry import load_plugin
 from ekfac.lab.search import plan
 from ekfac.lab.show.watch import leaders, make_server, view
 from ekfac.lab.training.gather import find_runs
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4)
 
 
@@ -94,7 +96,7 @@ def test_the_page_is_served_to_this_machine_alone_and_follows_the_runs(
 ) -> None:
     assert server.server_address[0] == "127.0.0.1"
     status, body = get(server, "/")
-    assert status == 200 and b"Plotly" in body and b"connect-src 'self'" in body
+    assert status == 200 and b"charts" in body and b"connect-src 'self'" in body
     assert get(server, "/config.json")[0] == 404
     assert get(server, "/", host="evil.example")[0] == 403
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -17,10 +18,15 @@ MODELS = ("gpt", "vit", "mobilenet", "unet", "resnet")
 LEARNT = {"gpt": 0.6, "vit": 0.4, "mobilenet": 0.1, "unet": 0.2, "resnet": 0.1}
 
 
-def train(model: nn.Module, name: str, opt: torch.optim.Optimizer, steps: int, size: int) -> list[float]:
+def train(
+    model: nn.Module, name: str, opt: torch.optim.Optimizer, steps: int, size: int, one_batch: bool = False
+) -> list[float]:
     problem = PROBLEMS[name]
+    batches = problem.batches(size, 0)
+    if one_batch:
+        batches = itertools.repeat(next(batches))
     losses = []
-    for (x, y), _ in zip(problem.batches(size, 0), range(steps), strict=False):
+    for (x, y), _ in zip(batches, range(steps), strict=False):
         opt.zero_grad()
         loss = problem.loss(model(x), y)
         loss.backward()
@@ -75,15 +81,19 @@ def test_every_second_moment_is_that_of_the_per_example_gradients(name: str) -> 
             torch.testing.assert_close(got, step, rtol=1e-6, atol=1e-9 * float(step.abs().max()), msg=n)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_few_steps_move_every_parameter(name: str, scaling: str) -> None:
     model = PROBLEMS[name].build()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-2, kl_clip=0.01, refresh_every=4)
-    losses = train(model, name, opt, steps=8, size=16)
+    losses = train(model, name, opt, steps=8, size=16, one_batch=True)
     assert_all_moved(model, before)
-    assert min(losses[-4:]) < losses[0]
+    # Of one batch: losses of sixteen examples each differ by more than eight steps change them. The first step lowers
+    # it by 11 to 42 %, of three seeds; the steps after it amplify rounding, so that only their best is asked for.
+    assert losses[1] < 0.95 * losses[0]
+    assert min(losses[-4:]) < 0.9 * losses[0]
 
 
 @pytest.mark.slow
@@ -140,6 +150,7 @@ class Recurrent(nn.Module):
         return self.attention(h, h, h)[0][:, -1] @ self.out
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example", "kronecker"])
 def test_a_model_without_any_covered_layer_trains_by_the_diagonal_method(scaling: str) -> None:
     model = Recurrent()

@@ -119,6 +119,7 @@ def network() -> nn.Sequential:
     return mlp(IN, 8, 8, OUT)
 
 
+@pytest.mark.rounding
 def test_where_the_model_is_bad_damping_rises_and_the_loss_falls() -> None:
     losses = {}
     for name, damping in {"adaptive": AdaptiveDamping(start=1e-8, every=1), "fixed": 1e-8}.items():
@@ -328,6 +329,7 @@ def test_damping_of_its_own_in_every_group_needs_no_closure() -> None:
     assert opt.stats()["damping"] == 0.1
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("at", [1, 4, 5, 9])
 @pytest.mark.parametrize("copied", ["state", "deepcopy"])
 def test_a_run_that_was_saved_goes_on_as_if_it_was_not(at: int, copied: str) -> None:

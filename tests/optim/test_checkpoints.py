@@ -154,7 +154,7 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
         [sys.executable, "worker.py", str(tmp_path), "6", "11"],
         cwd=tmp_path,
         check=True,
-        env={**os.environ, "PYTHONPATH": ROOT},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
     )
     for method, (weights, state) in ends.items():
         end = torch.load(tmp_path / f"{method}-end.pt", weights_only=True)

@@ -150,6 +150,7 @@ def test_in_the_identity_basis_each_rule_is_its_direct_formula(scaling: str) -> 
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.rounding
 def test_running_on_linear_layers_is_what_the_authors_code_does() -> None:
     """Their equations, written afresh.
 

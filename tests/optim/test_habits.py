@@ -424,6 +424,7 @@ def branched(by: str, hook_all: bool = False) -> tuple[list[Tensor], list[int]]:
     return [p.detach() for p in model.parameters()], examples
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("by", ["output", "branch", "turns", "both"])
 def test_steps_that_want_nothing_of_their_layers_count_all_examples(by: str) -> None:
     """Wherever in the model the backward pass begins."""

@@ -183,7 +183,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen(
             [sys.executable, "worker.py", str(rank), "2", str(folder)],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

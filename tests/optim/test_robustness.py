@@ -5,10 +5,12 @@ Failing solvers, non-finite gradients, clipping, memory that stays behind.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,13 +50,14 @@ def two_moons(n: int = 256) -> tuple[Tensor, Tensor]:
     angle = torch.rand(n, generator=generator) * torch.pi
     side = torch.arange(n) % 2
     x = torch.stack([torch.cos(angle) + side - 0.5, torch.sin(angle) * (1 - 2.0 * side) + 0.25 * side], 1)
-    return x + 0.1 * torch.randn(n, 2, generator=generator), side
+    return (x + 0.1 * torch.randn(n, 2, generator=generator)).double(), side
 
 
 def final_loss(scaling: str) -> tuple[float, dict[str, float]]:
     x, y = two_moons()
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+    # In float32 rounding alone moves the end by 4 %, more than a failing solver does.
+    model = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)).double()
     opt = EKFAC(model, lr=0.05, damping=1e-2, refresh_every=3, scaling=scaling)
     generator = torch.Generator().manual_seed(4)
     for _ in range(120):
@@ -66,12 +69,16 @@ def final_loss(scaling: str) -> tuple[float, dict[str, float]]:
         return float(F.cross_entropy(model(x), y)), opt.stats()
 
 
+undisturbed_loss = functools.cache(final_loss)
+
+
+@pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example"])
 @pytest.mark.parametrize("how", ["raises", "NaN"])
 def test_training_survives_a_solver_that_fails_at_random(
     monkeypatch: pytest.MonkeyPatch, how: str, scaling: str
 ) -> None:
-    undisturbed, quiet = final_loss(scaling)
+    undisturbed, quiet = undisturbed_loss(scaling)
     real, rng, failed = torch.linalg.eigh, random.Random(0), []
 
     def failing(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -213,6 +220,16 @@ def test_a_gradient_set_to_zero_moves_nothing_and_breaks_nothing() -> None:
 # ----------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Let the collector look only at what a test makes, not at all that was imported before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("refresh_every", [1, 100])
 def test_captured_tensors_are_freed(method: str, refresh_every: int) -> None:

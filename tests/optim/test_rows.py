@@ -31,6 +31,7 @@ def train(make, model: nn.Module, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=["one row an example", "two rows an example"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +61,7 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
     """Bit for bit: the first step after loading must not be computed another way than it would have been."""

@@ -98,6 +98,7 @@ def test_a_step_that_is_skipped_leaves_the_pace() -> None:
     assert opt.stats()["skipped_steps"] == 1 and opt.lr_fraction.save() == before
 
 
+@pytest.mark.rounding
 def test_steps_fade_with_gradients_that_have_become_small() -> None:
     """A loss that is multiplied by 1e-3 has the same directions; only the steps along them become shorter, in time."""
 
@@ -122,7 +123,7 @@ def test_steps_fade_with_gradients_that_have_become_small() -> None:
         return found
 
     plain, small = lengths(1.0), lengths(1e-3)
-    assert small[:130] == plain[:130]
+    assert small[:130] == pytest.approx(plain[:130], rel=1e-9)
     assert small[159] < 0.7 * plain[159]
 
 
@@ -188,6 +189,7 @@ def test_late_in_training_trust_takes_little_from_the_pace() -> None:
     assert 0.45 < late_pace < 0.55
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("bounded", ["both", "one", "still"])
 def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pytest.MonkeyPatch, bounded: str) -> None:
     def pace(lr: float) -> float:
@@ -206,7 +208,8 @@ def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pyt
     wound = pace(0.1), pace(1.0)
     assert wound == (1.0, 1.0)
     if bounded == "one":
-        assert 0.3 < found[0] == found[1], "half the blocks take steps as long as the pace says, and it grows for these"
+        # Half the blocks take steps as long as the pace says, and it grows for these.
+        assert found[0] > 0.3 and found[1] == pytest.approx(found[0], rel=1e-9)
     else:
         assert found[0] < 0.1
         assert found[1] == pytest.approx(found[0] / 10, rel=0.1)

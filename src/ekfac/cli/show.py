@@ -23,7 +23,9 @@ FIGURE_NAMES = (
 )
 _NAMES = typer.Argument(metavar="NAME...", help=f"One or more of: {FIGURE_NAMES}; or all.")
 _RUNS = typer.Option([], "--runs", help="Folder of recorded runs, at any depth; may be given again.")
-_TIMED = typer.Option([], "--timed", help="Only the seconds of runs in this folder count; may be given again.")
+_TIMED = typer.Option(
+    [], "--timed", help="Only the seconds of runs in this folder count; may be given again [default: named finals]."
+)
 _PLACES = typer.Argument(metavar="RUNS...", help="Folders of recorded runs, at any depth.")
 _DATA_DIR = typer.Option(None, "--data-dir", help="Folder of the data files [default: EKFAC_DATA or ~/.cache/ekfac].")
 _PLUGIN = typer.Option([], "--plugin", help="Your file or module that registers tasks, datasets or optimizers.")
@@ -70,6 +72,7 @@ def figure(
             dataset=dataset,
             data_dir=data_dir,
             measures=measures,
+            measured=[file for place in runs if (file := Path(place) / "measures.json").is_file()],
             workers=workers,
             say=(lambda line: None) if json else (lambda line: print(line, flush=True)),
         )
@@ -78,16 +81,16 @@ def figure(
         return
     for one in made:
         print(f"{one.name}: {', '.join(map(str, one.files)) or 'left out, ' + one.reason}")
+        for part in one.lacks:
+            print(f"  missing: {part}")
 
 
 def demo_report(runs: Sequence[Run], out: str | None) -> str:
     """Write the demo's report, into its folder or else beside the user, and return a line that says where."""
-    try:
-        from ekfac.lab.show.report import write_report
+    from ekfac.lab.show.report import write_report
 
+    try:
         file = write_report(runs, Path(out or ".") / ("report.html" if out else "ekfac-demo.html"), "ekfac demo")
-    except ImportError as error:
-        return f"no report: {needs(error)}"
     except OSError as error:
         return f"no report: {error}"
     return f"interactive report: {file}"
@@ -97,16 +100,15 @@ def report(
     places: list[str] = _PLACES,
     out: str = typer.Option("report.html", help="The file to write."),
     title: str = typer.Option("ekfac: report", help="The page's heading."),
+    timed: list[str] = _TIMED,
     plugin: list[str] = _PLUGIN,
 ) -> None:
     """Write one self-contained page about runs: interactive curves, best settings, planes, commands."""
-    try:
-        from ekfac.lab.show.report import write_report
-    except ImportError as error:
-        raise needs(error) from None
+    from ekfac.lab.show.report import write_report
+
     for where in plugin:
         load_plugin(where)
-    runs = find_runs(places)
+    runs = find_runs(places, timed=timed or None)
     print(f"{counted(len(runs), 'run')} reported in {write_report(runs, out, title)}")
 
 
@@ -131,8 +133,6 @@ def watch(
             return
         try:
             server = make_server(places, port, every)
-        except ImportError as error:
-            raise needs(error) from None
         except (OSError, OverflowError) as error:
             raise LabError(f"port {port} cannot be used: {error}") from error
         with server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -154,6 +155,7 @@ def _sweep(**values: Any) -> None:
         )
     failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
     _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed)
+    _tell_notes(studies)
     if not quiet:
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}")
@@ -182,6 +184,12 @@ def _take_in(search: Any, values: Mapping[str, Any], console: Console) -> None:
     if not values["json"]:
         print(f"{count} of {counted(len(runs), 'run')} taken in{_others(len(runs) - count)}")
     _show({name: study.runs() for name, study in studies.items()}, console, values["json"])
+    _tell_notes(studies)
+
+
+def _tell_notes(studies: Mapping[str, Any]) -> None:
+    for note in sorted({note for study in studies.values() for note in study.notes}):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _others(number: int) -> str:

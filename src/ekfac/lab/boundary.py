@@ -1,11 +1,15 @@
-"""Where a command ends: what it says if it cannot write, and on Ctrl-C. Needs nothing but Python."""
+"""Where a command ends: what it says if it cannot write, and on Ctrl-C, TERM and HUP. Needs nothing but Python."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ekfac.lab.registry import LabError
@@ -22,7 +26,7 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
         values: The command's options by name.
 
     Raises:
-        LabError: Instead of an OSError that is about a file.
+        LabError: Instead of an OSError that is about a file, and where memory has run out.
     """
     try:
         yield
@@ -30,6 +34,15 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
         if error.filename is None:
             raise
         raise LabError(_refusal(error, values)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise LabError(f"out of memory: {(str(error).splitlines() or ['no more is to be had'])[0]}") from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch's own: a class for GPUs, and for the CPU only words.
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error)
 
 
 def _refusal(error: OSError, values: Mapping[str, Any]) -> str:
@@ -58,10 +71,62 @@ def interruptible(left: str) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(left) from None
+    except KeyboardInterrupt as stop:
+        stop.args = (left,)
+        raise
+
+
+class Stopped(KeyboardInterrupt):
+    """The process was asked to end by a signal other than Ctrl-C's; whatever bears Ctrl-C bears this.
+
+    Args:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = number
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let TERM and HUP end a command as Ctrl-C does: with a word, tidily, and resumable.
+
+    A second signal ends it at once. A signal that is ignored, as HUP is under ``nohup``, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)
+        raise Stopped(number)
+
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """Return 130 for Ctrl-C, and for another signal what a shell would say."""
+    return 128 + int(getattr(stop, "signal", signal.SIGINT))
 
 
 def interrupted(stop: KeyboardInterrupt) -> str:
-    """Return the line that a command ends with on Ctrl-C."""
-    return f"interrupted; {stop}" if str(stop) else "interrupted"
+    """Return the line that a command ends with on Ctrl-C, TERM or HUP."""
+    by = signal_name(getattr(stop, "signal", None))
+    return f"interrupted{by}; {stop}" if str(stop) else f"interrupted{by}"
+
+
+def signal_name(number: int | None) -> str:
+    """Return `` by SIGTERM``, or nothing for Ctrl-C."""
+    with contextlib.suppress(ValueError):
+        return "" if number is None else f" by {signal.Signals(number).name}"
+    return f" by signal {number}"

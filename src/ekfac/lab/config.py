@@ -9,13 +9,14 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ekfac.lab.data.datasets import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS
-from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.registry import LabError, require_plugins
 from ekfac.lab.tasks import TASKS
 
 # What bfloat16 means: forward and backward under autocast; parameters stay float32.
@@ -76,9 +77,12 @@ class TrainConfig:
         if not isinstance(data.get("task"), str):
             raise LabError(f"a task must be named; known: {', '.join(TASKS)}")
         for name, value in data.items():
-            kind = known[name].metadata.get("kind")
-            if kind is not None and value is not None and not _is(value, kind):
-                raise LabError(f"{name} must be of type {kind.__name__}, not {value!r}")
+            _check_kind(name, value)
+        if not isinstance(data.get("options", {}), Mapping):
+            raise LabError(f"options must be an object, not {data['options']!r}")
+        plugins = data.get("plugins", ())
+        if not isinstance(plugins, list | tuple) or not all(isinstance(name, str) for name in plugins):
+            raise LabError(f"plugins must be a list of names, not {plugins!r}")
         return cls(**{**data, "plugins": tuple(data.get("plugins", ())), "options": dict(data.get("options", {}))})
 
     def optimizer_options(self) -> dict[str, Any]:
@@ -90,10 +94,9 @@ class TrainConfig:
         """Return the same run with every default written out, so that it can be repeated later.
 
         Raises:
-            LabError: If a name is unknown or a value is impossible.
+            LabError: If a name is unknown, a value is impossible, or a plugin is named that is not loaded.
         """
-        for plugin in self.plugins:
-            load_plugin(plugin)
+        require_plugins(self.plugins)
         task, entry = TASKS.get(self.task), OPTIMIZERS.get(self.optimizer)
         base = {
             "dataset": task.dataset,
@@ -105,6 +108,8 @@ class TrainConfig:
         own = {f.name for f in fields(self)}
         # An option that has a field of its own, like lr, is kept there and nowhere else.
         set_fields = {name: value for name, value in self.options.items() if name in OPTIMIZER_FIELDS}
+        for name, value in set_fields.items():
+            _check_kind(name, value)
         missing = {name: value for name, value in usual.items() if name in own and getattr(self, name) is None}
         options = {name: value for name, value in {**usual, **self.options}.items() if name not in {*own, *set_fields}}
         if self.cosine and "anneal" in inspect.signature(entry.build).parameters:
@@ -128,8 +133,12 @@ class TrainConfig:
         if self.dtype not in DTYPES:
             raise LabError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
 
-    def command(self) -> str:
-        """Return the command line that repeats this run."""
+    def command(self, data_dir: str | None = None) -> str:
+        """Return the command line that repeats this run from any folder.
+
+        Args:
+            data_dir: The folder that the data files were looked for in, if it was named.
+        """
         words = ["ekfac", "train", self.task]
         for f in fields(self):
             value = getattr(self, f.name)
@@ -143,8 +152,19 @@ class TrainConfig:
         for name, value in self.options.items():
             words += ["--set", f"{name}={value}"]
         for plugin in self.plugins:
-            words += ["--plugin", plugin]
+            words += ["--plugin", str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin]
+        words += [] if data_dir is None else ["--data-dir", data_dir]
         return shlex.join(words)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse a setting of the wrong type; ``None`` stands for the default where a field has none of its own."""
+    known = next(f for f in fields(TrainConfig) if f.name == name)
+    kind = known.metadata.get("kind")
+    if kind is None or (value is None and known.default is None):
+        return
+    if not _is(value, kind):
+        raise LabError(f"{name} must be of type {kind.__name__}, not {value!r}")
 
 
 def _is(value: Any, kind: type) -> bool:

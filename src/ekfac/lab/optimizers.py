@@ -13,6 +13,7 @@ from torch import nn
 import ekfac
 from ekfac.lab import rivals
 from ekfac.lab.registry import LabError, Registry
+from ekfac.lab.schedule_free import schedule_free
 
 
 class Trains(Protocol):
@@ -109,6 +110,7 @@ register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam"
 register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
 register_optimizer("muon", rivals.muon, {"lr": 3e-3}, "Muon for weight matrices, AdamW for the rest")
 register_optimizer("soap", rivals.soap, {"lr": 3e-3}, "SOAP, from the package pytorch_optimizer")
+register_optimizer("schedule-free", schedule_free, {"lr": 2.5e-3}, "Schedule-Free AdamW")
 register_optimizer(
     "kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "kl_clip": 1.0}, "KFAC, inverse form"
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -55,7 +56,7 @@ class Registry(Generic[T]):
         return iter(self._items)
 
 
-_loaded: set[str] = set()
+_loaded: dict[str, str] = {}
 
 
 def load_plugin(where: str) -> None:
@@ -67,7 +68,7 @@ def load_plugin(where: str) -> None:
     Raises:
         LabError: If the file or module does not exist or fails on import.
     """
-    is_file = where.endswith(".py")
+    is_file = _is_file(where)
     key = str(Path(where).resolve()) if is_file else where
     if key in _loaded:
         return
@@ -80,7 +81,38 @@ def load_plugin(where: str) -> None:
         raise
     except Exception as error:
         raise LabError(f"plugin {where!r} failed on import: {type(error).__name__}: {error}") from error
-    _loaded.add(key)
+    _loaded[key] = where
+
+
+def loaded_plugins() -> list[str]:
+    """Return the plugins of this process, for workers that it starts."""
+    return list(_loaded.values())
+
+
+def missing_plugins(names: Iterable[str]) -> list[str]:
+    """Return which of the plugins that a file names are not loaded.
+
+    Nothing that a file names is ever loaded for that reason: only what a command line or a script names. A file counts
+    by its name, wherever it lies now; a module counts once it is imported.
+    """
+    files = {Path(name).name for name in _loaded}
+    return [name for name in names if (Path(name).name not in files if _is_file(name) else name not in sys.modules)]
+
+
+def require_plugins(names: Iterable[str]) -> None:
+    """Refuse settings that need code which nobody asked for.
+
+    Raises:
+        LabError: If one of the plugins is not loaded; the message says what to pass.
+    """
+    missing = missing_plugins(names)
+    if missing:
+        words = " ".join(f"--plugin {shlex.quote(name)}" for name in missing)
+        raise LabError(f"the settings name code that was not asked for; if you trust it, pass {words}")
+
+
+def _is_file(where: str) -> bool:
+    return where.endswith(".py")
 
 
 def _import_file(path: Path) -> None:

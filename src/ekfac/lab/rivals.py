@@ -12,6 +12,10 @@ from torch import nn
 from ekfac.lab.registry import LabError
 
 
+class MissingPackage(LabError):
+    """An optimizer's package is not installed."""
+
+
 class Together:
     """Several optimizers, each with its own parameters, stepped as one."""
 
@@ -81,9 +85,16 @@ class FlatMuon(torch.optim.Muon):
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that Muon is meant for: two dimensions or more, and not the rows of a table of embeddings."""
+    """Return the weights that Muon is meant for: two dimensions or more, and not the rows of a table of embeddings.
+
+    A bare parameter that is called otherwise than a weight, such as ``positions``, is taken for such a table.
+    """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return [p for p in model.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in tables]
+    return [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim >= 2 and id(p) not in tables and "weight" in name.rpartition(".")[2]
+    ]
 
 
 def muon(
@@ -95,7 +106,7 @@ def muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     hidden_only: bool = False,
-    rest_lr: float = 1e-3,
+    rest_lr: float | None = 1e-3,
 ) -> Together:
     """Muon for every weight matrix, AdamW for biases, norms and embeddings.
 
@@ -110,7 +121,7 @@ def muon(
         ns_steps: Newton-Schulz iterations a step.
         adjust_lr_fn: ``"original"`` or ``"match_rms_adamw"``; see ``torch.optim.Muon``.
         hidden_only: Leave the first and the last matrix to AdamW, as users of Muon do in language models.
-        rest_lr: AdamW's learning rate.
+        rest_lr: AdamW's learning rate; ``None`` for Muon's.
     """
     chosen = matrices(model)
     if hidden_only:
@@ -131,7 +142,7 @@ def muon(
     )
     if not rest:
         return Together([first])
-    return Together([first, torch.optim.AdamW(rest, lr=rest_lr, weight_decay=weight_decay)])
+    return Together([first, torch.optim.AdamW(rest, lr=lr if rest_lr is None else rest_lr, weight_decay=weight_decay)])
 
 
 def soap(
@@ -151,12 +162,12 @@ def soap(
     """SOAP as the package pytorch_optimizer has it, with its options; weight decay is off unless asked for.
 
     Raises:
-        LabError: If the package cannot be imported.
+        MissingPackage: If the package cannot be imported.
     """
     try:
         package = importlib.import_module("pytorch_optimizer")
     except ImportError as error:
-        raise LabError(f"optimizer soap needs the package pytorch_optimizer: pip install it ({error})") from None
+        raise MissingPackage(f"optimizer soap needs the package pytorch_optimizer: pip install it ({error})") from None
     options = {
         "lr": lr,
         "betas": tuple(betas),

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TextIO
 
-from ekfac.lab.boundary import writing
+from ekfac.lab.boundary import exit_code, interrupted, signal_name, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
-from ekfac.lab.labels import counted
+from ekfac.lab.labels import counted, describe
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.run import Progress, launch
@@ -29,12 +29,14 @@ class PlainProgress(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
+        self._floors: Mapping[str, float] = {}
 
     def _print(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
 
     def start(self, run: Run) -> None:
         """Print what is trained, and what was done before."""
+        self._floors = floors(run)
         self._print(headline(run))
         self._print("".join(f"{name:>12}" for name in COLUMNS))
         for record in run.history:
@@ -42,7 +44,7 @@ class PlainProgress(Progress):
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Print the epoch's line."""
-        self._print("".join(f"{cell:>12}" for cell in cells(record)))
+        self._print("".join(f"{cell:>12}" for cell in cells(record, self._floors)))
 
     def end(self, run: Run) -> None:
         """Print how it ended."""
@@ -52,11 +54,14 @@ class PlainProgress(Progress):
 COLUMNS = ("epoch", "step", "train", "batch mean", "validation", "accuracy", "seconds", "images/s", "memory")
 
 
-def cells(record: Mapping[str, Any]) -> list[str]:
-    """Return an epoch's record as text, one cell a column of :data:`COLUMNS`."""
+def cells(record: Mapping[str, Any], floors: Mapping[str, float] | None = None) -> list[str]:
+    """Return an epoch's record as text, one cell a column of :data:`COLUMNS`; losses above their floor."""
+    below = floors or {}
 
     def number(name: str, pattern: str) -> str:
         value = record.get(name)
+        if value is not None and "loss" in name:
+            value -= below.get(name.split("_")[0], 0.0)
         return "-" if value is None else format(value, pattern)
 
     memory = record["peak_memory"]
@@ -73,13 +78,21 @@ def cells(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def floors(run: Run) -> dict[str, float]:
+    """Return the smallest loss that there can be, by split, where that is not zero."""
+    return {name: value for name, value in (run.about.get("floor") or {}).items() if value > 0}
+
+
 def headline(run: Run) -> str:
-    """Say in one line what is trained."""
+    """Say what is trained, by which settings, and what the losses are above."""
     config, examples = run.config, run.about["examples"]["train"]
+    below = ", ".join(f"{value:.2f} {name}" for name, value in floors(run).items())
     return (
         f"{config.task}{' with batch-norm' if config.batch_norm else ''} by {config.optimizer}: "
         f"{run.about['parameters']:,} parameters, {counted(examples, 'example')} of {config.dataset}, "
-        f"batch {config.batch_size}, {counted(config.epochs or 0, 'epoch')} on {config.device}"
+        f"batch {config.batch_size}, {counted(config.epochs or 0, 'epoch')} on {config.device}\n"
+        f"{describe(config, ('lr', 'damping', 'refresh_every'))}"
+        + (f"\nlosses are above their floor: {below}" if below else "")
     )
 
 
@@ -92,7 +105,8 @@ def closing(run: Run) -> str:
     if run.status == "interrupted":
         # The first checkpoint is that of epoch 1.
         again = "--resume goes on" if epoch > 0 else "--overwrite starts afresh"
-        return f"interrupted after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
+        by = signal_name(run.stopped_by)
+        return f"interrupted{by} after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
     return f"finished after epoch {epoch}{where}"
 
 
@@ -138,13 +152,16 @@ def gather(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train from a command line and return the exit status: 0, 1 diverged, 2 bad usage, 130 interrupted."""
+    """Train from a command line and return the exit status.
+
+    0, 1 diverged, 2 bad usage or what could not be read or written, 130 Ctrl-C, 143 TERM, 129 HUP.
+    """
     try:
         values = vars(parser().parse_args(arguments))
         missing = [what for name, what in OPTIONAL.items() if importlib.util.find_spec(name) is None]
         if missing and not values["json"]:
             print(f"left out, since their packages are not installed: {', '.join(missing)}", flush=True)
-        with writing(values):
+        with writing(values), stoppable():
             run = launch(
                 gather(values),
                 values["out"],
@@ -156,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:  # before the first epoch
+        print(interrupted(stop), file=sys.stderr)
+        return exit_code(stop)
     if values["json"]:
         print(json.dumps(run.to_dict(), allow_nan=False))
     return run.exit_code

@@ -1,22 +1,30 @@
-"""Operators in files: safetensors, so that nothing is unpickled and no code runs when one is read."""
+"""Operators in files: safetensors, so that nothing is unpickled and no code runs when one is read.
+
+The header carries a checksum of the whole file (:mod:`ekfac.sealed`), so that damage is seen.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from ekfac import sealed
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.curvature.operators.dense import DensePart, LowRankPart, RowsPart
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
 
-FORMAT = "ekfac curvature 1"
+FORMAT = "ekfac curvature 2"
+#: What older versions wrote: the same without a checksum.
+UNSEALED = "ekfac curvature 1"
 KINDS: dict[str, type[Part]] = {
     "diagonal": DiagonalPart,
     "eigen": EigenPart,
@@ -48,31 +56,75 @@ def save(
         "shapes": layout.shapes,
         "parts": described,
     }
-    # Written beside and moved into place, so that a broken run leaves no half a file.
-    partial = f"{os.fspath(path)}.partial"
-    try:
-        save_file(tensors, partial, metadata={"format": FORMAT, "curvature": json.dumps(header)})
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
+    metadata = {"format": FORMAT, "curvature": json.dumps(header), "checksum": sealed.BLANK}
+    with sealed.beside(path) as part_file:
+        save_file(tensors, part_file, metadata=metadata)
+        with part_file.open("r+b") as stream:
+            at = sealed.place(_header(stream))
+            assert at is not None
+            sealed.seal(stream, at)
 
 
 def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str, Layout, list[Part], int]:
-    """Read what :func:`save` wrote."""
+    """Read what :func:`save` wrote.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, or not such a file.
+    """
     module = _safetensors()
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {os.fspath(path)!r}")
+    has_seal = _verify(path)
     try:
         with module.safe_open(os.fspath(path), "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except module.SafetensorError as error:
         raise ValueError(f"{os.fspath(path)!r} is not a whole safetensors file: {error}") from error
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, UNSEALED):
         raise ValueError(f"{os.fspath(path)!r} holds no curvature in the format {FORMAT!r}")
-    header = json.loads(metadata["curvature"])
+    if not has_seal:
+        if metadata["format"] != UNSEALED or "checksum" in metadata:
+            raise ValueError(f"{os.fspath(path)!r} was altered after it was written: its checksum is broken")
+        warnings.warn(
+            f"{os.fspath(path)!r} has no checksum, as an older version wrote it; damage to it cannot be seen. "
+            "Save it again to give it one",
+            stacklevel=3,
+        )
+    try:
+        return _assembled(metadata["curvature"], tensors)
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)!r} does not describe a curvature: {error!r}") from error
+
+
+def _header(stream: BinaryIO) -> bytes:
+    """Return a safetensors file from its start to the end of its header."""
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    length = 8 + int.from_bytes(stream.read(8), "little")
+    stream.seek(0)
+    return stream.read(min(length, size))
+
+
+def _verify(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a file has a seal, and refuse one whose seal is wrong."""
+    with open(path, "rb") as stream:
+        header = _header(stream)
+        at = sealed.place(header)
+        if at is not None and not sealed.intact(stream, at):
+            raise ValueError(
+                f"{os.fspath(path)!r} is not a whole safetensors file, or was altered after it was written: "
+                "its checksum does not match"
+            )
+        return at is not None
+
+
+def _assembled(text: str, tensors: dict[str, Tensor]) -> tuple[str, Layout, list[Part], int]:
+    """Return what the header describes, made of the file's tensors."""
+    header = json.loads(text)
     layout = Layout(tuple(header["names"]), tuple(tuple(shape) for shape in header["shapes"]))
+    sizes = {name: math.prod(shape) for name, shape in zip(layout.names, layout.shapes, strict=True)}
     parts = []
     for i, about in enumerate(header["parts"]):
         own: dict[str, Any] = {
@@ -83,7 +135,12 @@ def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str,
                 BlockShape(*about["shape"]), own.pop("U_A", None), own.pop("U_B", None), own.pop("S_A"), own.pop("S_B")
             )
             own["basis"] = basis
-        parts.append(KINDS[about["kind"]](about["name"], tuple(about["parameters"]), **own))
+        part = KINDS[about["kind"]](about["name"], tuple(about["parameters"]), **own)
+        if part.numel != sum(sizes[name] for name in part.parameters):
+            raise ValueError(f"the block {part.name!r} has {part.numel} numbers, which its parameters have not")
+        parts.append(part)
+    if sorted(name for part in parts for name in part.parameters) != sorted(layout.names):
+        raise ValueError("its blocks do not cover each parameter once")
     return header["approximation"], layout, parts, header["examples"]
 
 

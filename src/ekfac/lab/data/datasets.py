@@ -1,4 +1,4 @@
-"""Datasets by name, as tensors: the 5,000 embedded digits, MNIST, CIFAR-10, Python's sources, and what a user adds."""
+"""Datasets by name, as tensors: digits, clothes, CIFAR-10, Python's sources, and what a user adds."""
 
 from __future__ import annotations
 
@@ -112,26 +112,34 @@ def _mnist_5k(folder: Path) -> Dataset:
     return Dataset("mnist-5k", {"train": Split(x[train], y[train]), "validation": Split(x[validation], y[validation])})
 
 
-def _idx(role: str, folder: Path, magic: int) -> Tensor:
+def _idx(name: str, role: str, folder: Path, magic: int) -> Tensor:
     """Parse an idx file: a magic number, one big-endian size a dimension, then bytes."""
-    raw = files.read("mnist", role, folder)
+    raw = files.read(name, role, folder)
     if int.from_bytes(raw[:4], "big") != magic:
-        raise DataError(f"{role} of mnist is no idx file of the expected kind")
+        raise DataError(f"{role} of {name} is no idx file of the expected kind")
     rank = magic & 0xFF
     shape = [int.from_bytes(raw[4 + 4 * d : 8 + 4 * d], "big") for d in range(rank)]
     body = torch.frombuffer(bytearray(raw[4 + 4 * rank :]), dtype=torch.uint8)
     if math.prod(shape) != len(body):
-        raise DataError(f"{role} of mnist says {shape} but holds {len(body)} bytes")
+        raise DataError(f"{role} of {name} says {shape} but holds {len(body)} bytes")
     return body.view(shape)
 
 
-def _mnist(folder: Path) -> Dataset:
+def _idx_images(name: str, folder: Path) -> Dataset:
     splits = {}
-    for name, source in (("train", "train"), ("validation", "test")):
-        images = _idx(f"{source}_images", folder, magic=0x803)
-        labels = _idx(f"{source}_labels", folder, magic=0x801)
-        splits[name] = Split(_pixels(images).flatten(1), labels.long())
-    return Dataset("mnist", splits)
+    for split, source in (("train", "train"), ("validation", "test")):
+        images = _idx(name, f"{source}_images", folder, magic=0x803)
+        labels = _idx(name, f"{source}_labels", folder, magic=0x801)
+        splits[split] = Split(_pixels(images).flatten(1), labels.long())
+    return Dataset(name, splits)
+
+
+def _mnist(folder: Path) -> Dataset:
+    return _idx_images("mnist", folder)
+
+
+def _fashion_mnist(folder: Path) -> Dataset:
+    return _idx_images("fashion-mnist", folder)
 
 
 def _cifar_batch(role: str, folder: Path) -> Split:
@@ -150,14 +158,28 @@ def _cifar10(folder: Path) -> Dataset:
     train, validation = hold_out(y, one_in=10)
     pixels = _pixels(x[train])
     mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
+
+    def normalised(own: Tensor) -> Tensor:
+        return own.sub_(mean).div_(std)
+
     return Dataset(
         "cifar10",
         {
-            "train": Split((pixels - mean) / std, y[train]),
-            "validation": Split((_pixels(x[validation]) - mean) / std, y[validation]),
-            "test": Split((_pixels(test.x) - mean) / std, test.y),
+            "train": Split(normalised(pixels), y[train]),
+            "validation": Split(normalised(_pixels(x[validation])), y[validation]),
+            "test": Split(normalised(_pixels(test.x)), test.y),
         },
     )
+
+
+def _cifar10_20k(folder: Path) -> Dataset:
+    """The first two training files of CIFAR-10 alone: 15,000 images to train on, 5,000 for validation."""
+    batches = [_cifar_batch(f"data_batch_{number}", folder) for number in (1, 2)]
+    x, y = _pixels(torch.cat([batch.x for batch in batches])), torch.cat([batch.y for batch in batches])
+    cut = len(x) * 3 // 4
+    mean, std = x[:cut].mean((0, 2, 3), keepdim=True), x[:cut].std((0, 2, 3), keepdim=True)
+    x = (x - mean) / std
+    return Dataset("cifar10-20k", {"train": Split(x[:cut], y[:cut]), "validation": Split(x[cut:], y[cut:])})
 
 
 def _stdlib(folder: Path) -> Dataset:
@@ -172,4 +194,6 @@ def _stdlib(folder: Path) -> Dataset:
 register_dataset("mnist-5k", _mnist_5k)
 register_dataset("mnist", _mnist)
 register_dataset("cifar10", _cifar10)
+register_dataset("cifar10-20k", _cifar10_20k)
+register_dataset("fashion-mnist", _fashion_mnist)
 register_dataset("stdlib", _stdlib)

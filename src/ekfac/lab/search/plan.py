@@ -23,31 +23,32 @@ from typing import Any, NoReturn
 
 import torch
 
-from ekfac.lab.boundary import writing
+from ekfac import sealed
+from ekfac.lab.boundary import Stopped, exit_code, interrupted, stoppable, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import key
-from ekfac.lab.registry import LabError
+from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
 from ekfac.lab.search.space import unique
 from ekfac.lab.training.run import Progress, train
-from ekfac.lab.training.runs import Run, load_run
+from ekfac.lab.training.runs import PROCESSES, Run, load_run
 
 
 def write_plan(configs: Sequence[TrainConfig], file: str | Path) -> None:
     """Write settings as JSON, for another machine: without the device, which is chosen there."""
     rows = [{name: value for name, value in c.to_dict().items() if name != "device"} for c in configs]
-    Path(file).write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    sealed.write(file, ("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n").encode())
 
 
 def read_plan(file: str | Path) -> list[TrainConfig]:
     """Read settings that :func:`write_plan`, or a user, wrote.
 
     Raises:
-        LabError: If the file cannot be read, or a setting is wrong.
+        LabError: If the file cannot be read, a setting is wrong, or it names a plugin that is not loaded.
     """
     try:
         rows = json.loads(Path(file).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LabError(f"plan {file} cannot be read: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise LabError(f"plan {file} must be a JSON list of settings, each an object")
@@ -128,8 +129,13 @@ def run_all(
             found[number] = outcome
             on_outcome(outcome)
             if outcome.run is not None and outcome.run.status == "interrupted":
-                raise KeyboardInterrupt
+                raise stop_of(outcome.run)
     return [found[number] for number in range(len(jobs))]
+
+
+def stop_of(run: Run) -> KeyboardInterrupt:
+    """Return what interrupted a run, to be raised again."""
+    return KeyboardInterrupt() if run.stopped_by is None else Stopped(run.stopped_by)
 
 
 def _serial(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path | None) -> Outcomes:
@@ -157,7 +163,7 @@ def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor
     # Spawned, not forked: CUDA and OpenMP do not survive a fork.
     context = multiprocessing.get_context("spawn")
     before = set(multiprocessing.active_children())
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (workers,)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (workers, loaded_plugins())) as pool:
         try:
             yield pool
         except BaseException:
@@ -167,10 +173,12 @@ def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor
             raise
 
 
-def _start_worker(workers: int) -> None:
+def _start_worker(workers: int, plugins: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     share_cores(workers)
+    for plugin in plugins:
+        load_plugin(plugin)
 
 
 def _end_with_parent() -> None:
@@ -182,7 +190,8 @@ def _end_with_parent() -> None:
 
 
 def share_cores(workers: int) -> None:
-    """Let this process take its share of the cores."""
+    """Let this process take its share of the cores, and its runs say that they were not alone."""
+    os.environ[PROCESSES] = str(workers)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
@@ -216,21 +225,26 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--workers", type=int, default=1, help="processes that run settings at the same time")
     parse.add_argument("--devices", default="", help="devices that the workers take in turn: cuda:0,cuda:1")
     parse.add_argument("--data-dir", help="folder of the data files")
+    parse.add_argument(
+        "--plugin", action="append", default=[], help="your file or module that the plan's settings need"
+    )
     return parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a plan; return 0, 1 if a setting failed, 2 for bad usage, 130 if interrupted."""
+    """Run a plan; return 0, 1 if a setting failed, 2 for bad usage, 130 on Ctrl-C, 143 on TERM, 129 on HUP."""
     outcomes: list[Outcome] = []
     try:
         values: dict[str, Any] = vars(parser().parse_args(arguments))
+        for plugin in values["plugin"]:
+            load_plugin(plugin)
         configs = read_plan(values["plan"])
 
         def on_outcome(outcome: Outcome) -> None:
             outcomes.append(outcome)
             print(tell(outcome, len(outcomes), len(configs)), flush=True)
 
-        with writing(values):
+        with writing(values), stoppable():
             run_all(
                 configs,
                 values["out"],
@@ -242,9 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        stop.args = ("the same command goes on",)
+        print(interrupted(stop), file=sys.stderr)
+        return exit_code(stop)
     return int(any(outcome.run is None for outcome in outcomes))
 
 

@@ -209,7 +209,12 @@ def per_epoch(candidates: Sequence[Curve], name: str = "train_loss", x: str = "e
     return _envelope(candidates, positions, index, name)
 
 
-def per_time(candidates: Sequence[Curve], name: str = "train_loss", budgets: Sequence[float] | None = None) -> Envelope:
+def per_time(
+    candidates: Sequence[Curve],
+    name: str = "train_loss",
+    budgets: Sequence[float] | None = None,
+    x: str = "seconds",
+) -> Envelope:
     """At each time budget, choose the setting whose loss at its last record within the budget is lowest.
 
     A setting that has ended before the budget stays in the race with its last loss.
@@ -219,14 +224,15 @@ def per_time(candidates: Sequence[Curve], name: str = "train_loss", budgets: Seq
         name: What to choose by and to show.
         budgets: Seconds of training; by default every time at which one of them has a record, or a thousand evenly
             spaced ones if those are more.
+        x: What the budget is counted in: ``"seconds"``, or ``"step"`` for settings of unlike batch sizes.
     """
     if budgets is None:
-        times = numpy.unique(numpy.concatenate([curve.mean("seconds") for curve in candidates]))
+        times = numpy.unique(numpy.concatenate([curve.mean(x) for curve in candidates]))
         budgets = list(times) if len(times) <= 1000 else list(numpy.linspace(times[0], times[-1], 1000))
     positions = numpy.asarray(budgets, dtype=float)
 
     def index(curve: Curve) -> Index:
-        return numpy.searchsorted(curve.mean("seconds"), positions, side="right") - 1
+        return numpy.searchsorted(curve.mean(x), positions, side="right") - 1
 
     return _envelope(candidates, positions, index, name)
 

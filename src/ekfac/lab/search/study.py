@@ -21,11 +21,13 @@ import optuna
 import sqlalchemy
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key, option
-from ekfac.lab.registry import LabError
+from ekfac.lab.registry import LabError, missing_plugins
+from ekfac.lab.training.records import check_about, check_history
 from ekfac.lab.training.runs import Run
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -80,23 +82,42 @@ def study_name(config: TrainConfig) -> str:
 
 
 class Trials:
-    """The trials of one study.
+    """The trials of one study. Those that others have put there are left alone.
 
     Args:
         storage: Where they are kept.
         name: The study's name.
+
+    Attributes:
+        notes: What was left alone, and why.
+
+    Raises:
+        LabError: If the study of that name is not one of this library's.
     """
 
     def __init__(self, storage: BaseStorage, name: str) -> None:
         self.storage = storage
+        self.notes: set[str] = set()
         self.study = optuna.create_study(
             storage=storage, study_name=name, load_if_exists=True, pruner=optuna.pruners.MedianPruner()
         )
         self._id = storage.get_study_id_from_name(name)
+        if storage.get_study_directions(self._id) != [StudyDirection.MINIMIZE]:
+            raise LabError(
+                f"study {name!r} does not minimize one number, so it is not one of ekfac sweep; name another"
+            )
 
     def all(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in these states, all if none is given, as the storage has them now."""
-        return self.storage.get_all_trials(self._id, deepcopy=False, states=states or None)
+        """Return this library's trials in these states, all if none is given, as the storage has them now."""
+        found = []
+        for trial in self.storage.get_all_trials(self._id, deepcopy=False, states=states or None):
+            try:
+                _check_ours(trial)
+            except (LabError, ValueError) as error:
+                self.notes.add(f"trial {trial.number} of study {self.study.study_name!r} is left alone: {error}")
+            else:
+                found.append(trial)
+        return found
 
     def add(self, configs: Sequence[TrainConfig]) -> int:
         """Queue the settings that have no trial yet, or only failed ones; return how many."""
@@ -124,6 +145,10 @@ class Trials:
     def take(self) -> optuna.Trial | None:
         """Take the next waiting trial for this process; ``None`` if there is none."""
         for trial in self.all(TrialState.WAITING):
+            if missing := missing_plugins(_config(trial).plugins):
+                # Others may have them; code that a study names never runs for that reason.
+                self.notes.add(f"trial {trial.number} waits for a worker with --plugin {' --plugin '.join(missing)}")
+                continue
             identity = self._number_to_id(trial.number)
             try:
                 if not self.storage.set_trial_state_values(identity, TrialState.RUNNING):
@@ -256,6 +281,33 @@ def _trial(config: TrainConfig, state: TrialState, run: Run | None = None) -> Fr
     )
 
 
+def _check_ours(trial: FrozenTrial) -> None:
+    """Refuse a trial that this library did not make, or that was changed since.
+
+    Raises:
+        LabError: If its settings are not settings.
+        ValueError: If something else is not as it should be.
+    """
+    attributes = trial.user_attrs
+    if not isinstance(attributes.get("key"), str) or not isinstance(attributes.get("setting"), dict):
+        raise ValueError("ekfac sweep did not make it")
+    TrainConfig.from_dict(attributes["setting"])
+    worker = attributes.get("worker")
+    if worker is not None:
+        kinds = {"host": str, "pid": int, "seen": float | int}
+        if not isinstance(worker, dict) or not all(isinstance(worker.get(n), kind) for n, kind in kinds.items()):
+            raise ValueError(f"its worker is not one: {worker!r}")
+    if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+        run = attributes.get("run")
+        if not isinstance(run, dict) or not isinstance(run.get("config"), dict) or not run.get("history"):
+            raise ValueError("it has no run")
+        TrainConfig.from_dict(run["config"])
+        check_history(run["history"])
+        check_about(run.get("about"))
+        if run.get("status") not in ("finished", "diverged", "interrupted", "unfinished"):
+            raise ValueError(f"its status is {run.get('status')!r}")
+
+
 def _config(trial: FrozenTrial | optuna.Trial) -> TrainConfig:
     return TrainConfig.from_dict(trial.user_attrs["setting"])
 
@@ -297,8 +349,9 @@ def _dead(trial: FrozenTrial) -> bool:
         return bool(time.time() - worker["seen"] > SILENCE)
     try:
         os.kill(worker["pid"], 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         return False
-    return worker["started"] is not None and worker["started"] != _started(worker["pid"])
+    started = worker.get("started")
+    return started is not None and started != _started(worker["pid"])

@@ -11,9 +11,11 @@ from typing import Any
 
 import optuna
 
+from ekfac.lab.boundary import Stopped, stoppable
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.registry import LabError, load_plugin
-from ekfac.lab.search.plan import run_one, share_cores
+from ekfac.lab.labels import key
+from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
+from ekfac.lab.search.plan import run_one, share_cores, stop_of
 from ekfac.lab.search.study import Trials, open_storage, setting, study_name
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run, load_run
@@ -143,7 +145,7 @@ def _work_together(
     processes = []
     for number in range(workers):
         device = devices[number % len(devices)] if devices else None
-        arguments: tuple[Any, ...] = (where, list(studies), device, prune, workers)
+        arguments: tuple[Any, ...] = (where, list(studies), device, prune, workers, loaded_plugins())
         processes.append(context.Process(target=_worker, args=arguments, name=f"worker {number + 1}"))
     for process in processes:
         process.start()
@@ -156,6 +158,10 @@ def _work_together(
             if now != before:
                 tell.on_state(now)
                 before = now
+    except Stopped:
+        for process in processes:
+            process.terminate()
+        raise
     finally:
         # After Ctrl-C the workers have had the signal too and close their trials.
         for process in processes:
@@ -167,10 +173,15 @@ def _work_together(
         raise KeyboardInterrupt
 
 
-def _worker(where: Where, names: Sequence[str], device: str | None, prune: bool, workers: int) -> None:
+def _worker(
+    where: Where, names: Sequence[str], device: str | None, prune: bool, workers: int, plugins: Sequence[str]
+) -> None:
     share_cores(workers)
     try:
-        work(where, names, device, prune)
+        with stoppable():
+            for plugin in plugins:
+                load_plugin(plugin)
+            work(where, names, device, prune)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -197,14 +208,12 @@ def _run(trials: Trials, trial: optuna.Trial, where: Where, device: str | None, 
     folder = Path(where.out) / "runs"
     reports = _Reports(trial, prune)
     try:
-        for plugin in trial.user_attrs["setting"]["plugins"]:
-            load_plugin(plugin)
         config = setting(trial)
         config = config if device is None else replace(config, device=device)
         with trials.alive(trial):
             run = run_one(config, folder, where.data_dir, reports)
     except optuna.TrialPruned:
-        trials.prune(trial, load_run(folder / trial.user_attrs["key"]))
+        trials.prune(trial, load_run(folder / key(config)))
         return
     except Exception as error:
         # One setting that fails, for lack of memory say, must not end the search.
@@ -212,7 +221,7 @@ def _run(trials: Trials, trial: optuna.Trial, where: Where, device: str | None, 
         return
     if run.status == "interrupted":
         trials.fail(trial, "interrupted")
-        raise KeyboardInterrupt
+        raise stop_of(run)
     reports.start(run)
     trials.finish(trial, run)
 

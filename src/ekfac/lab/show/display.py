@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ekfac.lab.show import demo
 from ekfac.lab.show.chart import chart
-from ekfac.lab.train import COLUMNS, cells, closing, headline
+from ekfac.lab.train import COLUMNS, PlainProgress, cells, closing, floors, headline
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run
 
@@ -34,10 +34,11 @@ class LiveProgress(Progress):
         )
         self._task = self._bar.add_task("epoch 1", total=None)
         self._epochs = 0
+        self._floors: Mapping[str, float] = {}
 
     def start(self, run: Run) -> None:
         """Print what is trained, and show the bar."""
-        self._epochs = run.config.epochs or 0
+        self._epochs, self._floors = run.config.epochs or 0, floors(run)
         self.console.print(headline(run), highlight=False)
         self.console.print("".join(f"{name:>12}" for name in COLUMNS), style="bold", soft_wrap=True)
         self._bar.start()
@@ -50,7 +51,7 @@ class LiveProgress(Progress):
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Print the epoch's line."""
-        line = "".join(f"{cell:>12}" for cell in cells(record))
+        line = "".join(f"{cell:>12}" for cell in cells(record, self._floors))
         self._bar.console.print(line, highlight=False, soft_wrap=True)
         following = min(record["epoch"] + 1, self._epochs)
         self._bar.reset(self._task, description=f"epoch {following} of {self._epochs}")
@@ -59,6 +60,11 @@ class LiveProgress(Progress):
         """Take the bar away and print how it ended."""
         self._bar.stop()
         self.console.print(closing(run), style="bold red" if run.status == "diverged" else "bold", soft_wrap=True)
+
+
+def progress(console: Console) -> Progress:
+    """Return a live display in a terminal, plain lines elsewhere."""
+    return LiveProgress(console) if console.is_terminal else PlainProgress()
 
 
 def run_demo(console: Console, race: Callable[[Callable[[str, Run], None]], dict[str, Run]]) -> dict[str, Run]:

@@ -29,6 +29,9 @@ FAMILIES = {
     "SOAP": (BROWN, "h"),
     "SOAP + BN": (BROWN, "d"),
     "EKFAC (defaults)": (PURPLE, "X"),
+    "Schedule-Free": (GREEN, "P"),
+    "EKFAC (scheduled)": (RED, "s"),
+    "EKFAC (nothing set)": (BLUE, "o"),
 }
 # With batch-norm they have the same colour and a whole line. AdamW often lies on Adam: its gaps let that be seen.
 _STYLES = {"Adam": 1, "Muon": 1, "SOAP": 1, "AdamW": 2, "AdamW + BN": 3}

@@ -8,6 +8,9 @@ from pathlib import Path
 from ekfac.lab.registry import LabError
 from ekfac.lab.training.runs import Run, load_run
 
+# Runs below a folder of this name had the machine to themselves.
+FINALS = "finals"
+
 
 def find_runs(
     places: Iterable[str | Path], skip_broken: bool = False, timed: Iterable[str | Path] | None = None
@@ -17,7 +20,8 @@ def find_runs(
     Args:
         places: Folders of runs, or folders that hold such folders at any depth.
         skip_broken: Leave out what cannot be read instead of complaining: for folders that are being written.
-        timed: Folders whose runs had the machine to themselves: only their seconds count. ``None``: all do.
+        timed: Folders whose runs had the machine to themselves: only their seconds count. ``None``: those below a
+            folder named ``finals`` if there are some, else all but those that shared the machine.
 
     Raises:
         LabError: If a place does not exist or holds no run.
@@ -38,6 +42,18 @@ def find_runs(
                     raise
                 continue
             parents = file.resolve().parents
-            run.timed = alone is None or any(folder in parents for folder in alone)
+            run.timed = had_the_machine(run) if alone is None else any(folder in parents for folder in alone)
             found.append(run)
+    if alone is None and any(map(_final, found)):
+        for run in found:
+            run.timed = run.timed and _final(run)
     return found
+
+
+def had_the_machine(run: Run) -> bool:
+    """Tell whether a run was the only one on its machine, as far as it knows."""
+    return int(run.about.get("machine", {}).get("processes") or 1) == 1
+
+
+def _final(run: Run) -> bool:
+    return run.path is not None and FINALS in run.path.resolve().parts

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.datasets import load_dataset
-from ekfac.lab.registry import LabError
+from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.training.records import check_history
 from ekfac.lab.training.runs import Run, RunFolder, load_run, machine, read_config, versions
 from ekfac.lab.training.trainer import Trainer, given
 
@@ -54,37 +56,61 @@ def train(
         progress: Is told how it goes.
 
     Raises:
-        LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, or the run has
-            more epochs already than are asked for.
+        LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, another process
+            is at work in it, or the run has more epochs already than are asked for.
     """
     _check_flags(resume, overwrite)
     config = config.resolved()
-    progress = progress or Progress()
-    folder = None if out is None else _open(Path(out), config, resume, overwrite)
-    checkpoint = folder.load() if folder is not None and resume else None
-    trainer = Trainer(config, load_dataset(given(config.dataset), data_dir))
+    folder = None if out is None else RunFolder(Path(out))
+    try:
+        if folder is not None and folder.path.exists():
+            _open(folder, config, resume, overwrite)
+        run, trainer = _prepare(config, folder, data_dir, resume)
+        if folder is not None and not folder.lock.held:
+            # Not made before now, so that bad input leaves no folder behind; another may have come first.
+            _open(folder, config, False, overwrite)
+        return _train(run, trainer, folder, overwrite, checkpoints, progress or Progress())
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def _prepare(
+    config: TrainConfig, folder: RunFolder | None, data_dir: str | Path | None, resume: bool
+) -> tuple[Run, Trainer]:
+    """Make the network, and take up the checkpoint if there is one and it is asked for."""
     run = Run(config, path=None if folder is None else folder.path)
+    checkpoint = folder.load(run.notes) if folder is not None and resume else None
+    trainer = Trainer(config, load_dataset(given(config.dataset), data_dir))
     if checkpoint is not None:
         _check_same_data(run.path, trainer)
         try:
+            run.history = check_history(checkpoint["history"])
             trainer.load_state_dict(checkpoint["trainer"])
-            run.history = list(checkpoint["history"])
-        except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {str(error).splitlines()[0]}") from error
+        except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {reason}") from error
         if trainer.epoch > given(config.epochs):
             raise LabError(
                 f"epochs must be at least {trainer.epoch}, which {run.path} has already, not {config.epochs}"
             )
-    run.about = about(config, trainer)
-    if folder is not None:
-        if overwrite:
-            folder.clear()
-        folder.start(config, run.about, run.history)
+    run.about = about(config, trainer, data_dir)
+    return run, trainer
+
+
+def _train(
+    run: Run, trainer: Trainer, folder: RunFolder | None, overwrite: bool, checkpoints: bool, progress: Progress
+) -> Run:
     try:
+        if folder is not None:
+            if overwrite:
+                folder.clear()
+            folder.start(run.config, run.about, run.history)
         progress.start(run)
         _loop(trainer, run, folder, progress, checkpoints)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         run.status = "interrupted"
+        run.stopped_by = getattr(stop, "signal", None)
     finally:
         trainer.close()
         if folder is not None:
@@ -111,6 +137,8 @@ def launch(
         LabError: As :func:`train`, or if there is nothing to go on with.
     """
     _check_flags(resume, overwrite)
+    for plugin in settings.get("plugins", ()):
+        load_plugin(plugin)
     if resume and out is None:
         raise LabError("--resume needs the folder of the run: --out")
     if resume and out is not None:
@@ -119,7 +147,10 @@ def launch(
             raise LabError(f"{out} has no checkpoint; --overwrite starts afresh")
         settings = {**stored.to_dict(), **settings}
     config = TrainConfig.from_dict(settings)
-    return train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, progress=progress)
+    run = train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, progress=progress)
+    for note in run.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return run
 
 
 def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, checkpoints: bool) -> None:
@@ -138,10 +169,12 @@ def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progre
     run.status = "diverged" if run.history[-1]["diverged"] else "finished"
 
 
-def about(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = None) -> dict[str, Any]:
     """Return what config.json says besides the settings."""
+    folder = None if data_dir is None else str(Path(data_dir).resolve())
     return {
-        "command": config.command(),
+        "command": config.command(folder),
+        **({} if folder is None else {"data_dir": folder}),
         "versions": versions(),
         "machine": machine(),
         "parameters": trainer.parameters,
@@ -156,25 +189,26 @@ def _check_flags(resume: bool, overwrite: bool) -> None:
         raise LabError("resume and overwrite cannot both be asked for")
 
 
-def _open(path: Path, config: TrainConfig, resume: bool, overwrite: bool) -> RunFolder:
-    """Make sure that a run may be written here, before anything is touched."""
-    folder = RunFolder(path)
+def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool) -> None:
+    """Become the owner of a folder in which a run may be written, before anything is touched."""
+    path = folder.path
     if path.exists() and not path.is_dir():
         raise LabError(f"{path} is not a folder")
+    folder.lock.acquire()
     if not folder.holds_run() or overwrite:
-        return folder
+        return
     if not resume:
         raise LabError(f"{path} already holds a run; --resume goes on with it, --overwrite removes it")
     if folder.config_file.exists():
         _check_same(path, config)
-    return folder
 
 
 def _check_same(path: Path, config: TrainConfig) -> None:
     """Refuse to go on with other settings; only the device may change, and the number of epochs without a cosine."""
     old, new = read_config(path)[0].to_dict(), json.loads(json.dumps(config.to_dict()))
     for name, value in new.items():
-        free = ("device",) if config.cosine else ("device", "epochs")
+        # A plugin's file may lie elsewhere now; that one of its name is loaded was looked at before.
+        free = ("device", "plugins") if config.cosine else ("device", "plugins", "epochs")
         if name not in free and value != old[name]:
             raise LabError(
                 f"{path} holds a run with {name} {old[name]!r}, not {value!r}; resume it without changing it"

@@ -2,25 +2,35 @@
 
 An epoch's line goes to metrics.jsonl first, then checkpoint.pt is replaced atomically; the checkpoint holds
 the whole history. A process killed between the two leaves one line too many; resuming takes it off again.
+Each file, and each line of metrics.jsonl, carries a checksum (:mod:`ekfac.sealed`), and one process owns the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
 import platform
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from ekfac import sealed
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import LabError
+from ekfac.lab.training.lock import Lock
+from ekfac.lab.training.records import check_about, check_record
 
-FORMAT = 1
+# 1 had no checksums.
+FORMAT = 2
+# The environment's word for how many runs share the machine; their seconds do not count then.
+PROCESSES = "EKFAC_PROCESSES"
+# The record that ends a zip archive, before its comment; the last two bytes are the comment's length.
+_END, _END_SIZE = b"PK\x05\x06", 22
 
 
 @dataclass
@@ -34,6 +44,8 @@ class Run:
         about: Versions, machine, data, number of parameters, the loss's floor, the command.
         path: Its folder, if it has one.
         timed: Whether its seconds count: not where runs shared a machine.
+        notes: What its reader should know, such as a file without a checksum.
+        stopped_by: The signal that interrupted it, if it was not Ctrl-C.
     """
 
     config: TrainConfig
@@ -42,11 +54,13 @@ class Run:
     about: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
     timed: bool = True
+    notes: list[str] = field(default_factory=list)
+    stopped_by: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """Return 0 for a finished run, 1 for a diverged one, 130 for one that Ctrl-C ended."""
-        return {"finished": 0, "diverged": 1, "interrupted": 130}.get(self.status, 1)
+        """Return 0 for a finished run, 1 for a diverged one; 130, 143 or 129 for one that Ctrl-C, TERM or HUP ended."""
+        return {"finished": 0, "diverged": 1, "interrupted": 128 + (self.stopped_by or 2)}.get(self.status, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
@@ -71,6 +85,7 @@ def machine() -> dict[str, Any]:
         "processor": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get(PROCESSES, "1")),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
@@ -92,7 +107,7 @@ def versions() -> dict[str, str | None]:
 
 def source_digest() -> str:
     """Return twelve hex digits of the library's own files: defaults change between versions of the same number."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for folder in ("curvature", "optim"):
         for file in sorted((package / folder).rglob("*.py")):
@@ -101,13 +116,14 @@ def source_digest() -> str:
 
 
 class RunFolder:
-    """Writes one run's folder."""
+    """Writes one run's folder, of which it is the only owner from :meth:`acquire` to :meth:`close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.json"
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoint_file = path / "checkpoint.pt"
+        self.lock = Lock(path)
         self._board: Any = None
 
     def holds_run(self) -> bool:
@@ -116,16 +132,19 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove a run's files, and nothing else that may lie in the folder."""
+        self.lock.acquire()
         for pattern in ("config.json*", "metrics.jsonl*", "checkpoint.pt*", "events.out.tfevents.*"):
             for file in self.path.glob(pattern):
                 file.unlink()
 
     def start(self, config: TrainConfig, about: Mapping[str, Any], history: list[dict[str, Any]]) -> None:
         """Write config.json and exactly this history, then open the TensorBoard events."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, "config": config.to_dict(), "about": about}, indent=2, allow_nan=False)
-        _replace(self.config_file, (text + "\n").encode())
-        _replace(self.metrics_file, "".join(_line(record) for record in history).encode())
+        self.lock.acquire()
+        for file in self.path.glob("*.part"):  # of a process that was killed
+            file.unlink()
+        content = {"format": FORMAT, "config": config.to_dict(), "about": dict(about)}
+        sealed.write(self.config_file, sealed.dumps(content, indent=2))
+        sealed.write(self.metrics_file, b"".join(sealed.dumps(record) for record in history))
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -134,29 +153,42 @@ class RunFolder:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append an epoch's record to metrics.jsonl and the TensorBoard events, on disk when this returns."""
-        with self.metrics_file.open("a") as stream:
-            stream.write(_line(record))
-            stream.flush()
-            os.fsync(stream.fileno())
+        line = sealed.dumps(dict(record))
+        with _named(self.metrics_file), self.metrics_file.open("ab", buffering=0) as stream:
+            whole = stream.tell()
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[stream.write(left) :]
+                os.fsync(stream.fileno())
+            except BaseException:
+                stream.truncate(whole)  # half a line would be in the way of the next
+                raise
         if self._board is not None:
-            for name, value in record.items():
-                scalars = {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-                for tag, scalar in scalars.items():
-                    if isinstance(scalar, int | float) and not isinstance(scalar, bool):
-                        self._board.add_scalar(tag, scalar, record["epoch"])
-            self._board.flush()
+            with _named(self.path):
+                self._add_to_board(record)
+
+    def _add_to_board(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            scalars = {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+            for tag, scalar in scalars.items():
+                if isinstance(scalar, int | float) and not isinstance(scalar, bool):
+                    self._board.add_scalar(tag, scalar, record["epoch"])
+        self._board.flush()
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint; whoever is killed meanwhile still has the old one, whole."""
-        part = self.checkpoint_file.with_name("checkpoint.pt.part")
-        with part.open("wb") as stream:
+        with sealed.replacing(self.checkpoint_file) as stream:
             torch.save(dict(state), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(self.checkpoint_file)
+            stream.seek(-2, os.SEEK_END)
+            stream.write(len(sealed.BLANK).to_bytes(2, "little") + sealed.BLANK.encode())
+            sealed.seal(stream, stream.tell() - sealed.DIGITS)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, notes: list[str] | None = None) -> dict[str, Any] | None:
         """Return the checkpoint, or ``None`` if the run was killed before its first.
+
+        Args:
+            notes: Gets a line if the file carries no checksum of the library, as those of older versions.
 
         Raises:
             LabError: If the file is broken.
@@ -164,7 +196,13 @@ class RunFolder:
         if not self.checkpoint_file.exists():
             return None
         try:
-            state: dict[str, Any] = torch.load(self.checkpoint_file, map_location="cpu", weights_only=True)
+            with self.checkpoint_file.open("rb") as stream:
+                if not _is_sealed(stream) and notes is not None:
+                    notes.append(
+                        f"{self.checkpoint_file} has no checksum, as an older version wrote it; its CRC is right"
+                    )
+                stream.seek(0)
+                state: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=True)
             broken = not (isinstance(state, dict) and {"trainer", "history"} <= state.keys())
         except OSError:
             raise
@@ -176,24 +214,71 @@ class RunFolder:
         return state
 
     def close(self) -> None:
-        """Close the TensorBoard events."""
-        if self._board is not None:
-            self._board.close()
+        """Close the TensorBoard events and give the folder back."""
+        try:
+            if self._board is not None:
+                with contextlib.suppress(OSError):  # what they lack is in metrics.jsonl
+                    self._board.close()
+        finally:
+            self._board = None
+            self.lock.release()
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Let an error of the file system name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
+def _is_sealed(stream: BinaryIO) -> bool:
+    """Tell whether a checkpoint carries its seal, which is right; an older one must have the right CRC.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - _END_SIZE - len(sealed.BLANK)))
+    tail = stream.read()
+    if tail[_END_SIZE : -sealed.DIGITS] == sealed.BLANK[: -sealed.DIGITS].encode():
+        if not sealed.intact(stream, size - sealed.DIGITS):
+            raise sealed.Altered("the checksum does not match")
+        return True
+    end = tail[-_END_SIZE:]
+    if end[:4] != _END or end[-2:] != b"\0\0":
+        raise sealed.Altered("the checksum is broken")
+    stream.seek(0)
+    with zipfile.ZipFile(stream) as archive:
+        if archive.testzip() is not None:
+            raise sealed.Altered("the archive is broken")
+    return False
 
 
 def read_config(path: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """Read config.json: the settings, and what is known about the run.
 
     Raises:
-        LabError: If there is none or it is broken.
+        LabError: If there is none, or it is broken or altered.
     """
+    return _read_config(path)[:2]
+
+
+def _read_config(path: Path) -> tuple[TrainConfig, dict[str, Any], bool]:
+    """Return the settings, what is known about the run, and whether the file has a checksum."""
     file = path / "config.json"
     try:
-        data = json.loads(file.read_text())
-        return TrainConfig.from_dict(data["config"]), data["about"]
+        data, has_seal = sealed.loads(file.read_bytes())
+        if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
+            raise ValueError("it must be an object with the settings under 'config'")
+        if data.get("format", 1) != (FORMAT if has_seal else 1):
+            raise ValueError(f"its format is {data.get('format')!r}{'' if has_seal else ', and it has no checksum'}")
+        return TrainConfig.from_dict(data["config"]), check_about(data.get("about")), has_seal
     except FileNotFoundError:
         raise LabError(f"{path} holds no run: there is no config.json") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LabError) as error:
         raise LabError(f"{file} cannot be read: {error}") from error
 
 
@@ -201,35 +286,40 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     """Read a run's folder back, also one that is still being written or was killed.
 
     Raises:
-        LabError: If it holds no run.
+        LabError: If it holds no run, or its files are broken or altered.
     """
     folder = Path(path)
-    config, about = read_config(folder)
-    history = []
+    config, about, has_seal = _read_config(folder)
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text().split("\n") if metrics.exists() else []
-    for number, line in enumerate(lines[:-1]):  # what follows the last newline was cut off in the middle
-        try:
-            history.append(json.loads(line))
-        except ValueError as error:
-            raise LabError(f"{metrics}, line {number + 1} cannot be read: {error}") from error
+    history: list[dict[str, Any]] = []
+    try:
+        lines = metrics.read_bytes().split(b"\n") if metrics.exists() else [b""]
+        *whole, rest = lines  # what follows the last newline was cut off in the middle
+        for line in whole:
+            history.append(_read_record(line + b"\n", len(history), has_seal))
+        if _ends_otherwise(rest, len(history), has_seal):
+            raise ValueError("it ends with another character than it was written with")
+    except (OSError, ValueError) as error:
+        raise LabError(f"{metrics}, line {len(history) + 1} cannot be read: {error}") from error
     return Run(config, history, _status(config, history), about, folder)
+
+
+def _read_record(line: bytes, epoch: int, must_be_sealed: bool) -> dict[str, Any]:
+    record, has_seal = sealed.loads(line)
+    if must_be_sealed and not has_seal:
+        raise sealed.Altered("its checksum is gone")
+    return check_record(record, epoch)
+
+
+def _ends_otherwise(rest: bytes, epoch: int, must_be_sealed: bool) -> bool:
+    """Tell a whole line whose newline became something else from one that was cut off."""
+    with contextlib.suppress(ValueError):
+        _read_record(rest[:-1] + b"\n", epoch, must_be_sealed)
+        return True
+    return False
 
 
 def _status(config: TrainConfig, history: list[dict[str, Any]]) -> str:
     if history and history[-1]["diverged"]:
         return "diverged"
     return "finished" if history and history[-1]["epoch"] >= (config.epochs or 0) else "unfinished"
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _replace(file: Path, content: bytes) -> None:
-    part = file.with_name(file.name + ".part")
-    with part.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)

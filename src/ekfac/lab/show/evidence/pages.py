@@ -12,11 +12,20 @@ from ekfac.lab.show.evidence import claims, tables
 from ekfac.lab.show.evidence.pictures import link
 from ekfac.lab.show.evidence.record import Record
 
-PAGES = ("mnist.md", "comparison.md")
+PAGES = ("mnist.md", "comparison.md", "coverage.md")
 SIZES = (200, 500)
 TASKS = ("classifier", "vgg11", "resnet34", "charlm")
 
 Source = Callable[[Record], str]
+
+
+def _coverage(record: Record) -> str:
+    """Return the table of what is reproduced; it is made of this package's claims, so it is imported late."""
+    from ekfac.lab.show.reproduce.coverage import coverage
+
+    return coverage(record)
+
+
 SOURCES: dict[str, Source] = {
     "machine": partial(tables.machine, places=("mnist", "sensitivity")),
     "machine-comparison": partial(tables.machine, places=("comparison",)),
@@ -33,6 +42,7 @@ SOURCES: dict[str, Source] = {
     "claim-frequency": claims.frequency,
     "claim-sensitivity": claims.sensitivity,
     "defaults": claims.defaults,
+    "coverage": _coverage,
 }
 SOURCES |= {f"epochs-{size}": partial(tables.epochs, batch_size=size) for size in SIZES}
 SOURCES |= {f"times-{size}": partial(tables.times, batch_size=size) for size in SIZES}

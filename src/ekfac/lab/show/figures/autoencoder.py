@@ -9,11 +9,10 @@ from matplotlib.gridspec import SubplotSpec
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.search.selection import Curve, best_of_each, by_method, curves
-from ekfac.lab.show.figures import quick, style
+from ekfac.lab.show.figures import paper, quick, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.show.figures.curves import ABOVE, draw_curves, has_times, loss_axis, whole
 from ekfac.lab.show.figures.plane import draw_plane, has_plane, loss_at, scale
-from ekfac.lab.show.looks import split
 from ekfac.lab.training.runs import Run
 
 PANELS = {
@@ -23,7 +22,7 @@ PANELS = {
 }
 PLANE_EPOCH = 20
 # What the paper compares; all else is an addition to it.
-PAPER = {"SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"}
+PAPER = set(paper.METHODS["autoencoder"])
 
 
 def settings() -> list[TrainConfig]:
@@ -54,8 +53,8 @@ def draw(request: Request) -> Figure:
         axis.set_title(f"{style.letter(number)} {heading}")
     if planes:
         _planes(figure, rows[1], planes, style.letter(len(panels)))
-    added = {name for name in best if split(name)[0] not in PAPER}
-    figure.suptitle(title(request) + ("\n† not in the paper" if added else ""))
+    added = paper.added("autoencoder", best)
+    figure.suptitle(title(request) + (paper.NOTE if added else ""))
     style.share_legend(figure, axes, marked=added)
     return figure
 

@@ -26,6 +26,7 @@ class Request:
         data_dir: Folder of the data files.
         measures: What was measured before, and what is measured now.
         grid: Runs that only show how a method answers to its settings.
+        lacks: What the figure would show with more runs or data, in words; drawing adds to it.
     """
 
     runs: Sequence[Run] = ()
@@ -34,6 +35,7 @@ class Request:
     data_dir: str | Path | None = None
     measures: Measures = field(default_factory=Measures)
     grid: Sequence[Run] = ()
+    lacks: list[str] = field(default_factory=list)
 
     def measured(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return what was measured for a figure before, else measure and keep it."""

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.search.selection import Curve, Envelope, by_method, curves, per_epoch
-from ekfac.lab.show.figures import quick, style
+from ekfac.lab.show.figures import paper, quick, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.show.figures.cifar import NAMES, of_task, title
 from ekfac.lab.show.figures.curves import budgets, draw_curves, has_times, loss_axis, plain_log_ticks
@@ -33,7 +33,7 @@ def settings() -> list[TrainConfig]:
 
 def draw(request: Request) -> Figure:
     """Draw three rows a network: by epoch, one panel a batch size; by iteration and by time, one panel a method."""
-    found = {task: curves(filter(_of(task), request.runs)) for task in NAMES}
+    found = {task: paper.of_one_length(curves(filter(_of(task), request.runs))) for task in NAMES}
     found = {task: group for task, group in found.items() if group}
     rows = [row for task, group in found.items() for row in _rows(task, group)]
     looks = style.lines({name for row in rows for panel in row for name in panel.entries if SIZE in name})

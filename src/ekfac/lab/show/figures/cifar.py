@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ekfac.lab.search.selection import Curve, best_validation, by_method, curves, per_epoch
-from ekfac.lab.show.figures import quick, style
+from ekfac.lab.show.figures import paper, quick, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.show.figures.curves import budgets, draw_curves, has_times, loss_axis, whole
 from ekfac.lab.tasks import TASKS
@@ -47,7 +47,7 @@ def draw(task: str) -> Callable[[Request], Figure]:
     """Return what draws a network's three panels, two where no run was timed."""
 
     def figure_of(request: Request) -> Figure:
-        groups = by_method(usual_batch_size(curves(filter(of_task(task), request.runs))))
+        groups = by_method(paper.of_one_length(usual_batch_size(curves(filter(of_task(task), request.runs)))))
         looks = style.lines(style.ordered(groups))
         timed = has_times(curve for group in groups.values() for curve in group)
         panels = {"epoch": "training loss", "seconds": "wall-clock time"} if timed else {"epoch": "training loss"}
@@ -67,8 +67,9 @@ def draw(task: str) -> Callable[[Request], Figure]:
         last.set_xlabel("epoch")
         last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         last.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        figure.suptitle(title(request, [task]))
-        style.share_legend(figure, axes)
+        added = paper.added(task, groups)
+        figure.suptitle(title(request, [task]) + (paper.NOTE if added else ""))
+        style.share_legend(figure, axes, marked=added)
         return figure
 
     return figure_of

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ekfac.lab.data.files import DataError
 from ekfac.lab.search.selection import Curve, best_of_each, curves
 from ekfac.lab.show.figures import quick, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
@@ -25,16 +26,30 @@ def draw(request: Request) -> Figure:
     panels = {"epoch": "training loss", "seconds": "wall-clock time"} if best else {}
     if not has_times(best.values()):
         panels.pop("seconds", None)
-    figure, axes = style.panels(1, len(panels) + 1, height=3.0, width=(4.5, 6.5, 7.5)[len(panels)])
-    _losses(axes[:-1], best, panels)
-    _spectra(axes[-1], request, style.letter(len(panels)))
+    drift = _drift(request, needed=not panels)
+    count = len(panels) + (drift is not None)
+    figure, axes = style.panels(1, count, height=3.0, width=(4.5, 6.5, 7.5)[count - 1])
+    _losses(axes[: len(panels)], best, panels)
+    if drift is not None:
+        _spectra(axes[-1], drift, style.letter(len(panels)))
     datasets = ", ".join(sorted({str(run.config.dataset) for run in request.runs})) or request.dataset
     note = f" on {datasets}"
     if request.quick:
         note = f"\n{quick.NOTE_DIGITS}; the spectra at full size"
     figure.suptitle(f"Frequency of renewal, deep auto-encoder{note}")
-    style.share_legend(figure, axes[:-1], columns=3)
+    style.share_legend(figure, axes[: len(panels)], columns=3)
     return figure
+
+
+def _drift(request: Request, needed: bool) -> Drift | None:
+    """Return the spectra's drift; ``None`` where the data for it are not here and there are runs to show without."""
+    try:
+        return measured(request)
+    except DataError as error:
+        if needed:
+            raise
+        request.lacks.append(f"the spectra's panel: {error}")
+        return None
 
 
 def _losses(axes: Sequence[Axes], best: Mapping[str, Curve], panels: Mapping[str, str]) -> None:
@@ -60,8 +75,7 @@ def measured(request: Request) -> Drift:
     return Drift(found["steps"], found["distances"])
 
 
-def _spectra(axis: Axes, request: Request, letter: str) -> None:
-    drift = measured(request)
+def _spectra(axis: Axes, drift: Drift, letter: str) -> None:
     for name, values in drift.distances.items():
         color, marker = style.FAMILIES[name]
         every = max(1, len(values) // 8)

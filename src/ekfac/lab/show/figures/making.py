@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
 from ekfac.lab.registry import LabError
 from ekfac.lab.search import plan
 from ekfac.lab.search.space import unique
-from ekfac.lab.show.figures import style
+from ekfac.lab.show.figures import paper, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.show.figures.measures import Measures
 from ekfac.lab.training.runs import Run
@@ -21,11 +24,12 @@ FORMATS = ("svg", "png")
 
 @dataclass(frozen=True)
 class Made:
-    """A figure's files; none, and the reason, if it was left out."""
+    """A figure's files; none, and the reason, if it was left out; and what it lacks of the paper's."""
 
     name: str
     files: tuple[Path, ...] = ()
     reason: str = ""
+    lacks: tuple[str, ...] = ()
 
 
 def make(
@@ -38,6 +42,7 @@ def make(
     dataset: str = "mnist-5k",
     data_dir: str | Path | None = None,
     measures: str | Path | None = None,
+    measured: Sequence[str | Path] = (),
     formats: Sequence[str] = FORMATS,
     suffix: str = "",
     workers: int = 1,
@@ -54,6 +59,7 @@ def make(
         dataset: Dataset of the figures that are computed.
         data_dir: Folder of the data files.
         measures: File that keeps what is measured; what it has is not measured again.
+        measured: Files of what was measured before, which are only read.
         formats: File formats to write.
         suffix: What to add to the names of the files.
         workers: How many small runs are made at the same time.
@@ -73,7 +79,7 @@ def make(
         raise LabError(
             f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
         )
-    kept = Measures(measures)
+    kept = Measures(measures, measured)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if measures is not None:
@@ -87,9 +93,12 @@ def make(
             made.append(Made(name, reason="no run is for it"))
             continue
         say(f"drawing {name}")
-        request = Request(found.get(name, ()), quick, dataset, data_dir, kept, grid)
+        shown = found.get(name, ())
+        missing_parts = [] if quick else paper.lacks(name, shown)
+        request = Request(shown, quick, dataset, data_dir, kept, grid, missing_parts)
         try:
-            made.append(Made(name, draw_to(folder / f"{name}{suffix}", spec, request, formats)))
+            files = draw_to(folder / f"{name}{suffix}", spec, request, formats)
+            made.append(Made(name, files, lacks=tuple(request.lacks)))
         except LabError as error:
             if not everything:
                 raise
@@ -101,11 +110,22 @@ def draw_to(stem: Path, spec: FigureSpec, request: Request, formats: Sequence[st
     """Draw one figure and write it under its name, once a format."""
     with style.styled():
         figure = spec.draw(request)
+        absent = [part for part in request.lacks if paper.SHORTER not in part]  # what is short can be seen
+        if absent:
+            _say_what_is_missing(figure, absent)
         files = tuple(stem.with_name(f"{stem.name}.{kind}") for kind in formats)
         for file in files:
             # No date in it: the same picture gives the same file.
             figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
+
+
+def _say_what_is_missing(figure: Figure, lacks: Sequence[str]) -> None:
+    """Name what a figure lacks of the paper's in its title, in a few lines."""
+    width = round(13 * figure.get_figwidth())
+    text = textwrap.shorten("; ".join(part.split(": dataset")[0] for part in lacks), 3 * width, placeholder=" ...")
+    before = figure.get_suptitle()
+    figure.suptitle("\n".join([before, *textwrap.wrap(f"missing: {text}", width)]))
 
 
 def _quick_runs(

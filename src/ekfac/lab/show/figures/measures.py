@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,23 @@ class Measures:
 
     Args:
         file: The JSON file that keeps them; ``None`` keeps nothing.
+        more: Other such files, which are only read.
     """
 
-    def __init__(self, file: str | Path | None = None) -> None:
+    def __init__(self, file: str | Path | None = None, more: Sequence[str | Path] = ()) -> None:
         self.file = None if file is None else Path(file)
         self._entries: dict[str, Any] = {}
         if self.file is not None and self.file.exists():
-            try:
-                self._entries = dict(json.loads(self.file.read_text()))
-            except (OSError, ValueError, TypeError) as error:
-                raise LabError(f"{self.file} cannot be read: {error}") from error
+            self._entries = _read(self.file)
+        self._more = [_read(Path(other)) for other in more]
 
     def get(self, name: str, dataset: str | None = None, quick: bool = False) -> dict[str, Any] | None:
         """Return a figure's numbers, if they are there, and of this dataset and size."""
-        entry = self._entries.get(name)
-        if entry is None or dataset not in (None, entry["dataset"]) or quick != entry["quick"]:
-            return None
-        return dict(entry["values"])
+        for entries in (self._entries, *self._more):
+            entry = entries.get(name)
+            if entry is not None and dataset in (None, entry["dataset"]) and quick == entry["quick"]:
+                return dict(entry["values"])
+        return None
 
     def put(self, name: str, values: Mapping[str, Any], dataset: str, quick: bool = False) -> dict[str, Any]:
         """Keep a figure's numbers, with what it takes to repeat them, and return them as they are kept."""
@@ -51,6 +51,13 @@ class Measures:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(dict(sorted(self._entries.items())), indent=1) + "\n")
         return rounded
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise LabError(f"{file} cannot be read: {error}") from error
 
 
 def _rounded(value: Any) -> Any:

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.search.selection import by_method, curves, per_epoch
-from ekfac.lab.show.figures import quick, style
+from ekfac.lab.show.figures import paper, quick, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.show.figures.cifar import NAMES, of_task, title, usual_batch_size
 from ekfac.lab.show.figures.curves import budgets, draw_curves, has_times, loss_axis
@@ -26,7 +26,10 @@ def draw(request: Request) -> Figure:
     """Draw a row of two panels a network: by epoch and, where runs were timed, by wall-clock, selected for each."""
     tasks = [task for task in NAMES if any(map(of_task(task, scheduled=True), request.runs))] or list(NAMES)
     groups = {
-        task: by_method(usual_batch_size(curves(filter(of_task(task, scheduled=True), request.runs)))) for task in tasks
+        task: by_method(
+            paper.of_one_length(usual_batch_size(curves(filter(of_task(task, scheduled=True), request.runs))))
+        )
+        for task in tasks
     }
     timed = has_times(curve for group in groups.values() for found in group.values() for curve in found)
     axes_of = ("epoch", "seconds") if timed else ("epoch",)
@@ -43,8 +46,9 @@ def draw(request: Request) -> Figure:
             axis.set_title(f"{style.letter(place)} {NAMES[task]}, {what}")
     every = sorted({run.config.halve_every for run in request.runs if run.config.halve_every is not None})
     note = f", learning rate halved every {', '.join(map(str, every))} epochs" if every else ""
-    figure.suptitle(title(request, tasks, note))
-    style.share_legend(figure, axes, columns=3)
+    added = paper.added("schedule", {name for group in groups.values() for name in group})
+    figure.suptitle(title(request, tasks, note) + (paper.NOTE if added else ""))
+    style.share_legend(figure, axes, columns=3, marked=added)
     return figure
 
 

@@ -1,29 +1,26 @@
-"""What the report says, as plain data: curves for the charts, rows for the tables.
-
-Names that come from a run's settings are text. Those that Plotly draws are escaped here, since it takes a few tags in
-its texts; those in tables are escaped where the tables are written.
-"""
+"""What the report says, as plain data: curves for the charts, cells for the tables. All of it is shown as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ekfac.lab.labels import describe, option
+import numpy
+
+from ekfac.lab.labels import counted, describe, option
 from ekfac.lab.search.selection import (
     Curve,
     Envelope,
-    best_final,
     best_validation,
     by_method,
-    curves,
     last,
     per_epoch,
     per_time,
     time_to_reach,
 )
 from ekfac.lab.show.looks import lines, ordered
+from ekfac.lab.show.report.groups import Group, leader, name_of, shown, timed
 from ekfac.lab.training.runs import Run
 
 METRICS = {
@@ -33,183 +30,253 @@ METRICS = {
     "validation_accuracy": "validation accuracy",
 }
 AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
-# Plotly's names for the line styles and markers of ekfac.lab.show.looks.
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-_SYMBOLS = {"v": "triangle-down", "^": "triangle-up", "<": "triangle-left", ">": "triangle-right", "D": "diamond"}
-_SYMBOLS |= {"s": "square", "o": "circle", "P": "cross", "X": "x", "*": "star", "h": "hexagon", "p": "pentagon"}
+# So many curves are drawn at first: the best ones, and the baseline among them.
+AT_FIRST = 6
+# What others are measured by, if there is one of them; the first that is there.
+BASELINES = ("Adam + BN", "AdamW + BN", "AdamW", "Adam", "SGD + BN", "SGD")
+
+Row = list[dict[str, Any]]
+Goal = Callable[[Curve], float]
 
 
-def plain(text: str) -> str:
-    """Return a text that Plotly shows as it is: it takes tags, and knows three of HTML's entities."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def methods_of(group: Group) -> dict[str, list[Curve]]:
+    """Return a group's methods in the paper's order, each with its settings."""
+    found = by_method(group.curves, name_of)
+    return {name: found[name] for name in ordered(found)}
 
 
-def groups(runs: Sequence[Run]) -> dict[str, list[Curve]]:
-    """Put together what can be compared: the same task on the same data, with the same schedule."""
-    found: dict[str, list[Curve]] = {}
-    for curve in curves(runs):
-        config = curve.config
-        schedule = f", learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
-        schedule += ", learning rate along a cosine" if config.cosine else ""
-        found.setdefault(f"{config.task} on {config.dataset}{schedule}", []).append(curve)
-    return found
+def baseline(names: Sequence[str]) -> str | None:
+    """Return the method that the others are measured by."""
+    return next((name for name in BASELINES if name in names), names[0] if names else None)
 
 
-def leader(candidates: Sequence[Curve]) -> Curve | None:
-    """Return the best setting of a method: at its end, or so far where none has ended; ``None`` if all diverged."""
-    usable = [curve for curve in candidates if math.isfinite(last(curve))]
-    return best_final(candidates) or min(usable, key=last, default=None)
-
-
-def shown(candidates: Sequence[Curve]) -> Curve:
-    """Return the setting that stands for a method: its best, or where all diverged the one that got furthest."""
-    return leader(candidates) or max(candidates, key=lambda curve: curve.length)
-
-
-def chart(candidates: Sequence[Curve]) -> dict[str, Any]:
-    """Return one chart's curves: for each method its best setting whole, and the best at each epoch and budget."""
-    methods = by_method(candidates)
+def chart(group: Group) -> dict[str, Any]:
+    """Return one chart's curves: for each method its best setting whole, and the best at each point of the axis."""
+    methods = methods_of(group)
     looks = lines(methods)
-    floors = {name: _floor(candidates[0], name) for name in ("train", "validation")}
+    first = at_first(methods)
+    any_timed = any(timed(found) is not None for found in methods.values())
+    axes = {x: label for x, label in AXES.items() if any_timed or x != "seconds"}
     return {
-        "metrics": {name: label for name, label in METRICS.items() if _has(candidates, name)},
-        "axes": AXES,
-        "floor": {name: floor for name, floor in floors.items() if floor > 0},
+        "metrics": {name: label for name, label in METRICS.items() if _has(group.curves, name)},
+        "axes": axes,
+        "floor": any(curve.floor > 0 for curve in group.curves),
         "methods": [
             {
-                "name": plain(name),
+                "name": name,
                 "color": looks[name].color,
-                "dash": _DASHES[looks[name].variant % len(_DASHES)],
-                "symbol": _SYMBOLS.get(looks[name].marker, "circle"),
-                "curves": _selections(methods[name]),
+                "variant": looks[name].variant,
+                "marker": looks[name].marker,
+                "shown": name in first,
+                "curves": _selections(found),
             }
-            for name in ordered(methods)
+            for name, found in methods.items()
         ],
     }
 
 
+def at_first(methods: dict[str, list[Curve]]) -> set[str]:
+    """Return the methods that are drawn at first: those with the lowest final loss, and the baseline."""
+    ends = {name: last(shown(found)) for name, found in methods.items()}
+    rival = baseline(list(methods))
+    ranked = sorted(methods, key=lambda name: (name != rival, "(changed)" in name, ends[name], name))
+    return set(ranked[:AT_FIRST])
+
+
 def _selections(candidates: Sequence[Curve]) -> dict[str, Any]:
-    final, validation = shown(candidates), best_validation(candidates) or shown(candidates)
     names = [name for name in METRICS if _has(candidates, name)]
-    found: dict[str, Any] = {"final": {}, "validation": {}}
-    for rule, curve in (("final", final), ("validation", validation)):
+    whole = {"final": shown(candidates), "validation": best_validation(candidates) or shown(candidates)}
+    found: dict[str, Any] = {rule: {} for rule in whole}
+    for rule, curve in whole.items():
         for name in names:
-            low, high = curve.spread(name)
-            envelopes = {x: Envelope(curve.mean(x), curve.mean(name), low, high, [curve] * curve.length) for x in AXES}
-            found[rule][name] = {x: _points(envelope) for x, envelope in envelopes.items()}
+            found[rule][name] = {x: _points(_whole(curve, name, x)) for x in ("epoch", "step")}
+            alone = curve.timed or timed(candidates)
+            if alone is not None:
+                found[rule][name]["seconds"] = _points(_whole(alone, name, "seconds"))
     if len(candidates) > 1:
         losses = [name for name in names if name.endswith("loss")]
-        found["per_epoch"] = {name: {"epoch": _points(per_epoch(candidates, name))} for name in losses}
-        found["per_time"] = {name: {"seconds": _points(per_time(candidates, name))} for name in losses}
+        found["envelope"] = {name: _envelopes(candidates, name) for name in losses}
     return found
 
 
+def _whole(curve: Curve, name: str, x: str) -> Envelope:
+    low, high = curve.spread(name)
+    return Envelope(curve.mean(x), curve.mean(name), low, high, [curve] * curve.length)
+
+
+def _envelopes(candidates: Sequence[Curve], name: str) -> dict[str, Any]:
+    """Return the best of all settings at each epoch, after as many steps, and within as much time."""
+    alone = [curve.timed for curve in candidates if curve.timed is not None]
+    found = {"epoch": per_epoch(candidates, name), "step": _changes(per_time(candidates, name, x="step"))}
+    if alone:
+        found["seconds"] = _changes(per_time(alone, name))
+    return {x: _points(envelope) for x, envelope in found.items()}
+
+
+def _changes(found: Envelope) -> Envelope:
+    """Keep the points where something changes, and the last: between them nothing new is known."""
+    keep = numpy.concatenate([[True], found.value[1:] != found.value[:-1]])[: len(found.x)]
+    keep[-1:] = True
+    chosen = [curve for curve, kept in zip(found.chosen, keep, strict=True) if kept]
+    return Envelope(found.x[keep], found.value[keep], found.low[keep], found.high[keep], chosen)
+
+
 def _points(envelope: Envelope) -> dict[str, Any]:
-    several = any(len(curve.runs) > 1 for curve in envelope.chosen)
-    found = {
-        "x": _numbers(envelope.x),
-        "y": _numbers(envelope.value),
-        "text": [plain(describe(curve.config)) for curve in envelope.chosen],
-    }
-    return {**found, "low": _numbers(envelope.low), "high": _numbers(envelope.high)} if several else found
+    settings = list(dict.fromkeys(describe(curve.config) for curve in envelope.chosen))
+    found: dict[str, Any] = {"x": _numbers(envelope.x), "y": _numbers(envelope.value), "settings": settings}
+    if envelope.chosen:
+        found["floor"] = {name: envelope.chosen[0].floor_of(f"{name}_loss") for name in ("train", "validation")}
+    if len(settings) > 1:
+        found["which"] = [settings.index(describe(curve.config)) for curve in envelope.chosen]
+    if any(len(curve.runs) > 1 for curve in envelope.chosen):
+        found |= {"low": _numbers(envelope.low), "high": _numbers(envelope.high)}
+    return found
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """Return numbers as JSON can write them, to seven digits."""
-    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+    """Return numbers as JSON can write them, to six digits."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 def _has(candidates: Sequence[Curve], name: str) -> bool:
     return any(record.get(name) is not None for c in candidates for run in c.runs for record in run.history)
 
 
-def _floor(curve: Curve, split: str) -> float:
-    return float((curve.runs[0].about.get("floor") or {}).get(split, 0.0))
-
-
-def planes(candidates: Sequence[Curve]) -> list[dict[str, Any]]:
+def planes(group: Group) -> list[dict[str, Any]]:
     """Return the (learning rate, damping) plane of every method that was run at several points of it."""
     found = []
-    methods = by_method(candidates)
-    for name in ordered(methods):
-        points = [(option(c.config, "lr"), option(c.config, "damping"), last(c), c) for c in methods[name]]
+    for name, candidates in methods_of(group).items():
+        points = [(option(c.config, "lr"), option(c.config, "damping"), last(c), c) for c in candidates]
         points = [point for point in points if None not in point[:2]]
         if min((len({p[0] for p in points}), len({p[1] for p in points}))) < 2:
             continue
         found.append(
             {
-                "name": plain(name),
+                "name": name,
                 "lr": [p[0] for p in points],
                 "damping": [p[1] for p in points],
-                "loss": _numbers(p[2] for p in points),
-                "text": [plain(describe(p[3].config)) for p in points],
+                "loss": _numbers(p[2] - p[3].floor for p in points),
+                "text": [describe(p[3].config) for p in points],
             }
         )
     return found
 
 
-def best_table(candidates: Sequence[Curve]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and rows of the table of best settings."""
-    floor = _floor(candidates[0], "train")
-    accurate = _has(candidates, "validation_accuracy")
-    heads = ["method", "best setting", "tried", "training loss"]
-    heads += ["above its floor"] if floor > 0 else []
-    heads += [
-        "validation loss",
-        *(["validation accuracy"] if accurate else []),
-        "time (s)",
-        "ms a step",
-        "how it ended",
-    ]
+def table(heads: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return a table; a column whose cells have numbers stands to the right."""
+    numeric = [all(row[place]["number"] for row in rows) for place in range(len(heads))]
+    return {"heads": list(heads), "numeric": numeric, "rows": rows}
+
+
+def words(text: str) -> dict[str, Any]:
+    """Return a cell of words."""
+    return {"text": text, "number": False}
+
+
+def number(value: float | None, pattern: str = "#.4g", without: str = "–") -> dict[str, Any]:
+    """Return a cell of a number, which tables are sorted by, or what stands there without one."""
+    if value is None or not math.isfinite(value):
+        return {"text": without, "number": True}
+    return {"text": format(value, pattern).rstrip("."), "number": True, "value": value}
+
+
+def best_table(group: Group) -> dict[str, Any]:
+    """Return the table of best settings."""
+    floor, accurate = any(c.floor > 0 for c in group.curves), _has(group.curves, "validation_accuracy")
+    heads = ["method", "best setting", "tried", "diverged", "seeds", "training loss"]
+    heads += ["above its floor"] if floor else []
+    heads += ["validation loss", *(["validation accuracy"] if accurate else []), "how it ended"]
     rows = []
-    methods = by_method(candidates)
-    for name in ordered(methods):
-        curve = shown(methods[name])
-        loss, seconds, steps = last(curve), last(curve, "seconds"), last(curve, "step")
-        diverged = sum(any(run.status == "diverged" for run in c.runs) for c in methods[name])
-        row = [name, describe(curve.config), _tried(len(methods[name]), diverged, len(curve.runs)), _text(loss)]
-        row += [_text(loss - floor)] if floor > 0 else []
-        row += [_text(last(curve, "validation_loss"))]
-        row += [f"{last(curve, 'validation_accuracy'):.2%}"] if accurate else []
-        row += [f"{seconds:.1f}", f"{1000 * seconds / max(1.0, steps):.1f}", curve.runs[0].status]
-        rows.append(row)
-    return heads, rows
+    for name, candidates in methods_of(group).items():
+        curve = shown(candidates)
+        diverged = sum(any(run.status == "diverged" for run in c.runs) for c in candidates)
+        loss, validation = last(curve), last(curve, "validation_loss")
+        row = [words(name), words(describe(curve.config)), number(len(candidates), "d"), number(diverged, "d")]
+        row += [number(len(curve.runs), "d"), number(loss, without="diverged")]
+        row += [number(loss - curve.floor, without="diverged")] if floor else []
+        row += [number(validation, without="diverged")]
+        row += [number(last(curve, "validation_accuracy"), ".2%")] if accurate else []
+        rows.append([*row, words(_ended(curve))])
+    return table(heads, rows)
 
 
-def _tried(settings: int, diverged: int, seeds: int) -> str:
-    words = f"{settings} setting{'s' if settings > 1 else ''}"
-    words += f", {diverged} diverged" if diverged else ""
-    return words + (f", {seeds} seeds" if seeds > 1 else "")
+def _ended(curve: Curve) -> str:
+    return ", ".join(dict.fromkeys(run.status for run in curve.runs))
 
 
-def ratio_table(candidates: Sequence[Curve]) -> tuple[list[str], list[list[str]]] | None:
-    """Return how long each method takes to a baseline's final loss, as a share of what the baseline itself takes.
+def final(curve: Curve) -> float:
+    """The training loss after the last epoch, by a full pass."""
+    return last(curve)
 
-    Baselines are the methods without factors; all methods where there is none.
+
+def lowest(curve: Curve) -> float:
+    """The lowest training loss after any epoch, by a full pass."""
+    return float(numpy.nanmin(curve.mean("train_loss")))
+
+
+GOALS: dict[str, Goal] = {"final": final, "lowest": lowest}
+
+
+def times(group: Group) -> dict[str, Any] | None:
+    """Return how soon each timed method is where another one ends, as shares of that one's own epochs and time.
+
+    Shares are there for each method as the baseline and for each goal; ``None`` where fewer than two methods have
+    seconds that count.
     """
-    best = {name: curve for name, group in by_method(candidates).items() if (curve := leader(group)) is not None}
-    names = ordered(best)
-    baselines = [name for name in names if option(best[name].config, "refresh_every") is None] or names
-    if len(names) < 2:
+    best = {name: curve for name, found in methods_of(group).items() if (curve := timed(found)) is not None}
+    if len(best) < 2:
         return None
-    heads = ["method", *(f"to {name}'s {_text(last(best[name]))}" for name in baselines)]
     rows = []
-    for name in names:
-        cells = []
-        for baseline in baselines:
-            found = []
-            for x, unit in (("seconds", "time"), ("epoch", "epochs")):
-                own = time_to_reach(best[baseline], last(best[baseline]), x)
-                mine = time_to_reach(best[name], last(best[baseline]), x)
-                if mine is not None and own:
-                    found.append(f"{mine / own:.2f} of its {unit}")
-            cells.append(", ".join(found) or "not reached")
-        rows.append([name, *cells])
-    return heads, rows
+    for name, curve in best.items():
+        epochs, steps, seconds = (last(curve, x) for x in ("epoch", "step", "seconds"))
+        each = [number(seconds / epochs if epochs else None, "#.3g"), number(1000 * seconds / max(1.0, steps), "#.3g")]
+        rows.append([words(name), *each])
+    return {
+        "methods": list(best),
+        "first": baseline(list(best)),
+        "table": table(["method", "seconds an epoch", "ms a step"], rows),
+        "shares": {
+            f"{name}|{goal}": [_shares(curve, rival, reach(rival)) for curve in best.values()]
+            for name, rival in best.items()
+            for goal, reach in GOALS.items()
+        },
+    }
 
 
-def _text(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "diverged"
+def _shares(curve: Curve, rival: Curve, loss: float) -> list[float | None]:
+    """Return the epochs and the time to a loss, as shares of what its rival takes; ``None`` if it never is there."""
+    found: list[float | None] = []
+    for x in ("epoch", "seconds"):
+        mine, own = (time_to_reach(each, loss, x) for each in (curve, rival))
+        found.append(None if mine is None or not own else float(f"{mine / own:.3g}"))
+    return found
+
+
+def about_times(group: Group) -> str:
+    """Say which runs' seconds count."""
+    runs = [run for curve in group.curves for run in curve.runs]
+    count = sum(run.timed for run in runs)
+    if count == 0:
+        return "Times are left out: these runs shared their machine."
+    if count == len(runs):
+        return f"Seconds are from all {counted(count, 'run')}: none is known to have shared its machine."
+    folders = sorted({str(run.path.parent) for run in runs if run.timed and run.path is not None})
+    where = f", in {', '.join(folders)}" if folders else ""
+    return (
+        f"Seconds are from {counted(count, 'run')} of {len(runs)} that had the machine to themselves{where}. "
+        "A method's time is that of its best setting among these."
+    )
+
+
+def headline(group: Group) -> str:
+    """Say which method ends lowest."""
+    best = {name: curve for name, found in methods_of(group).items() if (curve := leader(found)) is not None}
+    if not best:
+        return "Every run diverged."
+    first = min(best, key=lambda name: last(best[name]))
+    value, floor = last(best[first]), best[first].floor
+    above = f" ({value - floor:.4g} above its floor)" if floor > 0 else ""
+    return f"Lowest training loss at the end: {first}, {value:.4g}{above}."
 
 
 def machines(runs: Sequence[Run]) -> list[str]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
-from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
-from ekfac.lab.search.selection import by_method
 from ekfac.lab.show.report import content
+from ekfac.lab.show.report.groups import Group, grouped
 from ekfac.lab.training.runs import Run
 
 # The page may run its own scripts and draw; it may load nothing, and talk to nobody but the server it came from.
@@ -40,7 +38,9 @@ def write_report(runs: Sequence[Run], out: str | Path, title: str = "ekfac: repo
     if file.is_dir():
         raise LabError(f"{file} is a folder; --out takes the name of a file")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(runs, title), encoding="utf-8")
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part.write_text(page(runs, title), encoding="utf-8")
+    part.replace(file)
     return file
 
 
@@ -53,7 +53,8 @@ def page(runs: Sequence[Run], title: str, refresh: float | None = None) -> str:
         refresh: Seconds after which it asks the server it came from for new data; ``None`` for a page that stands.
     """
     payload = {**data(runs), "refresh": refresh}
-    css, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    names = ("page.css", "chart.js", "page.js")
+    css, *scripts = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in names)
     policy = POLICY.format("'self'" if refresh is not None else "'none'")
     return "\n".join(
         [
@@ -63,11 +64,10 @@ def page(runs: Sequence[Run], title: str, refresh: float | None = None) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(title)}</title>",
             f"<style>{css}</style></head><body>",
-            f"<h1>{html.escape(title)}</h1>",
-            '<main id="content"></main>',
+            f"<header><h1>{html.escape(title)}</h1><button id=theme></button></header>",
+            '<nav id="contents"></nav><main id="content"></main><footer></footer>',
             f'<script type="application/json" id="data">{embedded(payload)}</script>',
-            f"<script>{get_plotlyjs()}</script>",
-            f"<script>{script}</script>",
+            *(f"<script>{script}</script>" for script in scripts),
             "</body></html>",
         ]
     )
@@ -75,53 +75,30 @@ def page(runs: Sequence[Run], title: str, refresh: float | None = None) -> str:
 
 def embedded(payload: Any) -> str:
     """Return JSON that nothing in a string can break out of a script element with."""
-    text = json.dumps(payload, allow_nan=False)
+    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
 
 
 def data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return all that the page shows: charts as data, everything else as HTML with its strings escaped."""
+    """Return all that the page shows, as plain data; the page puts every string in as text."""
     recorded = [run for run in runs if run.history]
-    sections = []
-    for name, candidates in content.groups(recorded).items():
-        ratios = content.ratio_table(candidates)
-        sections.append(
-            {
-                "name": name,
-                "headline": _headline(candidates),
-                "chart": content.chart(candidates),
-                "planes": content.planes(candidates),
-                "best": _table(*content.best_table(candidates)),
-                "ratios": _table(*ratios) if ratios is not None else "",
-            }
-        )
-    return {"sections": sections, "footer": _footer(recorded), "runs": len(recorded)}
+    return {
+        "sections": [_section(group) for group in grouped(recorded)],
+        "machines": content.machines(recorded),
+        "commands": content.commands(recorded),
+    }
 
 
-def _headline(candidates: Sequence[Any]) -> str:
-    best = {n: curve for n, group in by_method(candidates).items() if (curve := content.leader(group)) is not None}
-    if not best:
-        return "Every run diverged."
-    final = {name: float(curve.mean("train_loss")[-1]) for name, curve in best.items()}
-    first = min(final, key=lambda name: final[name])
-    return html.escape(f"Lowest training loss at the end: {first}, {final[first]:.4g}.")
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _footer(runs: Sequence[Run]) -> str:
-    lines = "".join(f"<li>{html.escape(line)}</li>" for line in content.machines(runs))
-    made = content.commands(runs)
-    listing = "".join(f"<li>{html.escape(status)} <code>{html.escape(words)}</code></li>" for status, words in made)
-    count = counted(len(made), "run")
-    return (
-        f"<h2>Machine and versions</h2><ul>{lines}</ul>"
-        f"<h2>Commands</h2><details{' open' if len(made) <= 12 else ''}><summary>{count}, each with the command that "
-        f"repeats it</summary><ul class=commands>{listing}</ul></details>"
-    )
+def _section(group: Group) -> dict[str, Any]:
+    return {
+        "id": "-".join(str(part) for part in group.key if part),
+        "name": group.name,
+        "headline": content.headline(group),
+        "chart": content.chart(group),
+        "planes": content.planes(group),
+        "best": content.best_table(group),
+        "times": content.times(group),
+        "about_times": content.about_times(group),
+    }

@@ -1,0 +1,17 @@
+"""The entry point of the command: answers ``--version`` at once, before anything large is imported."""
+
+from __future__ import annotations
+
+import sys
+
+import ekfac
+
+
+def main() -> None:
+    """Run the command."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"ekfac {ekfac.__version__}")
+        return
+    from ekfac.cli.main import main as run
+
+    run()

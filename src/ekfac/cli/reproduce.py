@@ -1,0 +1,112 @@
+"""The command ``ekfac reproduce``: a plan with its cost, the runs, the figure, the verdict; again to go on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import typer
+
+from ekfac.lab.boundary import interruptible
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.registry import LabError
+from ekfac.lab.search.plan import Outcome, run_all, tell
+from ekfac.lab.show import display
+from ekfac.lab.show.duration import duration, parse_duration
+from ekfac.lab.training.gather import had_the_machine
+from ekfac.lab.training.runs import Run
+
+_NAME = typer.Argument(None, help="A figure or table: ekfac reproduce --list names them.")
+
+
+def reproduce(
+    name: str | None = _NAME,
+    budget: str | None = typer.Option(None, help="Time for all of it: 10min, 2h, 3d."),
+    level: str | None = typer.Option(None, help="full, grid, known or quick [default: known, or what fits --budget]."),
+    plan_only: bool = typer.Option(False, "--plan", help="Say what it would do and cost, and stop."),
+    every: bool = typer.Option(False, "--list", help="List what can be reproduced."),
+    workers: int = typer.Option(1, help="Runs at a time; with several, times do not count."),
+    out: str | None = typer.Option(None, help="Folder of runs, figure and verdict [default: runs/reproduce-NAME]."),
+    again: bool = typer.Option(False, "--again", help="Make a new plan instead of going on; finished runs are kept."),
+    data_dir: str | None = typer.Option(None, help="Folder of the data files."),
+    json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
+) -> None:
+    """Reproduce a figure of the paper or a table of ours, from nothing to a verdict; run it again to go on."""
+    try:
+        from ekfac.lab.show.reproduce import EXPERIMENTS, finish, make_plan, steps
+    except ImportError as error:
+        raise LabError(f"this command needs {error.name}: pip install 'ekfac[lab]'") from None
+    if every or name is None:
+        for known in EXPERIMENTS:
+            entry = EXPERIMENTS.get(known)
+            print(f"{known:24}{entry.where:24}{', '.join(entry.levels) or 'computed'}")
+        return
+    EXPERIMENTS.get(name)
+    seconds = None if budget is None else parse_duration(budget)
+    if workers < 1:
+        raise LabError(f"workers must be at least 1, not {workers}")
+    folder = Path(out or f"runs/reproduce-{name}")
+
+    def say(line: str) -> None:
+        if not json:
+            print(line, flush=True)
+
+    plan = None if again or plan_only else steps.kept(name, folder)
+    if plan is None:
+        plan = make_plan(name, level=level, budget=seconds, data_dir=data_dir, say=say)
+    else:
+        say(f"going on with the plan in {folder} (--again makes a new one)")
+    say(plan.text())
+    if plan_only:
+        if json:
+            planned = {"name": plan.name, "level": plan.level, "runs": len(plan.configs), "seconds": plan.seconds}
+            display.show_json(planned)
+        return
+    with interruptible(f"what was done by then is kept in {folder}; the same command goes on"):
+        steps.keep(plan, folder)
+        runs = _run(plan.configs, folder / "runs", workers, data_dir, say)
+        result = finish(plan, runs, folder, data_dir)
+    if json:
+        display.show_json(result.to_dict())
+        return
+    print(f"figure: {', '.join(map(str, result.files))}")
+    for part in result.lacks:
+        print(f"  missing: {part}")
+    for claim, verdict, numbers in result.verdicts:
+        print(f"{claim}: {verdict}\n  {numbers}" if numbers else f"{claim}: {verdict}")
+    if plan.level in ("short", "quick"):
+        print("With fewer epochs or smaller networks than the paper's, this verdict is a first look, not the paper's.")
+
+
+def _run(
+    configs: Sequence[TrainConfig], folder: Path, workers: int, data_dir: str | None, say: Callable[[str], None]
+) -> list[Run]:
+    """Run what is not done yet, one line each; what is there already is only read."""
+    done: list[Run] = []
+    started = time.monotonic()
+    free = shutil.disk_usage(folder.parent).free
+    if configs and free < 2**28:
+        raise LabError(f"{folder} has {free >> 20} MiB of disk left, too little for runs and their checkpoints")
+
+    def on_outcome(outcome: Outcome) -> None:
+        if outcome.run is None:
+            raise LabError(f"a run failed: {(outcome.error or '').splitlines()[0]}")
+        outcome.run.timed = had_the_machine(outcome.run)
+        done.append(outcome.run)
+        spent = time.monotonic() - started
+        left = spent / len(done) * (len(configs) - len(done))
+        say(f"{tell(outcome, len(done), len(configs))}; {duration(spent)} so far, about {duration(left)} left")
+
+    run_all(configs, folder, workers=workers, data_dir=data_dir, on_outcome=on_outcome)
+    return done
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(
+        epilog="Examples:\n\n`ekfac reproduce --list`\n\n"
+        "`ekfac reproduce autoencoder --budget 10min --data-dir data`\n\n"
+        "`ekfac reproduce frequency --level quick`\n\n`ekfac reproduce vgg11 --plan`"
+    )(reproduce)

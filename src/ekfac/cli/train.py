@@ -1,0 +1,128 @@
+"""The command ``ekfac train``: parses, trains, prints; with several seeds, one run after another."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from ekfac.cli.sweep import parse_values
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data.datasets import DATASETS
+from ekfac.lab.labels import counted
+from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.registry import LabError
+from ekfac.lab.settings import with_file
+from ekfac.lab.show import display
+from ekfac.lab.tasks import TASKS
+from ekfac.lab.train import floors, gather
+from ekfac.lab.training.run import Progress, launch
+from ekfac.lab.training.runs import Run
+from ekfac.lab.training.tags import Tags, write_tags
+
+
+def complete(names: Any) -> Callable[[str], list[str]]:
+    """Return what completes a word by names."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+_COMPLETE: dict[str, Callable[[str], list[str]]] = {"optimizer": complete(OPTIMIZERS), "dataset": complete(DATASETS)}
+
+
+def signature() -> inspect.Signature:
+    """Return the options of ``ekfac train``: one a field of TrainConfig, so that they are listed once."""
+    known = f"One of: {', '.join(TASKS)}, or a plugin's. Not needed with --resume or --config."
+    task = typer.Argument(None, help=known, autocompletion=complete(TASKS))
+    found: list[tuple[str, Any, Any]] = [("task", str | None, task)]
+    for item in fields(TrainConfig):
+        if "kind" in item.metadata:
+            words = _COMPLETE.get(item.name)
+            option = typer.Option(None, help=item.metadata["help"], autocompletion=words, show_default=False)
+            found.append((item.name, item.metadata["kind"] | None, option))
+    found += [
+        ("set", list[str], typer.Option([], "--set", metavar="NAME=VALUE", help="Any option of the optimizer.")),
+        ("config", str | None, typer.Option(None, help="YAML file of settings; options given here come first.")),
+        ("seeds", str | None, typer.Option(None, help="Several seeds, one run each in OUT/seed-N: 0,1,2")),
+        ("plugin", list[str], typer.Option([], "--plugin", help="Your file or module that registers more.")),
+        ("out", str | None, typer.Option(None, "--out", help="Folder to record into.")),
+        ("data_dir", str | None, typer.Option(None, help="Folder of the data files [default: EKFAC_DATA].")),
+        ("tag", list[str], typer.Option([], "--tag", help="A word to find the run by; may be given again.")),
+        ("note", str, typer.Option("", help="A note on the run.")),
+        ("resume", bool, typer.Option(False, "--resume", help="Go on with the run in --out.")),
+        ("overwrite", bool, typer.Option(False, "--overwrite", help="Replace the run in --out.")),
+        ("json", bool, typer.Option(False, "--json", help="Print the result as JSON and nothing else.")),
+    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature([inspect.Parameter(n, keyword, default=d, annotation=k) for n, k, d in found])
+
+
+def _train(**values: Any) -> None:
+    """Train a network and record the run."""
+    seeds = parse_values("seeds", values["seeds"], int)
+    if seeds and values["seed"] is not None:
+        raise LabError("--seed and --seeds cannot both be given")
+    if len(set(seeds)) < len(seeds):
+        raise LabError(f"--seeds names one twice: {values['seeds']}")
+    tags = Tags(tuple(values["tag"]), values["note"])
+    if tags != Tags() and values["out"] is None:
+        raise LabError("--tag and --note are written into the run's folder: --out names it")
+    runs = []
+    for seed in seeds or [None]:
+        out = values["out"] if seed is None or values["out"] is None else str(Path(values["out"]) / f"seed-{seed}")
+        run = _one({**values, "out": out, "seed": values["seed"] if seed is None else seed})
+        if tags != Tags() and run.path is not None:
+            write_tags(run.path, tags)
+        runs.append(run)
+        if run.status == "interrupted":
+            break
+    if values["json"]:
+        display.show_json([run.to_dict() for run in runs] if seeds else runs[0].to_dict())
+    elif len(runs) > 1:
+        print(over_seeds(runs))
+    raise typer.Exit(max(run.exit_code for run in runs))
+
+
+def _one(values: dict[str, Any]) -> Run:
+    progress = Progress() if values["json"] else display.progress(Console())
+    return launch(
+        with_file(values["config"], gather(values)),
+        values["out"],
+        data_dir=values["data_dir"],
+        resume=values["resume"],
+        overwrite=values["overwrite"],
+        progress=progress,
+    )
+
+
+def over_seeds(runs: Sequence[Run]) -> str:
+    """Say in one line what several seeds came to: mean and standard error, above the floor."""
+    words = [counted(len(runs), "seed")]
+    for split, name in (("train", "training loss"), ("validation", "validation loss")):
+        whole = [run for run in runs if run.status == "finished" and run.history[-1].get(f"{split}_loss") is not None]
+        found = [run.history[-1][f"{split}_loss"] - floors(run).get(split, 0.0) for run in whole]
+        if found:
+            error = f" ± {statistics.stdev(found) / len(found) ** 0.5:.2g}" if len(found) > 1 else ""
+            words.append(f"{name} {statistics.mean(found):.4g}{error}")
+    lost = sum(run.status != "finished" for run in runs)
+    return ", ".join(words) + (f"; {lost} did not finish" if lost else "")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    _train.__signature__ = signature()  # type: ignore[attr-defined]
+    _train.__annotations__ = {n: p.annotation for n, p in _train.__signature__.parameters.items()}  # type: ignore[attr-defined]
+    app.command(
+        "train",
+        epilog="Examples:\n\n"
+        "`ekfac train autoencoder --optimizer ekfac-ra --epochs 10 --out runs/ra`\n\n"
+        "`ekfac train autoencoder --optimizer adam --batch-norm --lr 3e-3 --seeds 0,1,2 --out runs/adam`\n\n"
+        "`ekfac train vgg11 --width 8 --limit 2000 --optimizer ekfac --set kl_clip=0.1`\n\n"
+        "`ekfac train --config settings.yaml --lr 0.01`\n\n"
+        "`ekfac train --resume --out runs/ra`",
+    )(_train)

@@ -1,0 +1,65 @@
+"""Settings from a YAML file, beneath those that a command line gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.registry import LabError
+
+
+def read_settings(file: str | Path) -> dict[str, Any]:
+    """Read settings: the names of ``ekfac train``'s options, and ``options`` for those of the optimizer.
+
+    Raises:
+        LabError: If it cannot be read, or is not a mapping of known names.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise LabError("--config needs PyYAML: pip install 'ekfac[lab]'") from None
+    try:
+        found = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise LabError(f"config {file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise LabError(f"config {file} must be a mapping of settings: 'lr: 0.01'")
+    settings = {name.replace("-", "_"): _number(value) for name, value in found.items()}
+    known = {item.name for item in fields(TrainConfig)}
+    for name in settings:
+        if name not in known:
+            raise LabError(f"config {file}: unknown setting {name!r}; known: {', '.join(sorted(known))}")
+    if "plugins" in settings:
+        raise LabError(f"config {file}: a file names no code to run; pass --plugin on the command line")
+    options = settings.get("options", {})
+    if not isinstance(options, Mapping):
+        raise LabError(f"config {file}: options must be a mapping, not {options!r}")
+    if "options" in settings:
+        settings["options"] = {str(name): _number(value) for name, value in options.items()}
+    return settings
+
+
+def _number(value: Any) -> Any:
+    """Return what YAML 1.1 takes for text, 1e-3 without a point, as the number that is meant."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def with_file(file: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given over what a file has, options one by one; without a file, what was given."""
+    if file is None:
+        return dict(given)
+    found = read_settings(file)
+    merged = {**found, **given}
+    if "options" in found or "options" in given:
+        merged["options"] = {**found.get("options", {}), **given.get("options", {})}
+    return merged

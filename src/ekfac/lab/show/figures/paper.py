@@ -1,0 +1,96 @@
+"""What the paper's figures compare, so that a figure can say what it lacks, and what it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ekfac.lab.labels import method
+from ekfac.lab.search.selection import Curve, by_method
+from ekfac.lab.show.looks import ordered, split
+from ekfac.lab.training.runs import Run
+
+FACTORED = ("KFAC", "EKFAC", "EKFAC-ra")
+# By figure, the methods in its legend.
+METHODS: dict[str, tuple[str, ...]] = {
+    "autoencoder": ("SGD + BN", "Adam + BN", *FACTORED),
+    "frequency": FACTORED,
+    "vgg11": ("SGD", "SGD + BN", *FACTORED),
+    "resnet34": ("SGD + BN", "KFAC", "EKFAC-ra"),
+    "batch-size": FACTORED,
+    "schedule": ("SGD + BN", "KFAC", "EKFAC-ra"),
+}
+SHORTER = " beyond epoch "
+NOTE = "\n† not in the paper"
+BATCH_SIZES = {"vgg11": (200, 500, 1000), "resnet34": (200, 500)}
+TASKS = {"batch-size": ("vgg11", "resnet34"), "schedule": ("vgg11", "resnet34")}
+
+
+def added(figure: str, names: Iterable[str]) -> set[str]:
+    """Return which of a figure's methods are not the paper's."""
+    return {name for name in names if split(name)[0] not in METHODS.get(figure, ())}
+
+
+def lacks(figure: str, runs: Sequence[Run]) -> list[str]:
+    """Say what of the paper's figure the runs do not cover: methods, intervals, batch sizes, lengths."""
+    wanted = METHODS.get(figure)
+    if wanted is None or not runs:
+        return []
+    found = []
+    if figure not in TASKS:
+        found += _absent("", wanted, runs)
+    for task in TASKS.get(figure, ()):
+        own = [run for run in runs if run.config.task == task]
+        if not own:
+            found.append(f"all of {task}")
+            continue
+        sizes = BATCH_SIZES[task] if figure == "batch-size" else ()
+        if not sizes:
+            found += _absent(f"{task}: ", wanted, own)
+        for size in sizes:
+            at = [run for run in own if run.config.batch_size == size]
+            names = METHODS[task] if task == "resnet34" else wanted
+            expected = [name for name in wanted if name in names]
+            found += _absent(f"{task} at batch {size}: ", expected, at) if at else [f"{task} at batch {size}"]
+    if figure == "frequency":
+        found += _intervals(runs)
+    return found + _shorter(runs)
+
+
+def _absent(where: str, wanted: Iterable[str], runs: Iterable[Run]) -> list[str]:
+    there = {split(method(run.config))[0] for run in runs}
+    missing = [name for name in wanted if name not in there]
+    return [f"{where}{', '.join(missing)}"] if missing else []
+
+
+def _intervals(runs: Sequence[Run]) -> list[str]:
+    """Return the methods that were not run at an interval that another was."""
+    own = [split(method(run.config)) for run in runs]
+    every = sorted({variant for _, variant in own}, key=len)
+    if len(every) < 2:
+        return ["a second interval of renewal"]
+    return [f"{name}{variant}" for name in FACTORED for variant in every if (name, variant) not in own]
+
+
+def _shorter(runs: Sequence[Run]) -> list[str]:
+    """Name the methods that were only run for fewer epochs than the others."""
+    longest: dict[str, int] = {}
+    for run in runs:
+        name = method(run.config)
+        longest[name] = max(longest.get(name, 0), run.config.epochs or 0)
+    most = max(longest.values())
+    return [f"{name}{SHORTER}{longest[name]} of {most}" for name in ordered(longest) if longest[name] < most]
+
+
+def of_one_length(found: Sequence[Curve]) -> list[Curve]:
+    """Keep the settings of the length that most methods have, so that none of another length wins a selection.
+
+    Of lengths that as many methods have, the longest.
+    """
+    lengths: Mapping[str, set[int]] = {
+        name: {curve.config.epochs or 0 for curve in group} for name, group in by_method(found).items()
+    }
+    every = sorted({length for own in lengths.values() for length in own}, reverse=True)
+    if not every:
+        return []
+    most = max(every, key=lambda length: sum(length in own for own in lengths.values()))
+    return [curve for curve in found if (curve.config.epochs or 0) == most]

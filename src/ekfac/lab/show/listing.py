@@ -1,0 +1,84 @@
+"""Lists of runs, and what tells two of them apart: as plain data, for tables and JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ekfac.lab.labels import describe, method
+from ekfac.lab.training.runs import Run
+from ekfac.lab.training.tags import read_tags
+
+
+def row(run: Run) -> dict[str, Any]:
+    """Return a run as one line of a list; losses are above their floor."""
+    last = run.history[-1] if run.history else {}
+    written = read_tags(run.path) if run.path is not None else None
+    return {
+        "run": None if run.path is None else _short(run.path),
+        "task": run.config.task,
+        "method": method(run.config),
+        "setting": describe(run.config),
+        "seed": run.config.seed,
+        "epoch": last.get("epoch", 0),
+        "epochs": run.config.epochs,
+        "train_loss": _above(run, last, "train"),
+        "validation_loss": _above(run, last, "validation"),
+        "validation_accuracy": last.get("validation_accuracy"),
+        "seconds": last.get("seconds"),
+        "status": run.status,
+        "tags": [] if written is None else list(written.tags),
+        "note": "" if written is None else written.note,
+    }
+
+
+def _short(path: Path) -> str:
+    """Return a path as seen from here, if it lies below."""
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
+
+
+def _above(run: Run, record: dict[str, Any], split: str) -> float | None:
+    value = record.get(f"{split}_loss")
+    return None if value is None else float(value) - float((run.about.get("floor") or {}).get(split, 0.0))
+
+
+def sorted_rows(rows: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
+    """Sort lines by one of their columns; those that have nothing there come last."""
+    return sorted(rows, key=lambda one: (one[by] is None, one[by] if one[by] is not None else 0))
+
+
+def differences(first: Run, second: Run) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Return what differs between two runs: settings, versions and machine, and what came of them."""
+    settings = [{**run.config.to_dict(), **run.config.options, "options": None} for run in (first, second)]
+    sides = {"settings": settings}
+    for name in ("versions", "machine"):
+        sides[name] = [dict(run.about.get(name, {})) for run in (first, second)]
+    sides["data"] = [
+        {**run.about.get("examples", {}), "sha256": run.about.get("data_sha256")} for run in (first, second)
+    ]
+    results = [row(run) for run in (first, second)]
+    kept = ("epoch", "train_loss", "validation_loss", "validation_accuracy", "seconds", "status")
+    sides["result"] = [{name: one[name] for name in kept} for one in results]
+    found = {name: _different(*pair) for name, pair in sides.items()}
+    return {name: pairs for name, pairs in found.items() if pairs}
+
+
+def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = dict.fromkeys([*first, *second])
+    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+
+
+def repeated(before: Run, after: Run) -> str:
+    """Say how a repeated run compares with the one that it repeats, at the last epoch that both have."""
+    epoch = min(len(before.history), len(after.history)) - 1
+    if epoch < 0:
+        return "there is nothing to compare: a run has no record"
+    old, new = (run.history[epoch]["train_loss"] for run in (before, after))
+    words = ["diverged" if loss is None else f"training loss {loss:.6g}" for loss in (new, old)]
+    if old == new:
+        return f"the same as recorded after epoch {epoch}: {words[0]}"
+    apart = "" if old is None or new is None else f" ({abs(new - old) / abs(old):.2g} apart)"
+    return f"after epoch {epoch}: {words[0]}; recorded: {words[1]}{apart}"

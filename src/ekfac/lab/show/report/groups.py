@@ -1,0 +1,97 @@
+"""Which runs a report compares with each other, and which setting stands for a method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.labels import method, touched
+from ekfac.lab.search.selection import Curve, best_final, by_method, curves, last
+from ekfac.lab.training.runs import Run
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that can be compared: of one network on the same data, equally long, with the same schedule.
+
+    Attributes:
+        key: What they have in common.
+        name: The same in words, as far as it tells this group from the others.
+        curves: Their settings.
+    """
+
+    key: tuple[Any, ...]
+    name: str
+    curves: list[Curve]
+
+
+def name_of(curve: Curve) -> str:
+    """Return the method's name; settings near the library's defaults are not called the defaults."""
+    name = method(curve.config)
+    return name.replace("(defaults)", "(changed)") if touched(curve.config) else name
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Put together what can be compared, the longest runs of each task first.
+
+    Batch sizes stand together, as settings to choose from, unless two methods or more were run at the same several
+    sizes: then each size is a comparison of its own.
+    """
+    found: dict[tuple[Any, ...], list[Curve]] = {}
+    for curve in curves(runs):
+        found.setdefault(_key(curve.config), []).append(curve)
+    for key in list(found):
+        sizes = _common_sizes(found[key])
+        if sizes:
+            for curve in found.pop(key):
+                size = curve.config.batch_size
+                found.setdefault((*key[:-1], size if size in sizes else None), []).append(curve)
+    tasks = list(dict.fromkeys(key[:2] for key in found))
+    order = sorted(found, key=lambda key: (tasks.index(key[:2]), -(key[4] or 0), str(key)))
+    return [Group(key, _name(key, list(found)), found[key]) for key in order]
+
+
+def _key(config: TrainConfig) -> tuple[Any, ...]:
+    schedule = f"learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
+    schedule += "learning rate along a cosine" if config.cosine else ""
+    return config.task, config.dataset, config.width, config.limit, config.epochs, schedule, None
+
+
+def _common_sizes(found: Sequence[Curve]) -> set[Any]:
+    sizes = [{curve.config.batch_size for curve in group} for group in by_method(found, name_of).values()]
+    several = [own for own in sizes if len(own) > 1]
+    common = {size for own in several for size in own if sum(size in other for other in several) > 1}
+    return common if len(common) > 1 else set()
+
+
+def _name(key: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> str:
+    """Return a group's name: of what it has in common, that which differs between groups of its task and data."""
+    task, dataset, width, limit, epochs, schedule, batch = key
+    like = [other for other in keys if other[:2] == key[:2]]
+    words = [f"{task} on {dataset}"]
+    parts = (f"width {width or 'as the task has it'}", f"first {limit} examples" if limit else "all examples")
+    for place, text in enumerate((*parts, f"{epochs} epochs"), start=2):
+        if len({other[place] for other in like}) > 1:
+            words.append(text)
+    words += [f"batch {batch}"] if batch is not None else []
+    return ", ".join([*words, *([schedule] if schedule else [])])
+
+
+def leader(candidates: Sequence[Curve]) -> Curve | None:
+    """Return the best setting of a method: at its end, or so far where none has ended; ``None`` if all diverged."""
+    usable = [curve for curve in candidates if math.isfinite(last(curve))]
+    return best_final(candidates) or min(usable, key=last, default=None)
+
+
+def shown(candidates: Sequence[Curve]) -> Curve:
+    """Return the setting that stands for a method: its best, or where all diverged the one that got furthest."""
+    return leader(candidates) or max(candidates, key=lambda curve: curve.length)
+
+
+def timed(candidates: Sequence[Curve]) -> Curve | None:
+    """Return the best setting of those with seconds that count, with only the runs that have such; ``None``: none."""
+    best = leader([curve for curve in candidates if curve.timed is not None])
+    return None if best is None else best.timed

@@ -1,0 +1,52 @@
+"""Which figure of the paper, and which table of ours, is recorded: its command, its cost, whether it agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ekfac.lab.labels import counted
+from ekfac.lab.show.duration import duration
+from ekfac.lab.show.evidence.record import MISSING, Record, table
+from ekfac.lab.show.reproduce.catalogue import EXPERIMENTS
+from ekfac.lab.show.reproduce.claims import Fresh
+from ekfac.lab.training.runs import Run
+
+
+def coverage(record: Record) -> str:
+    """One row an experiment: where it stands, what is recorded of it, how to repeat it, what came of its claims."""
+    rows = []
+    for name in EXPERIMENTS:
+        entry = EXPERIMENTS.get(name)
+        runs = _recorded(record, name)
+        status, cost = _status(record, name, runs)
+        fresh = Fresh(runs, record.measures, record.folder)
+        known = status != "small runs only"
+        answers = [claim.judge(fresh).partition(" | ")[0].strip("* ") for claim in entry.claims] if known else []
+        agrees = ", ".join(dict.fromkeys(answers)) or "–"
+        rows.append([name, entry.where, status, f"`ekfac reproduce {name}`", cost, agrees])
+    return table(["", "stands in", "status", "command", "recorded cost", "agrees"], rows, words=4)
+
+
+def _recorded(record: Record, name: str) -> list[Run]:
+    """Return the recorded runs of an experiment, without the searches for their settings."""
+    if name == "autoencoder":
+        return record.mnist
+    if name == "frequency":
+        return record.frequency
+    if name == "sensitivity":
+        return record.grid
+    if name.startswith("comparison-"):
+        task = name.removeprefix("comparison-")
+        return record.runs(f"comparison/{task}/finals", f"comparison/{task}/seeds")
+    return record.runs(f"paper/{name}")
+
+
+def _status(record: Record, name: str, runs: Sequence[Run]) -> tuple[str, str]:
+    entry = EXPERIMENTS.get(name)
+    if not entry.levels:
+        measured = record.measures.get(entry.figure) is not None
+        return ("measured on full MNIST" if measured else "computed on the spot"), "–"
+    if not runs:
+        return "small runs only", MISSING
+    seconds = sum(run.history[-1]["seconds"] for run in runs if run.history)
+    return "recorded", f"{counted(len(runs), 'run')}, {duration(seconds)} of training"

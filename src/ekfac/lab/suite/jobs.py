@@ -1,0 +1,99 @@
+"""One run of the suite as data: what is trained how, and the key by which it is known."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.suite.config import Method, Suite, TaskPlan
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: everything that decides its result, and nothing else.
+
+    Attributes:
+        plan: The task's name in the configuration.
+        method: The method's name in the configuration.
+        schedule: ``"own"``, ``"cosine"`` or ``"constant"``.
+        rate: The learning rate, or its multiple of the optimizer's own, as the configuration has it.
+        seed: The seed.
+        settings: All else, as plain data.
+    """
+
+    plan: str
+    method: str
+    schedule: str
+    rate: float
+    seed: int
+    settings: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A readable name, the same on every machine, and unlike for unlike runs."""
+        data = [self.plan, self.method, self.schedule, self.rate, self.seed, self.settings]
+        digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
+        return f"{self.plan}/{self.method}/{self.schedule}/{self.rate:g}/s{self.seed}/{digest}"
+
+
+def make_job(suite: Suite, task: TaskPlan, method: Method, schedule: str, rate: float, seed: int) -> Job:
+    """Return the run of one task with one method, schedule, learning rate and seed."""
+    options = {**method.options, **task.methods.get(method.name, {}).get("options", {})}
+    if method.decay is not None:
+        options["weight_decay"] = method.decay * task.weight_decay
+    if not (method.relative and rate == 1):
+        options["lr"] = rate * own_rate(method.optimizer) if method.relative else rate
+    settings = {
+        "task": task.task,
+        "settings": dict(task.settings),
+        "steps": task.steps,
+        "epochs": task.epochs,
+        "warmup": task.warmup,
+        "end": task.end,
+        "clip": task.clip,
+        "decay_vectors": task.decay_vectors or method.decay is None,
+        "take": task.take,
+        "optimizer": method.optimizer,
+        "options": options,
+        "evaluations": suite.evaluations,
+    }
+    return Job(task.name, method.name, schedule, rate, seed, settings)
+
+
+def own_rate(optimizer: str) -> float:
+    """Return the learning rate that an optimizer has unless one is set."""
+    return float(inspect.signature(OPTIMIZERS.get(optimizer).build).parameters["lr"].default)
+
+
+def rates(task: TaskPlan, method: Method) -> tuple[float, ...]:
+    """Return the learning rates of a method on a task."""
+    return tuple(task.methods.get(method.name, {}).get("lr", method.lr))
+
+
+def cells(suite: Suite) -> Iterator[tuple[TaskPlan, Method, str]]:
+    """Give every task with every method and schedule."""
+    for task in suite.tasks.values():
+        for method in suite.methods.values():
+            for schedule in method.schedules:
+                yield task, method, schedule
+
+
+def factor(schedule: str, step: int, steps: int, warmup: int, end: float) -> float:
+    """Return what the learning rate is multiplied by at a step, counted from 0.
+
+    Linear warm-up, then a cosine to the share ``end``, or nothing; ``"own"`` is 1 at all times.
+    """
+    if schedule == "own":
+        return 1.0
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, steps - warmup)
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,40 @@
+"""Performance profiles as AlgoPerf draws them (Dahl et al., 2023, after Dolan and Moré, 2002)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+#: The largest ratio that pictures and scores look at, as AlgoPerf has it.
+MOST = 4.0
+
+
+def ratios(reached: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Return how many times as long as the best method each method took on each task.
+
+    Args:
+        reached: By method, what it took to the target on each task, in steps or seconds; infinite where it never came.
+
+    Returns:
+        By method, the ratio on each task; infinite where the target was not reached.
+    """
+    best = [min(column) for column in zip(*reached.values(), strict=True)]
+    return {
+        method: [time / least if math.isfinite(time) else math.inf for time, least in zip(times, best, strict=True)]
+        for method, times in reached.items()
+    }
+
+
+def share(found: Sequence[float], within: float) -> float:
+    """Return the share of tasks on which a method took at most ``within`` times as long as the best one."""
+    return sum(ratio <= within for ratio in found) / len(found)
+
+
+def score(found: Sequence[float], most: float = MOST) -> float:
+    """Return the profile's mean height from 1 to ``most``: 1 for a method that is the fastest everywhere."""
+    return sum(max(0.0, most - ratio) for ratio in found) / ((most - 1) * len(found))
+
+
+def first_at(places: Sequence[float], values: Sequence[float], target: float) -> float:
+    """Return the first place at which a value is at or below the target; infinite if none is."""
+    return next((place for place, value in zip(places, values, strict=True) if value <= target), math.inf)

@@ -1,0 +1,229 @@
+"""Runs what is due, one after another or several side by side, within a budget of time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ekfac.lab.data.files import data_folder
+from ekfac.lab.optimizers import build_optimizer
+from ekfac.lab.registry import LabError
+from ekfac.lab.rivals import MissingPackage
+from ekfac.lab.search.plan import worker_pool
+from ekfac.lab.suite.config import Suite
+from ekfac.lab.suite.jobs import Job
+from ekfac.lab.suite.records import Record, Records
+from ekfac.lab.suite.selection import due, to_time
+from ekfac.lab.suite.training import OutOfTime, train
+
+Due = Callable[[Records], list[Job]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the command ended.
+
+    Attributes:
+        made: Runs that were made.
+        failed: Those among them that ended with an error.
+        left: Runs that are still due; more may follow once they are made.
+    """
+
+    made: int
+    failed: int
+    left: int
+
+
+def usable(suite: Suite, say: Callable[[str], None] = print) -> Suite:
+    """Return the suite without the methods whose package is not installed, each of which is named.
+
+    Raises:
+        LabError: If an optimizer refuses its options, or no method is left.
+    """
+    kept = []
+    for method in suite.methods.values():
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        places: list[tuple[str, Mapping[str, Any]]] = [(f"method {method.name}", {})]
+        for task in suite.tasks.values():
+            places.append((f"task {task.name}: method {method.name}", task.methods.get(method.name, {})))
+        try:
+            for where, override in places:
+                try:
+                    optimizer = build_optimizer(
+                        method.optimizer, model, {**method.options, **override.get("options", {})}
+                    )
+                except MissingPackage:
+                    raise
+                except LabError as error:
+                    raise LabError(f"{where}: {error}") from error
+                if hasattr(optimizer, "close"):
+                    optimizer.close()
+        except MissingPackage as error:
+            say(f"left out: {method.name}: {error}")
+            continue
+        kept.append(method.name)
+    if not kept:
+        raise LabError("no method of the suite can be run here")
+    return suite.selected(methods=kept)
+
+
+def run(
+    suite: Suite,
+    records: Records,
+    *,
+    data_dir: str | Path | None = None,
+    device: str | None = None,
+    workers: int = 1,
+    budget: float = math.inf,
+    timing: bool = False,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Make every run that is due, and write each as it comes.
+
+    Args:
+        suite: What to run.
+        records: What has been run, and where results go.
+        data_dir: Folder of the data files.
+        device: Device; by default a GPU where there is one.
+        workers: Runs side by side. Only runs made alone count as timed.
+        budget: Seconds; when they are over, runs under way are dropped, and the same command goes on later.
+        timing: Make each method's best run again, alone, for its time.
+        say: Gets one line a run.
+
+    Raises:
+        LabError: If an argument is wrong, or a worker died.
+    """
+    if workers < 1:
+        raise LabError(f"workers must be at least 1, not {workers}")
+    if not budget > 0:
+        raise LabError(f"budget must be positive, not {budget}")
+    if timing and workers > 1:
+        raise LabError("runs are timed alone: workers must be 1")
+    target = _device(device)
+
+    def wanted(found: Records) -> list[Job]:
+        return to_time(suite, found.runs, found.timed) if timing else due(suite, found.runs)
+
+    line = _Line(records, wanted, time.time() + budget, workers, say)
+    place = data_folder(data_dir)
+    if workers == 1:
+        while (job := line.take()) is not None:
+            line.put(job, attempt(job, place, target, line.deadline))
+    else:
+        _side_by_side(line, workers, place, target)
+    return Outcome(line.made, line.failures, len(wanted(records)))
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise LabError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return found
+
+
+class _Line:
+    """The runs that wait: gives out the next one that can be over in time, takes in results, and says so."""
+
+    def __init__(
+        self, records: Records, wanted: Due, deadline: float, workers: int, say: Callable[[str], None]
+    ) -> None:
+        self.records, self.wanted, self.deadline, self.workers, self.say = records, wanted, deadline, workers, say
+        self.away: set[str] = set()
+        self.tried: set[str] = set()
+        self.made = self.failures = 0
+
+    def take(self) -> Job | None:
+        """Return the next run, or ``None`` if there is none now."""
+        left = self.deadline - time.time()
+        for job in self.wanted(self.records):
+            if job.key not in self.away | self.tried and self._seconds(job) < left:
+                self.away.add(job.key)
+                return job
+        return None
+
+    def _seconds(self, job: Job) -> float:
+        """Guess how long a run takes from others of the same task: of the same method, else of any."""
+        same = [r for r in self.records.runs.values() if r["task"] == job.plan]
+        method = [r["wall"] for r in same if r["method"] == job.method]
+        return max(method, default=max((r["wall"] for r in same), default=0.0))
+
+    def put(self, job: Job, record: dict[str, Any] | None) -> None:
+        """Take in a run's record; ``None`` if time ran out."""
+        self.away.discard(job.key)
+        self.tried.add(job.key)
+        if record is None:
+            self.say(f"dropped, out of time: {job.key}")
+            return
+        record |= {
+            "task": job.plan,
+            "method": job.method,
+            "schedule": job.schedule,
+            "rate": job.rate,
+            "seed": job.seed,
+            "timed": self.workers == 1,
+            "workers": self.workers,
+            "job": dict(job.settings),
+        }
+        self.records.add(record)
+        self.made += 1
+        self.failures += record["status"] == "failed"
+        self.say(tell(record))
+
+
+def _side_by_side(line: _Line, workers: int, data_dir: Path, device: torch.device) -> None:
+    running: dict[concurrent.futures.Future[dict[str, Any] | None], Job] = {}
+    with worker_pool(workers) as pool:
+        try:
+            while True:
+                while len(running) < workers and (job := line.take()) is not None:
+                    running[pool.submit(attempt, job, data_dir, device, line.deadline)] = job
+                if not running:
+                    return
+                over, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in over:
+                    line.put(running.pop(future), future.result())
+        except concurrent.futures.process.BrokenProcessPool:
+            raise LabError("a worker process died; run the same command again to go on") from None
+
+
+def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> dict[str, Any] | None:
+    """Make one run; an error becomes a record of it, and a passed deadline ``None``."""
+    try:
+        return train(job, data_dir, device, deadline)
+    except OutOfTime:
+        return None
+    except Exception as error:
+        # One run that fails, for lack of memory say, must not end the others.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"key": job.key, "status": "failed", "error": reason}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def tell(record: Record) -> str:
+    """Return one line on how a run ended."""
+    name = f"{record['task']:<18} {record['method']:<16} {record['schedule']:<9} {record['rate']:<8g} s{record['seed']}"
+    if record["status"] == "failed":
+        return f"{name}  failed: {record['error']}"
+    last = record["history"][-1]
+    measures = [f"train {_number(last['train_loss'])}", f"validation {_number(last['validation_loss'])}"]
+    if last.get("validation_accuracy") is not None:
+        measures.append(f"{last['validation_accuracy']:.2%}")
+    return f"{name}  {record['status']}: {', '.join(measures)}; {record['wall']:.1f} s"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"

@@ -1,0 +1,95 @@
+"""One owner of a run's folder at a time, by a lock of the operating system, which a dead process does not hold."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from ekfac.lab.registry import LabError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# A file system without locks: the folder is used as before, by whoever comes.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Lock:
+    """The right to write into a folder.
+
+    The file ``.lock`` names the owner; what counts is the lock on it, not that it exists.
+
+    Args:
+        folder: The folder, which need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / ".lock"
+        self._stream: IO[str] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._stream is not None
+
+    def acquire(self) -> None:
+        """Take the folder, which is made if need be; nothing happens if it is held already.
+
+        Raises:
+            LabError: If another process, or another run of this one, has it; the message says who.
+        """
+        while self._stream is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            stream = self.file.open("a+")
+            try:
+                if fcntl is not None:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    with stream:
+                        raise self._refused(stream) from None
+            # Whoever held it before may have removed the file between the two calls: then this lock is on no file.
+            if not _same_file(stream, self.file):
+                stream.close()
+                continue
+            self._stream = stream
+        self._stream.seek(0)
+        self._stream.truncate()
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}, self._stream)
+        self._stream.flush()
+
+    def release(self) -> None:
+        """Give the folder back."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
+            self._stream.close()
+            self._stream = None
+
+    def _refused(self, stream: IO[str]) -> LabError:
+        stream.seek(0)
+        owner = "another process"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found = json.loads(stream.read())
+            owner = f"process {int(found['pid'])} on {found['host']} since {found['since']}"
+        return LabError(f"{self.folder} is in use by {owner}: wait until it is over, or name another folder")
+
+
+def _same_file(stream: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,60 @@
+"""Tags and a note on a run: a file of their own in its folder, so that the record itself is never touched."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekfac import sealed
+from ekfac.lab.registry import LabError
+
+FILE = "tags.json"
+_TAG = re.compile(r"[\w.:+-]+")
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What somebody wrote on a run.
+
+    Attributes:
+        tags: Short words to find it by.
+        note: A sentence.
+    """
+
+    tags: tuple[str, ...] = ()
+    note: str = ""
+
+
+def read_tags(folder: Path) -> Tags:
+    """Return what is written on a run; nothing where nobody wrote.
+
+    Raises:
+        LabError: If the file is broken.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return Tags()
+    try:
+        data, _ = sealed.loads(file.read_bytes())
+        tags, note = data["tags"], data["note"]
+        if not isinstance(note, str) or not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            raise ValueError("tags must be a list of words, and note a text")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise LabError(f"{file} cannot be read: {error}") from error
+    return Tags(tuple(tags), note)
+
+
+def write_tags(folder: Path, tags: Tags) -> None:
+    """Write tags and note on a run.
+
+    Raises:
+        LabError: If the folder holds no run, or a tag is not one word.
+    """
+    if not (folder / "config.json").exists():
+        raise LabError(f"{folder} holds no run: there is no config.json")
+    for tag in tags.tags:
+        if not _TAG.fullmatch(tag):
+            raise LabError(f"a tag is one word of letters, digits and ._:+-, not {tag!r}")
+    content = {"tags": sorted(set(tags.tags)), "note": tags.note}
+    sealed.write(folder / FILE, sealed.dumps(content, indent=2))

@@ -1,0 +1,159 @@
+"""Files that are written whole or not at all, and read back only as they were written.
+
+Every file that the library reads back holds ``sha256:`` and 64 hex digits, its seal: the digest of all bytes of the
+file, the 64 digits themselves counted as zeros. Text formats keep it in a field ``checksum`` (JSON, and the header of
+safetensors); an archive keeps it at its very end, as the archive's comment. Other programs read the files as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+DIGITS = 64
+BLANK = "sha256:" + DIGITS * "0"
+_FIELD = re.compile(rb'"checksum": ?"sha256:(?=[0-9a-f]{64}")')
+_CHUNK = 2**20
+
+
+class Altered(ValueError):
+    """A file is not what was written."""
+
+
+def place(text: bytes) -> int | None:
+    """Return where the digits of a seal stand in JSON text, or ``None`` if there is none."""
+    found = _FIELD.search(text)
+    return None if found is None else found.end()
+
+
+def digest(stream: BinaryIO, at: int) -> bytes:
+    """Return the digest of a whole file whose digits stand at ``at``."""
+    found = hashlib.sha256()
+    stream.seek(0)
+    left = at
+    while left and (chunk := stream.read(min(left, _CHUNK))):
+        found.update(chunk)
+        left -= len(chunk)
+    found.update(DIGITS * b"0")
+    stream.seek(at + DIGITS)
+    while chunk := stream.read(_CHUNK):
+        found.update(chunk)
+    return found.hexdigest().encode()
+
+
+def seal(stream: BinaryIO, at: int) -> None:
+    """Fill in the digits, in a file that is otherwise complete."""
+    found = digest(stream, at)
+    stream.seek(at)
+    stream.write(found)
+
+
+def intact(stream: BinaryIO, at: int) -> bool:
+    """Tell whether a file is the one that was sealed."""
+    found = digest(stream, at)
+    stream.seek(at)
+    return stream.read(DIGITS) == found
+
+
+def dumps(data: dict[str, Any], indent: int | None = None) -> bytes:
+    """Return JSON with its seal, one line unless indented, with a newline at its end.
+
+    Raises:
+        ValueError: If a number is not finite, or ``data`` has a field ``checksum`` of its own.
+    """
+    if "checksum" in data:
+        raise ValueError("data has a field 'checksum' already")
+    text = (json.dumps({"checksum": BLANK, **data}, indent=indent, allow_nan=False) + "\n").encode()
+    at = place(text)
+    assert at is not None
+    return text[:at] + hashlib.sha256(text).hexdigest().encode() + text[at + DIGITS :]
+
+
+def loads(text: bytes) -> tuple[Any, bool]:
+    """Read JSON back; return what it holds without its seal, and whether it had one.
+
+    Raises:
+        Altered: If it is not as it was written.
+        ValueError: If it is not JSON.
+    """
+    at = place(text)
+    if at is not None:
+        found = hashlib.sha256(text[:at] + DIGITS * b"0" + text[at + DIGITS :]).hexdigest().encode()
+        if found != text[at : at + DIGITS]:
+            raise Altered("it was altered after it was written: its checksum does not match")
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if isinstance(data, dict) and data.pop("checksum", None) is not None and at is None:
+        raise Altered("it was altered after it was written: its checksum is broken")
+    return data, at is not None
+
+
+@contextlib.contextmanager
+def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the name of a file to write, and put that in the place of ``path`` when the block ends well.
+
+    A block that ends badly leaves ``path`` as it was and nothing beside it; so does a process that is killed, but for
+    the file beside it, whose name ends in ``.part``.
+
+    Raises:
+        OSError: If the file cannot be written; it names ``path``.
+    """
+    target = Path(path)
+    part = target.with_name(target.name + ".part")
+    try:
+        yield part
+        with part.open("r+b") as stream:
+            os.fsync(stream.fileno())
+        part.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        cause = refusal(error)
+        if cause is None:
+            raise
+        if cause.filename is None or str(cause.filename) == str(part):
+            cause.filename = str(target)
+        raise cause from None
+    _sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open what takes the place of ``path`` when the block ends well, as :func:`beside` does."""
+    with beside(path) as part, part.open("w+b") as stream:
+        yield stream
+
+
+def refusal(error: BaseException | None) -> OSError | None:
+    """Return what the system refused when that is why an error came, however torch has wrapped it."""
+    for _ in range(8):
+        if error is None or isinstance(error, OSError):
+            return error
+        if not isinstance(error, RuntimeError):
+            return None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def write(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replace a file by these bytes."""
+    with replacing(path) as stream:
+        stream.write(content)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name survive a loss of power, where folders can be flushed."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

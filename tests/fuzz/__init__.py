@@ -1,0 +1,1 @@
+"""Fuzzing as a command: ``make fuzz``. Seeded, resumable, in minutes; see docs/reliability.md."""

@@ -1,0 +1,134 @@
+"""Commands about recorded runs: listed, compared, repeated, tagged; several seeds at once; settings from a file."""
+
+import json
+import shlex
+import statistics
+from pathlib import Path
+
+import pytest
+
+from ekfac.cli import main as cli
+from ekfac.lab.training.run import load_run
+from ekfac.lab.training.tags import Tags, read_tags
+
+PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+
+
+def run(*words: object) -> int:
+    return cli.run([str(word) for word in words])
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    base = ("train", "tiny", "--plugin", PLUGIN, "--device", "cpu", "--epochs", "2")
+    assert (
+        run(*base, "--optimizer", "sgd", "--lr", "0.1", "--out", tmp_path / "a", "--tag", "first", "--note", "n") == 0
+    )
+    assert run(*base, "--optimizer", "adam", "--lr", "0.05", "--out", tmp_path / "b") == 0
+    capsys.readouterr()
+    return tmp_path
+
+
+def test_runs_are_listed_sorted_and_chosen(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ls", recorded, "--json", "--sort", "train_loss") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 2 and rows[0]["train_loss"] <= rows[1]["train_loss"]
+    assert run("ls", recorded, "--tag", "first", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["method"] == "SGD" and row["tags"] == ["first"] and row["note"] == "n" and row["epoch"] == 2
+    assert run("ls", recorded) == 0
+    text = capsys.readouterr().out
+    assert "2 runs" in text and "lr 0.05" in text and "2 of 2" in text
+    assert run("ls", recorded, "--status", "diverged", "--json") == 0 and json.loads(capsys.readouterr().out) == []
+    for words in (["--sort", "colour"], ["--status", "good"]):
+        assert run("ls", recorded, *words) == 2
+    assert run("ls", recorded / "none") == 2
+
+
+def test_what_differs_between_two_runs_is_shown(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", recorded / "a", recorded / "b", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["optimizer"] == ["sgd", "adam"] and found["settings"]["lr"] == [0.1, 0.05]
+    assert "task" not in found["settings"] and "versions" not in found and "train_loss" in found["result"]
+    assert run("diff", recorded / "a", recorded / "a") == 0 and "no difference" in capsys.readouterr().out
+    assert run("diff", recorded / "a", recorded / "b") == 0 and "optimizer" in capsys.readouterr().out
+
+
+def test_a_run_is_repeated_from_its_folder(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rerun", recorded / "a", "--plugin", PLUGIN, "--device", "cpu", "--out", recorded / "again") == 0
+    assert "the same as recorded after epoch 2" in capsys.readouterr().out
+    first, again = (load_run(recorded / name) for name in ("a", "again"))
+    assert [r["train_loss"] for r in first.history] == [r["train_loss"] for r in again.history]
+    assert run("rerun", recorded / "a", "--plugin", PLUGIN, "--lr", "0.01", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"]["lr"] == 0.01 and result["config"]["optimizer"] == "sgd"
+    assert result["differences"]["settings"]["lr"] == [0.1, 0.01]
+    assert run("rerun", recorded / "a", "--out", recorded / "a", "--plugin", PLUGIN) == 2
+
+
+def test_the_recorded_command_repeats_the_run_from_any_folder(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(PLUGIN).parent)
+    words = ["train", "tiny", "--plugin", "tiny_plugin.py", "--device", "cpu", "--epochs", "1", "--data-dir", "."]
+    assert run(*words, "--optimizer", "sgd", "--lr", "0.1", "--out", tmp_path / "near") == 0
+    near = load_run(tmp_path / "near")
+    command = shlex.split(near.about["command"])
+    assert command[command.index("--plugin") + 1] == PLUGIN
+    assert command[command.index("--data-dir") + 1] == str(Path(PLUGIN).parent) == near.about["data_dir"]
+    monkeypatch.chdir(tmp_path)
+    assert run(*command[1:], "--out", tmp_path / "far") == 0
+    assert load_run(tmp_path / "far").history[-1]["train_loss"] == near.history[-1]["train_loss"]
+
+
+def test_tags_and_notes_leave_the_record_alone(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {f.name: f.read_bytes() for f in (recorded / "b").iterdir() if f.is_file()}
+    assert run("tag", recorded / "b", "good", "paper") == 0 and "good, paper" in capsys.readouterr().out
+    assert run("tag", recorded / "b", "paper", "--remove") == 0
+    assert run("note", recorded / "b", "worth a look") == 0
+    assert read_tags(recorded / "b") == Tags(("good",), "worth a look")
+    assert all((recorded / "b" / name).read_bytes() == content for name, content in before.items())
+    assert run("note", recorded / "b") == 0 and "worth a look" in capsys.readouterr().out
+    for words in (["tag", recorded / "b", "two words"], ["tag", recorded, "x"], ["note", recorded, "x"]):
+        assert run(*words) == 2
+    (recorded / "b" / "tags.json").write_text("{")
+    assert run("tag", recorded / "b", "good") == 2 and "cannot be read" in capsys.readouterr().err
+    assert run("train", "tiny", "--plugin", PLUGIN, "--tag", "x") == 2
+
+
+def test_several_seeds_are_several_runs_and_one_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "train",
+        "tiny",
+        "--plugin",
+        PLUGIN,
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "0.1",
+    )
+    assert run(*words, "--seeds", "3,5", "--out", tmp_path / "out") == 0
+    runs = [load_run(tmp_path / "out" / f"seed-{seed}") for seed in (3, 5)]
+    losses = [found.history[-1]["train_loss"] for found in runs]
+    assert [found.config.seed for found in runs] == [3, 5] and losses[0] != losses[1]
+    assert f"2 seeds, training loss {statistics.mean(losses):.4g} ±" in capsys.readouterr().out
+    assert run(*words, "--seeds", "0,1", "--json") == 0 and len(json.loads(capsys.readouterr().out)) == 2
+    for wrong in (["--seeds", "1,1"], ["--seeds", "x"], ["--seeds", "1", "--seed", "1"]):
+        assert run(*words, *wrong) == 2
+
+
+def test_settings_from_a_file_lie_beneath_those_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("task: tiny\noptimizer: sgd\nlr: 1e-1\nepochs: 3\noptions: {momentum: 0.5, nesterov: true}\n")
+    words = ("train", "--config", file, "--plugin", PLUGIN, "--device", "cpu", "--json")
+    assert run(*words, "--epochs", "1", "--set", "momentum=0.8") == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["lr"], config["epochs"], config["options"]) == (0.1, 1, {"momentum": 0.8, "nesterov": True})
+    for text in ("lr: [", "- 1", "colour: red", "task: tiny\nplugins: [x.py]", "task: tiny\noptions: 3"):
+        file.write_text(text)
+        assert run(*words) == 2, text
+        assert "config" in capsys.readouterr().err
