@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
+from ekfac.optim.distributed.agreement import refuse_sharded
 from ekfac.optim.engine import Engine
 from ekfac.optim.state import exchange
 
@@ -60,6 +61,7 @@ def check_model(model: Any) -> None:
     """Refuse what is not a module with at least one trainable real parameter."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module (the model itself, not its parameters)")
+    refuse_sharded(model)
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("model has no trainable parameter: nothing to precondition")

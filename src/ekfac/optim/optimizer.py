@@ -13,6 +13,7 @@ from typing_extensions import Self
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
 from ekfac.optim.base import Base, check_model
+from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
@@ -26,7 +27,7 @@ from ekfac.optim.step_size.rate import RateCourse, is_scheduled
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
-class Optimizer(Base, Grouped):
+class Optimizer(Base, Joinable, Grouped):
     """What EKFAC and KFAC share.
 
     Args:
@@ -81,6 +82,7 @@ class Optimizer(Base, Grouped):
                 and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
         """
         engine, adaptation = self.engine, self._adapts()
+        self._not_joined_yet()
         comparison = None
         if adaptation is not None:
             engine.settle()

@@ -22,6 +22,7 @@ from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.distributed.agreement import refuse_sharded
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
@@ -230,6 +231,8 @@ class Collector:
     def inputs(self) -> StepInputs | None:
         """What the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
+        if not gradients or not self.capture.examples:
+            refuse_sharded(self._partition.model)
         if not gradients:
             self.drop()
             return None
