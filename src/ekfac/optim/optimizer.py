@@ -82,6 +82,8 @@ class Optimizer(Base, Joinable, Grouped):
                 and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
         """
         engine, adaptation = self.engine, self._adapts()
+        if closure is None and self._only_to_initialise():
+            return None
         self._not_joined_yet()
         comparison = None
         if adaptation is not None:
@@ -106,6 +108,12 @@ class Optimizer(Base, Joinable, Grouped):
             with no_autocast(engine.partition.device):
                 engine.finish(rates)
         return loss
+
+    def _only_to_initialise(self) -> bool:
+        """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
+        capture = self.engine.collector.capture
+        nothing = not capture.examples and not capture.examples_aside
+        return nothing and all(bool(group["lr"] == 0) for group in self.param_groups)
 
     def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:
         """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
@@ -224,7 +232,10 @@ class Optimizer(Base, Joinable, Grouped):
         extra["pace"] = self.lr_fraction.save()
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         saved = super().state_dict()
-        state = {index: whole.states[p] for index, p in enumerate(self._all_parameters()) if p in whole.states}
+        state = {}
+        if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
+            state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
+        saved["param_groups"][0]["ekfac"] = extra  # which torch.distributed.checkpoint keeps, and nothing beside groups
         return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -241,9 +252,12 @@ class Optimizer(Base, Joinable, Grouped):
             for index, p in zip(indices, group, strict=True)
             if index in state_dict["state"]
         }
+        checkpoint.check_complete(self.engine, saved, saved_state)
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            group.pop("ekfac", None)
         for group in self.param_groups:  # of a version that did not have them all
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

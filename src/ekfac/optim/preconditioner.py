@@ -126,7 +126,9 @@ class Preconditioner(Base):
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict)
         parameters = dict(self.model.named_parameters())
-        state = checkpoint.converted(self.engine, {parameters[n]: s for n, s in state_dict["state"].items()})
+        saved_state = {parameters[n]: s for n, s in state_dict["state"].items()}
+        checkpoint.check_complete(self.engine, saved, saved_state)
+        state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)

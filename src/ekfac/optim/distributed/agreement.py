@@ -28,7 +28,7 @@ def refuse_sharded(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if hasattr(p, "device_mesh"):  # of a DTensor, whose class takes long to import
             raise ValueError(
-                f"parameter '{name}' is a DTensor of shape {tuple(p.shape)}, sharded by fully_shard or tensor parallel. "
+                f"parameter '{name}' is a DTensor of shape {tuple(p.shape)}: fully_shard or tensor parallel. "
                 "Allowed: whole parameters on every rank, under DistributedDataParallel or averaged by hand; factors, "
                 "bases and moments are then shared between ranks (process_group=)"
             )

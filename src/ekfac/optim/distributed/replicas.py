@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.statistics import scaling_sum
 from ekfac.optim.distributed.agreement import (
     COMPARE_EVERY,
     REMEDY,
@@ -29,6 +30,7 @@ from ekfac.optim.distributed.states import keep_own
 from ekfac.optim.statistics.collector import widest
 from ekfac.optim.statistics.gradients import largest_magnitudes
 from ekfac.optim.statistics.partition import members
+from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.types import Direction, Rates, StepInputs
 
 if TYPE_CHECKING:
@@ -194,8 +196,7 @@ class Replicas:
                 partition.note_elsewhere(members(block), ready=True)
         if engine.method.needs_examples and renewed:
             self.hand_round_bases(renewed)
-            sums = engine.collector.held_scaling(renewed, inputs)
-            self.processes.sum_to_owners(self._by_owner(sums))
+            self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
         parts = [(b, partial(engine.direction, b, inputs, rates)) for b in mine]
         found = self._run(parts)
         return self._with_products([found.get(b) or engine.no_direction(b, inputs) for b in blocks])
@@ -229,6 +230,20 @@ class Replicas:
             Direction(d.block, d.steps, d.gradient, d.moving, row[1:].view(2, 3) if known else None)
             for d, row, known in zip(directions, rows, (rows[:, 0] > 0).tolist(), strict=True)
         ]
+
+    def _held_scaling(self, blocks: list[Block], inputs: StepInputs) -> dict[Block, list[Tensor]]:
+        """The sums of s* over this process's examples, in bases that were renewed in this step."""
+        engine, found = self._engine, {}
+        for block in blocks:
+            sums = inputs.sums.setdefault(block, BlockSums())
+            basis = engine.method.basis(block, engine.partition.state(block))
+            assert basis is not None
+            for calls, count in sums.held:
+                sums.add_scaling(scaling_sum(block, calls, count, basis, engine.options.memory_limit))
+            sums.held = []
+            sums.scaling = no_scaling(block) if sums.scaling is None else sums.scaling.contiguous()
+            found[block] = [sums.scaling]
+        return found
 
     def hand_round_bases(self, blocks: Iterable[Block]) -> None:
         """Give every process the bases of these blocks: s* of its own examples is taken in them."""

@@ -32,6 +32,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "lengths_wanted": whole.lengths_wanted,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
+        "kept": {n: len(whole.states[p]) for n, p in engine.model.named_parameters() if whole.states.get(p)},
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.partition.silent],
     }
 
@@ -61,7 +62,8 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
-    saved = state_dict.get("ekfac")
+    groups = state_dict.get("param_groups") or [{}]
+    saved = state_dict.get("ekfac", groups[0].get("ekfac"))
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
     if saved["kind"] != engine.method.kind:
@@ -78,6 +80,19 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
             f"other shapes: {', '.join(other) or 'none'}"
         )
     return dict(saved)
+
+
+def check_complete(engine: Engine, saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Refuse a checkpoint that has lost state on its way."""
+    names = dict(engine.model.named_parameters())
+    for name, count in saved.get("kept", {}).items():
+        found = len(state_of.get(names[name], {}))
+        if found < count:
+            raise ValueError(
+                f"state_dict lacks {count - found} of {count} entries of '{name}'. torch.distributed.checkpoint.load "
+                "fills only what is there: give it the state of an optimizer that has taken steps, or convert the "
+                "checkpoint with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
+            )
 
 
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:

@@ -19,7 +19,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
-from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.agreement import refuse_sharded
@@ -31,7 +30,7 @@ from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes, reduced_zeros
+from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes
 from ekfac.optim.types import BlockStep, KeptCalls, Rates, StepInputs, as_scalar
 
 
@@ -382,28 +381,13 @@ class Collector:
             if isinstance(step.gradient, Rows) and step.gradient.one_each:
                 sums.add_scaling(step.gradient.scaling_sum(step.basis))
             else:
-                self._take_held(block, sums, step.basis)
+                memory = self._options.memory_limit
+                for calls, count in sums.held:
+                    sums.add_scaling(statistics.scaling_sum(block, calls, count, step.basis, memory))
             sums.held = []
         if sums.scaling is None:
             return None
         return inputs.masked(sums.scaling * as_scalar(self.delta_square(inputs.n_statistics), sums.scaling))
-
-    def _take_held(self, block: Block, sums: BlockSums, basis: Basis) -> None:
-        for calls, count in sums.held:
-            sums.add_scaling(statistics.scaling_sum(block, calls, count, basis, self._options.memory_limit))
-
-    def held_scaling(self, blocks: list[Block], inputs: StepInputs) -> dict[Block, list[Tensor]]:
-        """The sums of s* over this process's examples, in bases that were renewed in this step."""
-        found = {}
-        for block in blocks:
-            sums = inputs.sums.setdefault(block, BlockSums())
-            basis = self._method.basis(block, self._partition.state(block))
-            assert basis is not None
-            self._take_held(block, sums, basis)
-            sums.held = []
-            sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
-            found[block] = [sums.scaling]
-        return found
 
 
 def widest(block: Block) -> int:

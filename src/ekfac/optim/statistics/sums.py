@@ -94,7 +94,7 @@ def reduce_over_processes(
             # Backward may have run before the last step was known to be skipped, and counted one step too many.
             entry.factors = None
         if what.scaling:
-            entry.scaling = reduced_zeros(block) if entry.scaling is None else entry.scaling.contiguous()
+            entry.scaling = no_scaling(block) if entry.scaling is None else entry.scaling.contiguous()
             mine.append(entry.scaling)
         if what.fingerprint:
             none = torch.zeros(2, **options) if entry.fingerprint is None else entry.fingerprint
@@ -110,7 +110,7 @@ def reduce_over_processes(
     return list(totals.unbind())
 
 
-def reduced_zeros(block: Block) -> Tensor:
+def no_scaling(block: Block) -> Tensor:
     """The scaling sum of a process that saw no example."""
     s = block.shape
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
