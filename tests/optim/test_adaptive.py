@@ -399,7 +399,11 @@ def test_the_bend_is_that_of_the_curvature_as_an_operator(kind: Any, options: di
     engine = opt.engine
     d = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     found = sum(
-        float(engine.method_of(b).quadratic_form(b, opt.state[b.key], b.stack(d[name] for name in b.parameter_names.values())))
+        float(
+            engine.method_of(b).quadratic_form(
+                b, opt.state[b.key], b.stack(d[name] for name in b.parameter_names.values())
+            )
+        )
         for b in engine.partition.blocks
     )
     if kind is KFAC:  # its inverses are older than its factors

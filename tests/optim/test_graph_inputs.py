@@ -203,7 +203,9 @@ def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(r
     opt.engine.schedule.applied_steps = START
     assert replayed(model, opt, 40) >= 20
     assert len(recording.pools) == 2, "one for the first steps and one for those that follow"
-    assert len(opt.engine.executor.step_graphs._recorded) >= 4 and recording.pools[1].graphs == len(opt.engine.executor.step_graphs._recorded)
+    assert len(opt.engine.executor.step_graphs._recorded) >= 4 and recording.pools[1].graphs == len(
+        opt.engine.executor.step_graphs._recorded
+    )
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert replayed(model, opt, 40) >= 20 and len(recording.pools) == 3
     gradients = [tensors_of(step.inputs)[0] for step in opt.engine.executor.step_graphs._recorded.values()]

@@ -104,7 +104,9 @@ def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: in
             opt.zero_grad()
             mse_loss(model(x), y).backward()
             opt.step()
-        assert len(opt.engine.executor.replays["taking statistics"]._graphs) == (1 if cuda_graphs and memory == 50_000 else 0), "what fits"
+        assert len(opt.engine.executor.replays["taking statistics"]._graphs) == (
+            1 if cuda_graphs and memory == 50_000 else 0
+        ), "what fits"
         return [p.detach() for p in model.parameters()], opt.engine.executor.step_graphs.replays
 
     # Otherwise no two trainings agree to the last bit, and what solvers make of it is seen after 60 steps.

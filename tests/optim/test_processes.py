@@ -56,6 +56,8 @@ CASES = [
     ("ddp", "accumulated", "running"),
     ("ddp", "clipped", "running"),
     ("ddp", "clipped", "kfac"),
+    ("ddp", "clipped", "default"),
+    ("ddp", "clipped", "averaged"),
     ("by hand", "once", "default"),
     ("ddp", "once", "diagonal"),
     ("ddp", "accumulated", "default"),

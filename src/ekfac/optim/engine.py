@@ -112,7 +112,7 @@ class Engine:
         if not self.check_finite(inputs, sizes):
             return False
         self.collector.collect(inputs, dict(zip(inputs.gradients, sizes, strict=True)))
-        self.collector.verify(inputs, list(inputs.gradients), sizes, left)
+        self.collector.verify(inputs, sizes, left)
         compute(inputs, rates)
         return True
 

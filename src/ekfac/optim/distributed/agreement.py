@@ -93,21 +93,23 @@ class RollCall:
     """What all processes know of a step before it is taken.
 
     Attributes:
-        failed: The first rank that has run into an error; None if there is none.
+        failed: The first rank that has run into an error; the number of ranks if there is none.
         diverged: Whether ranks are at different steps or train different parameters.
         finite: Whether all gradients are.
         examples: Whether any rank has captured examples.
         holders: The first rank that has a gradient of each parameter; None where there is none.
         complete: Whether all ranks have it.
+        touched: Whether any rank has changed it since backward left it.
         near: How the last warm refresh of each parameter's block went; None where nothing is known yet.
     """
 
-    failed: int | None
+    failed: int
     diverged: bool
     finite: bool
     examples: bool
     holders: list[int | None]
     complete: list[bool]
+    touched: list[bool]
     near: list[bool | None]
 
 
@@ -120,6 +122,7 @@ def roll_call(
     finite: bool,
     examples: bool,
     gradients: list[bool],
+    touched: list[bool],
     near: list[bool | None],
 ) -> RollCall:
     """Exchange what each process knows of its own step, in one reduction that the host waits for.
@@ -132,22 +135,25 @@ def roll_call(
         finite: Whether its gradients are finite.
         examples: Whether it has captured examples.
         gradients: Whether it has a gradient of each parameter.
+        touched: Whether it has changed it since backward left it.
         near: How the last warm refresh of the block that each parameter is the key of went; None where not known.
     """
     rank, size, state = processes.rank, processes.size, digest(at)
     mine = [rank if failed else size, state, -state, float(finite), -float(examples)]
     mine += [rank if there else size for there in gradients]
     mine += [float(there) for there in gradients]
+    mine += [-float(was) for was in touched]
     mine += [UNHEARD if n is None else float(n) for n in near]
     found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
     count = len(gradients)
-    holders, complete, heard = (found[5 + i * count : 5 + (i + 1) * count] for i in range(3))
+    holders, complete, changed, heard = (found[5 + i * count : 5 + (i + 1) * count] for i in range(4))
     return RollCall(
-        failed=int(found[0]) if found[0] < size else None,
+        failed=int(found[0]),
         diverged=found[1] != -found[2],
         finite=bool(found[3]),
         examples=bool(found[4]),
         holders=[int(h) if h < size else None for h in holders],
         complete=[bool(c) for c in complete],
+        touched=[bool(t) for t in changed],
         near=[None if n == UNHEARD else bool(n) for n in heard],
     )

@@ -99,7 +99,8 @@ class Replicas:
         known = dict(zip([*here, *fetched], [*sizes, *largest_magnitudes([inputs.gradients[p] for p in fetched])],
                          strict=True))  # fmt: skip
         collector.collect(inputs, known)
-        collector.verify(inputs, here, sizes, left)
+        self._verify(inputs, call)
+        inputs.rescaled = collector.watch.rescaling(here, sizes, left, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
         compute(inputs, rates)
         whole = engine.executor.whole_steps
@@ -132,11 +133,10 @@ class Replicas:
             finite=finite,
             examples=engine.collector.capture.examples > 0,
             gradients=[p in gradients for p in partition.offered],
+            touched=[engine.collector.watch.touched(p) for p in partition.offered],
             near=near,
         )
-        if call.failed is not None:
-            failure, self.failure = self.failure, None
-            raise failure or _failed_elsewhere(call.failed)
+        self._raise_together(call.failed)
         if call.diverged:
             raise RuntimeError(
                 "process_group: ranks are at different steps, or train (freeze) different parameters: this one has "
@@ -148,6 +148,26 @@ class Replicas:
             if heard[block.key] is not None and not self.owners.mine(block):
                 partition.state(block).near = heard[block.key]
         return call
+
+    def _verify(self, inputs: StepInputs, call: RollCall) -> None:
+        """Check that gradients are those that passed through the calls; all raise if one finds that they are not."""
+        collector, partition = self._engine.collector, self._engine.partition
+        if not collector.fingerprints.unverified:
+            return
+        touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
+        try:
+            collector.fingerprints.verify(inputs, touched.__contains__, collector.loss_scale())
+        except RuntimeError as error:
+            self.failure = error
+        first = self.processes.rank if self.failure is not None else self.processes.size
+        found = self.processes.least(torch.tensor(first, device=partition.device))
+        self._raise_together(int(found))
+
+    def _raise_together(self, first: int) -> None:
+        """Raise if a rank has failed, here its own error; all of them know which."""
+        failure, self.failure = self.failure, None
+        if first < self.processes.size:
+            raise failure or _failed_elsewhere(first)
 
     def _fetch_gradients(self, inputs: StepInputs, call: RollCall) -> list[nn.Parameter]:
         """Give ranks that have no gradient, for want of a batch, that of the others; returns what is new here."""
@@ -292,21 +312,20 @@ class Replicas:
         for owner, tensors in sorted(found.items()):
             if tensors:
                 failed = owner == rank and self.failure is not None
-                self._flags.append(torch.full((), owner if failed else -1, dtype=torch.int64, device=tensors[0].device))
+                self._flags.append(
+                    torch.full(
+                        (), owner if failed else self.processes.size, dtype=torch.int64, device=tensors[0].device
+                    )
+                )
                 tensors.append(self._flags[-1])
         self.processes.hand_round(found)
         if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
             self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            self._flags = []
-            raise failure
+        """Read the owners' flags of the last step."""
         flags, self._flags = [int(flag) for flag in self._flags], []
-        for rank in flags:
-            if rank >= 0:
-                raise _failed_elsewhere(rank)
+        self._raise_together(min(flags, default=self.processes.size))
 
 
 def _failed_elsewhere(rank: int) -> RuntimeError:

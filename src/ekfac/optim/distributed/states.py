@@ -124,11 +124,15 @@ def _named(names: Mapping[nn.Parameter, str], place: tuple[Any, tuple[nn.Paramet
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for n, v in state.items()}
+    # With their strides, which decide how products of them are rounded.
+    return {
+        n: (tuple(v.shape), torch.empty_like(v, device="meta").stride(), v.dtype) if isinstance(v, Tensor) else v
+        for n, v in state.items()
+    }
 
 
 def _allocated(described: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
     return {
-        name: torch.empty(value[0], dtype=value[1], device=like.device) if isinstance(value, tuple) else value
+        name: torch.empty_strided(*value[:2], dtype=value[2], device=like.device) if isinstance(value, tuple) else value
         for name, value in described.items()
     }

@@ -318,20 +318,11 @@ class Collector:
         unverified = block in self.fingerprints.unverified and not self.separate
         return Expected(self._schedule.takes_factors(block), scaling, unverified)
 
-    def verify(
-        self, inputs: StepInputs, parameters: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor]
-    ) -> None:
-        """Check that gradients are those that passed through the calls, and find what was done to them since.
-
-        Args:
-            inputs: What the step has gathered.
-            parameters: Those whose gradients backward has left here.
-            sizes: The largest magnitude of each of these gradients.
-            left: The same as backward left it.
-        """
+    def verify(self, inputs: StepInputs, sizes: list[Tensor], left: list[Tensor]) -> None:
+        """Check that gradients are those that passed through the calls, and find what was done to them since."""
         scale = self.loss_scale()
-        self.fingerprints.verify(inputs, self.watch, scale)
-        inputs.rescaled = self.watch.rescaling(parameters, sizes, left, scale)
+        self.fingerprints.verify(inputs, self.watch.touched, scale)
+        inputs.rescaled = self.watch.rescaling(list(inputs.gradients), sizes, left, scale)
 
     def loss_scale(self) -> float | Tensor:
         """What a GradScaler has multiplied the loss by."""

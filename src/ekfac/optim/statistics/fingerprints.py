@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.statistics.factored_gradient import Rows
-from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.types import StepInputs
 
 #: Gradients that are touched before every step, by clipping say, are given up on after so many.
@@ -44,14 +44,20 @@ class Fingerprints:
         found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
         return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
 
-    def verify(self, inputs: StepInputs, watch: GradientWatch, loss_scale: float | Tensor) -> None:
-        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block."""
+    def verify(self, inputs: StepInputs, touched: Callable[[nn.Parameter], bool], loss_scale: float | Tensor) -> None:
+        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block.
+
+        Args:
+            inputs: What the step has gathered.
+            touched: Whether a gradient has been changed since backward left it, on any process.
+            loss_scale: What a GradScaler has multiplied the loss by.
+        """
         for block in list(self.unverified):
             of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
             if of_calls is None:
                 continue
             parameters = list(block.parameters.values())
-            if any(p not in inputs.gradients or watch.touched(p) for p in parameters):
+            if any(p not in inputs.gradients or touched(p) for p in parameters):
                 self._touched[block] += 1
                 if self._touched[block] == TRIES:
                     self.unverified.discard(block)
