@@ -1,4 +1,4 @@
-"""What each rank of the tests in test_replicas.py does; ``run(world, scenarios)`` is called in processes of their own."""
+"""What each rank does in the tests of test_replicas.py, which start this file once a rank."""
 
 from __future__ import annotations
 
@@ -148,12 +148,12 @@ def a_rank_without_batch(rank: int, world: int) -> Result:
 def wide(method: str, steps: int, rank: int, world: int, dtype: torch.dtype = torch.float32) -> Result:
     """Layers that are wide enough for products and sums to depend on the number of threads."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 260), nn.Tanh(), nn.Linear(260, 40), nn.Tanh(), nn.Linear(40, 10)).to(dtype)
+    model = nn.Sequential(nn.Linear(130, 70), nn.Tanh(), nn.Linear(70, 10)).to(dtype)
     kind, own = METHODS[method]
-    opt = kind(model, **{**own, "refresh_every": 20})
+    opt = kind(model, **{**own, "refresh_every": 10} if steps > 100 else own)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
-        x = torch.randn(8 + 5 * rank, 300, generator=generator).to(dtype)  # uneven
+        x = torch.randn(8 + 5 * rank, 130, generator=generator).to(dtype)  # uneven
         y = x[:, :10].sin()
         opt.zero_grad()
         (model(x) - y).square().sum(1).mean().backward()
@@ -199,13 +199,13 @@ def failing(*names: str) -> Iterator[None]:
 @scenario
 def unlike_threads(rank: int, world: int) -> Result:
     with threads(1 + rank % 2):
-        return {m: wide(m, 200 if m == "default" else 25, rank, world) for m in METHODS}
+        return {m: wide(m, 200 if m == "default" else 9, rank, world) for m in METHODS}
 
 
 @scenario
 def solvers_fail_on_one_rank(rank: int, world: int) -> Result:
     with failing("eigh", "qr") if rank == 1 else contextlib.nullcontext():
-        return {m: wide(m, 25, rank, world) for m in ("default", "running", "per_example, warm")}
+        return {m: wide(m, 12, rank, world) for m in ("default", "running", "per_example, warm")}
 
 
 @scenario
