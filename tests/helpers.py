@@ -98,10 +98,12 @@ def backward(model: nn.Module, loss: Loss, micro_batches: Sequence[Any]) -> None
 def make_pair(
     model: nn.Module, loss: Loss, oracle_model: nn.Module | None = None, **options: Any
 ) -> tuple[torch.optim.Optimizer, OracleEKFAC]:
-    """An optimizer on the model, and the oracle on a copy of it. ``optimizer`` names KFAC or EKFAC."""
-    kind = EKFAC if options.pop("optimizer", "EKFAC") == "EKFAC" else KFAC
+    """An optimizer on the model, and the oracle on a copy of it. ``optimizer`` names KFAC or EKFAC, or is a class."""
+    kind = options.pop("optimizer", "EKFAC")
+    kind = {"EKFAC": EKFAC, "KFAC": KFAC}.get(kind, kind)
     groups = options.pop("groups", None)  # [(names, overrides), ...]
-    oracle_options = dict(options)
+    told = options.pop("oracle_options", {})  # what the oracle is told in place of the optimizer's own options
+    oracle_options = {k: v for k, v in options.items() if v is not None and k != "anneal"} | told
     per_parameter: dict[str, Any] = {}
     optimizer_options = {k: v for k, v in options.items() if k != "count"}
     if groups is not None:

@@ -35,7 +35,7 @@ LAST_DIM_NORMS = (nn.LayerNorm, nn.RMSNorm)
 NORMS = CHANNEL_NORMS + LAST_DIM_NORMS
 COVERED = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED, *NORMS)
 
-ADAPTIVE = ("adam", "rmsprop", "adagrad")
+ADAPTIVE = ("belief", "adam", "rmsprop", "adagrad")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -373,16 +373,23 @@ def observe(
             h_calls, delta_calls, turned = [], [], []
             for module, x, z in record[layer.key]:
                 g = of_zeros[id(z)]
-                if g is None:
+                if g is None or not len(x):
                     continue
-                here = count(batch)
                 h, delta = layer.positions(module, x, g)
-                # A leading dimension of k N is N examples of k positions each, example after example.
-                h_calls.append(h.reshape(here, -1, *h.shape[2:]))
-                delta_calls.append(delta.reshape(here, -1, *delta.shape[2:]))
+                h_calls.append(h)
+                delta_calls.append(delta)
                 turned.append(layer.is_turned(module))
             if len(set(turned)) == 2:
                 _balance(h_calls, delta_calls, turned)
+            here = count(batch)
+            if all(len(h) % here == 0 for h in h_calls):
+                # A leading dimension of k N is N examples of k positions each, example after example.
+                h_calls = [h.reshape(here, -1, *h.shape[2:]) for h in h_calls]
+                delta_calls = [delta.reshape(here, -1, *delta.shape[2:]) for delta in delta_calls]
+            elif not layer.is_norm:
+                # Positions that belong to no example: all of them side by side. Only sums over them are defined.
+                h_calls = [h.flatten(0, 1)[None] for h in h_calls]
+                delta_calls = [delta.flatten(0, 1)[None] for delta in delta_calls]
             if h_calls:
                 pieces[layer.key].append((torch.cat(h_calls, 1), torch.cat(delta_calls, 1)))
     scale = n if loss_reduction == "mean" else 1
@@ -420,14 +427,20 @@ def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------- the maths
 
 
-def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> tuple[Tensor, Tensor]:
-    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one."""
-    n, s = h.shape[:2]
+def factors(
+    h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand", examples: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one.
+
+    ``examples`` is N where the leading dimension of h is not (positions that belong to no example).
+    """
+    rows, s = h.shape[:2]
+    n = rows if examples is None else examples
     if layer.is_norm:
         g = example_gradients(h, delta)[..., 0]
         return torch.ones(h.shape[2], 1, 1, dtype=h.dtype), torch.einsum("ngo,ngp->gop", g, g) / n
     if sharing == "reduce":
-        assert not layer.sua
+        assert not layer.sua and n == rows
         h_mean, delta_sum = h.mean(1), delta.sum(1)
         return (
             torch.einsum("ngi,ngj->gij", h_mean, h_mean) / n,
@@ -438,7 +451,7 @@ def factors(h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand") -> 
         h = h[..., :-1]
     taps = layer.taps
     h = h.reshape(*h.shape[:3], taps, -1)
-    return torch.einsum("nsgti,nsgtj->gij", h, h) / (n * s * taps), b
+    return torch.einsum("nsgti,nsgtj->gij", h, h) / (rows * s * taps), b
 
 
 def eigenbasis(a: Tensor, diagonal: bool) -> Tensor:
@@ -594,12 +607,15 @@ class OracleEKFAC:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    decay_vectors: bool = True
     decoupled_weight_decay: bool = True
     maximize: bool = False
     kl_clip: float | None = None
     pi_correction: bool = True
     max_factor_dim: int | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.999)
+    floor: float = 0.05
+    spike: float = 10.0
     alpha: float = 0.99
     eps: float = 1e-8
     exclude: Sequence[str] = ()
@@ -707,7 +723,8 @@ class OracleEKFAC:
         with torch.no_grad():
             for name, p in directions.items():
                 lr, mu = self.option(name, "lr"), self.option(name, "momentum")
-                if self.option(name, "decoupled_weight_decay"):
+                shrinks = self.decay_vectors or parameters[name].dim() > 1
+                if shrinks and self.option(name, "decoupled_weight_decay"):
                     parameters[name].mul_(1 - lr * self.option(name, "weight_decay"))
                 if mu:
                     self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
@@ -741,7 +758,7 @@ class OracleEKFAC:
         bases: Bases | None,
         n_measured: int,
     ) -> Tensor:
-        a, b = factors(h, delta, layer, self.sharing)
+        a, b = factors(h, delta, layer, self.sharing, n_measured)
         diagonal_a, diagonal_b = self.diagonal_sides(layer, a, b)
         if diagonal_a:
             a = torch.diag_embed(torch.diagonal(a, dim1=-2, dim2=-1))
@@ -827,7 +844,10 @@ class OracleEKFAC:
             state.s = rho * state.s + (1 - rho) * n * g.square()
 
     def _adaptive(self, state: BlockState, raw: Tensor, g: Tensor) -> Tensor:
-        """torch's Adam, RMSprop or Adagrad on the coordinates; v is fed with the gradient as backward left it."""
+        """The default's rule, or torch's Adam, RMSprop or Adagrad, on the coordinates.
+
+        Second moments are fed with the gradient as backward left it.
+        """
         if state.s is None or state.m is None:
             state.s, state.m = torch.zeros_like(g), torch.zeros_like(g)
         state.observed += 1
@@ -837,11 +857,32 @@ class OracleEKFAC:
         if self.scaling == "rmsprop":
             state.s = self.alpha * state.s + (1 - self.alpha) * raw.square()
             return g / (state.s.sqrt() + self.eps)
-        beta_1, beta_2 = self.betas
+        beta_1, beta_2 = self.betas(self.steps) if callable(self.betas) else self.betas
+        if self.scaling == "belief":
+            return self._belief(state, raw, g, beta_1, beta_2)
         state.m = beta_1 * state.m + (1 - beta_1) * g
         state.s = beta_2 * state.s + (1 - beta_2) * raw.square()
         mean, square = (x / (1 - b**state.observed) for x, b in ((state.m, beta_1), (state.s, beta_2)))
         return mean / (square.sqrt() + self.eps)
+
+    def _belief(self, state: BlockState, raw: Tensor, g: Tensor, beta_1: float, beta_2: float) -> Tensor:
+        """AdaBelief with kappa times the mean's square for a floor, mean square at most 1, and spikes shortened.
+
+        A gradient counts as a spike when its length is more than ``spike`` times sqrt(|m|^2 + sum of s).
+        """
+        t = state.observed
+        noise, factor = torch.zeros_like(g), 1.0
+        if t > 1:
+            mean, square = state.m / (1 - beta_1 ** (t - 1)), state.s / (1 - beta_2 ** (t - 1))
+            usual = float(mean.square().sum() + square.sum()) ** 0.5
+            if usual > 0 and float(raw.norm()) > self.spike * usual:
+                factor = self.spike * usual / float(raw.norm())
+            noise = factor * raw - mean
+        state.m = beta_1 * state.m + (1 - beta_1) * factor * g
+        mean = state.m / (1 - beta_1**t)
+        state.s = beta_2 * state.s + (1 - beta_2) * ((1 + beta_1) / 2 * noise**2 + self.floor * mean**2)
+        x = mean / ((state.s / (1 - beta_2**t)).sqrt() + self.eps)
+        return x / max(1.0, float(x.square().mean()) ** 0.5)
 
     # ----------------------------------------------------------------------------- parameters without a block
 

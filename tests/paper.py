@@ -7,8 +7,8 @@ from torch import nn
 import ekfac
 from ekfac import PAPER
 
-KFAC_PAPER = {name: PAPER[name] for name in ("lr", "damping", "refresh_every", "factor_every", "deterministic")}
-NO_UPDATE = {name: value for name, value in PAPER.items() if name not in ("lr", "anneal", "trust", "pace")}
+KFAC_PAPER = {name: PAPER[name] for name in ("lr", "damping", "refresh_every", "refresh")}
+NO_UPDATE = {name: value for name, value in PAPER.items() if name not in ("lr", "step_size")}
 
 
 class EKFAC(ekfac.EKFAC):

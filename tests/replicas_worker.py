@@ -20,19 +20,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ekfac
 import paper
+from ekfac.optim.options import StepSize
 
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[int, int], Result]] = {}
 
+BOUNDED = StepSize(max_change=0.05)
+CLIPPED = StepSize(decay_steps=None, kl_clip=0.01)
+PACED = StepSize(max_change=0.2, lr_fraction=0.3)
 #: Everything that differs in what it keeps or exchanges.
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "default": (ekfac.EKFAC, {"lr": 0.01, "refresh_every": 4}),
-    "default, bounded": (ekfac.EKFAC, {"lr": 0.01, "refresh_every": 4, "trust": 0.05, "momentum": 0.5}),
-    "running": (paper.EKFAC, {"lr": 0.05, "damping": 0.05, "refresh_every": 3, "momentum": 0.9, "kl_clip": 0.01}),
+    "default, bounded": (ekfac.EKFAC, {"lr": 0.01, "refresh_every": 4, "step_size": BOUNDED, "momentum": 0.5}),
+    "running": (paper.EKFAC, {"lr": 0.05, "damping": 0.05, "refresh_every": 3, "momentum": 0.9, "step_size": CLIPPED}),
     "per_example": (paper.EKFAC, {"scaling": "per_example", "lr": 0.05, "damping": 0.05, "refresh_every": 3}),
     "per_example, warm": (ekfac.EKFAC, {"scaling": "per_example", "lr": 0.05, "damping": 0.05, "refresh_every": 4}),
     "kronecker": (paper.EKFAC, {"scaling": "kronecker", "lr": 0.05, "damping": 0.05, "refresh_every": 3}),
-    "anchored": (ekfac.EKFAC, {"scaling": "anchored", "lr": 0.01, "refresh_every": 4, "pace": 0.3, "trust": 0.2}),
+    "anchored": (ekfac.EKFAC, {"scaling": "anchored", "lr": 0.01, "refresh_every": 4, "step_size": PACED}),
     "adam": (ekfac.EKFAC, {"scaling": "adam", "lr": 0.01, "refresh_every": 4}),
     "kfac": (paper.KFAC, {"lr": 0.05, "damping": 0.05, "refresh_every": 3, "momentum": 0.9}),
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -160,17 +161,17 @@ def test_what_was_given_is_kept_where_it_does_nearly_as_well():
 @pytest.mark.parametrize(
     ("options", "settings", "call"),
     [
-        ({}, {"lr": 0.01, "damping": 1e-8, "refresh_every": 50}, "EKFAC(model)"),
+        ({}, {"lr": 0.01, "damping": 1e-8, "refresh_every": 50}, "EKFAC(model, lr=0.01, refresh_every=50)"),
         (
             {"sua": True},
             {"lr": 0.03, "damping": 1e-8, "refresh_every": 20},
-            "EKFAC(model, sua=True, lr=0.03, refresh_every=20)",
+            "EKFAC(model, coverage=ekfac.Coverage(sua=True), lr=0.03, refresh_every=20)",
         ),
         (ekfac.PAPER, {"lr": 0.01, "damping": 1e-3, "refresh_every": 50}, "EKFAC(model, **ekfac.PAPER)"),
         (
             {**ekfac.PAPER, "sua": True},
             {"lr": 0.03, "damping": 1e-3, "refresh_every": 50},
-            'EKFAC(model, **ekfac.PAPER | {"lr": 0.03, "sua": True})',
+            'EKFAC(model, **ekfac.PAPER | {"lr": 0.03, "coverage": ekfac.Coverage(sua=True)})',
         ),
     ],
 )
@@ -179,8 +180,8 @@ def test_the_call_to_use_makes_the_optimizer_that_was_tried(options, settings, c
     made = eval(call, {"EKFAC": ekfac.EKFAC, "ekfac": ekfac, "model": network()})
     group = made.param_groups[0]
     assert (group["lr"], group["damping"]) == (settings["lr"], settings["damping"])
-    assert made.engine.options.refresh_every == settings["refresh_every"]
-    assert made.engine.options.deterministic == options.get("deterministic", False)
+    assert made.engine.schedule.intervals.every == settings["refresh_every"]
+    assert made.engine.options.refresh == options.get("refresh", ekfac.Refresh())
     made.close()
 
 
@@ -279,3 +280,19 @@ def test_it_is_imported_when_it_is_asked_for():
         "assert callable(ekfac.doctor) and not hasattr(ekfac, 'nurse')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_says_what_it_does_from_the_start_and_ends_with_lines_to_paste(capsys):
+    said = []
+    found = ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK, say=said.append)
+    assert said[0] == "reading batches" and said[-1] == "timing steps"
+    assert sum(line.startswith("short run") for line in said) == len(found.trials)
+    plugin = str(Path(__file__).parent / "lab" / "tiny_plugin.py")
+    assert cli.run(["doctor", "tiny", "--plugin", plugin, "--steps", "10", "--trial-steps", "3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[:2] == ["loading data", "reading batches"]
+    *_, train_line, python_line = shown.out.strip().splitlines()
+    assert train_line.strip().startswith("ekfac train tiny") and "--lr" in train_line
+    assert python_line.strip().startswith("opt = ekfac.EKFAC(model")
+    assert cli.run([*shlex.split(train_line)[1:], "--epochs", "1", "--device", "cpu"]) == 0
+    eval(python_line.split("=", 1)[1].strip(), {"ekfac": ekfac, "model": network()}).close()

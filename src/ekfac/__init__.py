@@ -1,22 +1,24 @@
 """Natural gradient in a Kronecker-factored eigenbasis: an optimizer, its curvature, and a lab.
 
 `EKFAC` and `KFAC` are torch optimizers, and `AdaptiveDamping` a damping that they find by themselves; `Preconditioner`
-leaves the step to another one; `fisher` gives the curvature of a model over a dataset as an operator, a `Curvature`;
-`summary` tells which block covers each parameter of a model; `doctor` tries a model for some fifty steps and says what
-to set.
+leaves the step to another one. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` hold their less common
+options, and `rules` what may be done in the basis. `fisher` gives the curvature of a model over a dataset as an
+operator, a `Curvature`; `summary` tells which block covers each parameter of a model; `doctor` tries a model for some
+fifty steps and says what to set.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ekfac import rules
     from ekfac.curvature.fisher import fisher
     from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
     from ekfac.curvature.summary import summary
     from ekfac.diagnosis.doctor import doctor
     from ekfac.optim.ekfac import EKFAC
     from ekfac.optim.kfac import KFAC
-    from ekfac.optim.options import PAPER
+    from ekfac.optim.options import PAPER, Batch, Coverage, Numerics, Refresh, StepSize
     from ekfac.optim.preconditioner import Preconditioner
     from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 
@@ -27,13 +29,19 @@ __all__ = [
     "KFAC",
     "PAPER",
     "AdaptiveDamping",
+    "Batch",
+    "Coverage",
     "Curvature",
+    "Numerics",
     "Preconditioner",
+    "Refresh",
+    "StepSize",
     "__version__",
     "correlation",
     "doctor",
     "fisher",
     "relative_error",
+    "rules",
     "spectrum_distance",
     "summary",
 ]
@@ -44,6 +52,11 @@ _PLACES = {
     "EKFAC": "optim.ekfac",
     "KFAC": "optim.kfac",
     "PAPER": "optim.options",
+    "Batch": "optim.options",
+    "Coverage": "optim.options",
+    "Numerics": "optim.options",
+    "Refresh": "optim.options",
+    "StepSize": "optim.options",
     "AdaptiveDamping": "optim.step_size.adaptive_damping",
     "Curvature": "curvature.operators",
     "Preconditioner": "optim.preconditioner",
@@ -60,7 +73,7 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for, and keep it."""
     if name in _PLACES:
         value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    elif name in ("curvature", "diagnosis", "optim"):
+    elif name in ("curvature", "diagnosis", "optim", "rules"):
         value = import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

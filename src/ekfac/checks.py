@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """A name from a list."""
     options = list(allowed)
-    if value not in options:
+    if not any(isinstance(value, type(option)) and value == option for option in options):
         raise ValueError(f"{name}={value!r} is not known. Allowed: {', '.join(map(repr, options))}")
 
 
@@ -43,6 +45,8 @@ def number(
         if value.device.type != "cpu":
             return
         value = value.item()
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} must be {allowed}, not a whole number beyond the range of float64")
     good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     good = good and (above is None or value > above) and (least is None or value >= least)
     if not (good and (below is None or value < below) and (most is None or value <= most)):
@@ -63,11 +67,30 @@ def flag(name: str, value: Any) -> None:
 
 def patterns(name: str, value: Any) -> list[str]:
     """A name or pattern, or a sequence of them."""
-    items = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    single = isinstance(value, str | Tensor) or not isinstance(value, Iterable)
+    items = [value] if single else list(value)
     for item in items:
         if not isinstance(item, str):
             raise ValueError(f"{name}={value!r} must be a name or pattern of layers, or a list of them")
     return items
+
+
+def instance(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:
+    """An object of a type.
+
+    Raises:
+        TypeError: If it is not; the message names the argument, its type and what is allowed.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is of type {type(value).__name__} and must be {allowed}")
+
+
+def device(name: str, value: Any) -> torch.device:
+    """A device, by name or as torch has it."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r} must be a device such as 'cpu' or 'cuda:0'") from error
 
 
 def decays(name: str, value: Any) -> None:
@@ -76,3 +99,35 @@ def decays(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
     for item in value:
         number(name, item, least=0, below=1)
+
+
+def whole(model: nn.Module) -> None:
+    """A module whose parameters are not sharded; ``fully_shard`` also replaces those of one that is in use."""
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):  # of a DTensor, whose class takes long to import
+            raise ValueError(
+                f"parameter '{name}' is a DTensor of shape {tuple(p.shape)}: fully_shard or tensor parallel. "
+                "Allowed: whole parameters on every rank, under DistributedDataParallel or averaged by hand; factors, "
+                "bases and moments are then shared between ranks (process_group=)"
+            )
+
+
+def model(value: Any) -> None:
+    """A module with at least one trainable number, all of them real and there."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"model={value!r} must be a torch.nn.Module (the model itself, not its parameters)")
+    whole(value)
+    trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"parameter '{name}' is on the device 'meta', where it has no values: materialize it first"
+            )
+        if p.is_complex():
+            raise ValueError(f"parameter '{name}' is complex ({p.dtype}). Allowed: real parameters")
+    if not any(p.numel() for _, p in trainable):
+        raise ValueError("model has no trainable parameter: nothing to precondition")

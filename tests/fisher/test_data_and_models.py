@@ -122,6 +122,7 @@ def test_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("approximation", ["diagonal", "kfac", "ekfac"])
 def test_memory_does_not_grow_with_the_data(approximation: str) -> None:
     torch.manual_seed(0)

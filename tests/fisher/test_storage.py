@@ -78,6 +78,7 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.over_a_second
 def test_only_torch_is_needed_and_the_error_says_what_is_missing(tmp_path: Path) -> None:
     script = """
 import sys

@@ -17,7 +17,9 @@ FUZZERS: dict[str, Fuzzer] = {fuzzer.name: fuzzer for module in MODULES for fuzz
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
-    parser.add_argument("--only", action="append", default=[], choices=list(FUZZERS), help="this fuzzer; may be repeated")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=list(FUZZERS), help="this fuzzer; may be repeated"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all random choices")
     parser.add_argument("--tries", type=int, help="of each fuzzer, instead of its own number")
     parser.add_argument("--repeat", type=int, help="make this one try of --only again, with its traceback")

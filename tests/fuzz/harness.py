@@ -122,7 +122,9 @@ def table(outcomes: Iterable[Outcome]) -> str:
             below.append(f"{one.fuzzer.name}: {len(numbers)} x {why}  [try {numbers[0]}]")
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+        )
         + "  "
         + row[5]
         for row in rows

@@ -271,18 +271,31 @@ def test_verify_and_fetch(official, tmp_path, capsys):
 def test_demo_trains_all_six_and_says_who_is_ahead(monkeypatch, capsys, tmp_path):
     from dataclasses import replace
 
-    small = {name: replace(c, width=8, limit=200, batch_size=50) for name, c in demo.ENTRANTS.items()}
-    monkeypatch.setattr(demo, "ENTRANTS", small)
-    assert run("demo", "--seconds", "0.2", "--out", tmp_path) == 0
+    race = demo.RACES["autoencoder"]
+    small = {name: replace(c, width=8, limit=200, batch_size=50) for name, c in race.entrants.items()}
+    monkeypatch.setitem(demo.RACES, "autoencoder", replace(race, entrants=small))
+    assert run("demo", "--race", "autoencoder", "--seconds", "0.2", "--out", tmp_path) == 0
     text = capsys.readouterr().out
     for name in ("SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra", "(defaults)"):
         assert name in text
     assert "steps" in text and "seconds of training" in text and "is ahead" in text
     names = ["adam+bn", "ekfac", "ekfac-defaults", "ekfac-ra", "kfac", "report.html", "sgd+bn"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert run("demo", "--seconds", "0.05", "--json") == 0
+    assert run("demo", "--race", "autoencoder", "--seconds", "0.05", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["verdict"]["standings"]) == 6 and set(data["runs"]) == set(small)
+
+
+def test_the_first_demo_can_be_changed_and_the_recorded_one_replayed(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run("demo", "--seconds", "0.05", "--width", "8", "--batch-size", "1000", "--batch-norm", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert set(runs) == {"SGD", "Adam", "Adam + BN", "EKFAC (defaults)"}
+    assert {(r["config"]["width"], r["config"]["batch_size"]) for r in runs.values()} == {(8, 1000)}
+    assert run("demo", "--recorded", "--seconds", "0.01") == 0
+    text = capsys.readouterr().out
+    assert "EKFAC (defaults) is ahead" in text and not list(tmp_path.iterdir())
+    assert run("demo", "--race", "boats") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """The race: everyone gets the same time; the verdict compares like with like; the chart shows the curves."""
 
+import json
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
-from ekfac.lab.show import demo
+from ekfac.lab.show import demo, replay
 from ekfac.lab.show.chart import chart
 from ekfac.lab.training.run import TrainConfig, load_run
 from ekfac.lab.training.runs import Run
@@ -65,7 +68,7 @@ def test_the_number_of_epochs_can_be_bounded():
 
 
 def test_the_entrants_are_the_papers_five_and_the_default():
-    used = [(c.task, c.optimizer, c.batch_norm) for c in demo.ENTRANTS.values()]
+    used = [(c.task, c.optimizer, c.batch_norm) for c in demo.RACES["autoencoder"].entrants.values()]
     assert used == [
         ("autoencoder", "sgd", True),
         ("autoencoder", "adam", True),
@@ -74,15 +77,37 @@ def test_the_entrants_are_the_papers_five_and_the_default():
         ("autoencoder", "ekfac-ra", False),
         ("autoencoder", "ekfac-default", False),
     ]
-    assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in demo.ENTRANTS.values())
+
+
+def test_the_first_race_is_on_one_network_with_the_library_as_it_comes():
+    entrants = demo.RACES[demo.FIRST].entrants
+    assert len({(c.task, c.batch_norm, c.width, c.batch_size) for c in entrants.values()}) == 1
+    own = entrants["EKFAC (defaults)"]
+    assert own == TrainConfig(own.task, "ekfac-default"), "nothing of it is set"
+    for race in demo.RACES.values():
+        assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in race.entrants.values())
+
+
+def test_the_recorded_race_is_the_records_and_is_replayed_in_order():
+    title, runs = replay.load()
+    assert "H200" in title and set(runs) == set(replay.SHOWN)
+    results = Path(__file__).parents[2] / "results"
+    if results.is_dir():
+        kept = resources.files("ekfac.lab.show").joinpath(replay.FILE).read_text()
+        assert json.loads(kept) == replay.extract(results)
+    seen, slept = [], []
+    found = replay.replay(runs, lambda name, run: seen.append(run.history[-1]["seconds"]), 3.0, slept.append)
+    assert seen == sorted(seen) and len(seen) == sum(len(run.history) for run in runs.values())
+    assert sum(slept) == pytest.approx(3.0) and found == runs
+    assert demo.verdict(found).standings
 
 
 def test_the_chart_draws_falling_curves_falling():
     text = chart({"fast": [(0, 100), (10, 1)], "slow": [(0, 100), (10, 10)]}, "steps", "loss", width=20, height=9)
     rows = text.splitlines()[1:10]
     assert rows[0].startswith("     100 |") and rows[-1].startswith("       1 |")
-    assert rows[-1].rstrip().endswith("s") and rows[4].rstrip().endswith("a")
-    assert "s fast   a slow" in text and "(log scale)" in text
+    assert rows[-1].rstrip().endswith("f") and rows[4].rstrip().endswith("s")
+    assert "f fast   s slow" in text and "(log scale)" in text
 
 
 @pytest.mark.parametrize("points", [[], [(0, float("nan"))], [(0, -1.0)]])
@@ -91,4 +116,4 @@ def test_a_chart_of_nothing_says_so(points):
 
 
 def test_a_chart_of_one_level_is_drawn():
-    assert "s" in chart({"flat": [(0, 5.0), (1, 5.0)]}, "steps", "loss")
+    assert "f" in chart({"flat": [(0, 5.0), (1, 5.0)]}, "steps", "loss")

@@ -139,13 +139,13 @@ def test_batch_sizes_have_panels_by_epoch_and_methods_panels_by_iteration_and_ti
 
 
 @pytest.mark.parametrize("name", ["vgg11", "schedule", "batch-size", "autoencoder", "frequency", "comparison"])
-def test_where_nothing_was_timed_there_is_no_panel_over_time(name: str) -> None:
+def test_where_nothing_was_timed_there_is_no_panel_over_time(name: str, tmp_path: Path) -> None:
     if name in ("vgg11", "schedule", "batch-size"):
         runs = cifar_runs(halve_every=20 if name == "schedule" else None)
     else:
         base = TrainConfig("autoencoder", "kfac", dataset="mnist-5k", refresh_every=50)
         runs = [made_up(replace(base, optimizer=one), 0.5, floor=45.76) for one in ("kfac", "ekfac-ra")]
-    measures = Measures()
+    measures = Measures(tmp_path / "measures.json")  # without a file it would keep nothing, and measure
     distances = {each: [1.0, 2.0] for each in ("KFAC", "EKFAC", "EKFAC-ra")}
     values = {"steps": [0, 50], "distances": distances, "norms": [1.0, 1.0]}
     measures.put("frequency", values, "mnist-5k")

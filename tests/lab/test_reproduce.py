@@ -113,8 +113,13 @@ def test_a_plan_is_kept_and_a_broken_one_refused(tmp_path: Path) -> None:
         steps.kept("autoencoder", tmp_path)
 
 
-def test_the_cost_is_timed_here_and_grows_with_the_work() -> None:
+def test_the_cost_is_timed_here_and_grows_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [config.resolved() for config in small()[:1]]
+    monkeypatch.setattr(cost, "_timed", {})
+    said: list[str] = []
+    cost.seconds_of(configs, say=said.append)
+    cost.seconds_of(configs, say=said.append)
+    assert len(said) == 1 and "1 of 1" in said[0], "no kind is timed twice"
     one, two = (cost.seconds_of([replace(c, epochs=n) for c in configs])[0] for n in (2, 200))
     assert 0 < one < two
 

@@ -6,15 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
 from ekfac.cli.main import run as command
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config, records, runner
 from ekfac.lab.suite.__main__ import main, parse_seconds
+from ekfac.lab.suite.jobs import make_job
 from ekfac.lab.suite.records import Records
 from ekfac.lab.suite.selection import due
+from ekfac.lab.suite.training import train
 from lab.suite_cases import record, tiny
 
 RUNS = 4 + 2 * (3 + 1) + (3 + 1)  # EKFAC: two rates, two seeds; the others: three rates, and the best again
@@ -65,6 +69,19 @@ def test_networks_and_batches_are_the_same_for_every_method(made):
         starts[r["seed"]].add(json.dumps({k: v for k, v in r["history"][0].items() if k != "seconds"}))
     assert [len(found) for found in starts.values()] == [1, 1]
     assert starts[0] != starts[1]
+
+
+def test_a_multiple_of_the_default_rate_is_that_and_keeps_the_default_course(tmp_path):
+    """With a warm-up of a hundred steps built in, a first step at three times the rate goes three times as far."""
+    moved = {}
+    for rate in (1.0, 3.0):
+        suite = config.parse(tiny())
+        job = make_job(suite, suite.tasks["tabular"], suite.methods["ekfac"], "own", rate, 0)
+        job = replace(job, settings={**job.settings, "steps": 1, "evaluations": 1})
+        record = train(job, tmp_path, torch.device("cpu"))
+        start, end = (entry["train_loss"] for entry in record["history"])
+        moved[rate] = start - end
+    assert moved[1.0] > 0 and moved[3.0] == pytest.approx(3 * moved[1.0], rel=0.2)
 
 
 def test_report_has_table_profiles_pictures_and_numbers(made):

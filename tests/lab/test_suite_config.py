@@ -96,8 +96,10 @@ def test_the_suite_has_the_tasks_and_methods_of_its_issue():
     assert {"ekfac", "ekfac-scheduled", "adamw", "sgd", "muon", "soap", "schedule-free"} == set(suite.methods)
     nothing = suite.methods["ekfac"]
     for task in suite.tasks.values():
-        job = make_job(suite, task, nothing, "own", 1.0, 0)
-        assert job.settings["options"] == {} and job.settings["optimizer"] == "ekfac-default"
+        for rate in (1.0, 3.0):
+            job = make_job(suite, task, nothing, "own", rate, 0)
+            assert job.settings["options"] == {} and job.settings["lr_factor"] == rate
+            assert job.settings["optimizer"] == "ekfac-default"
     nano = make_job(suite, suite.tasks["shakespeare"], suite.methods["adamw"], "cosine", 0.001, 0)
     assert nano.settings["options"] == {"betas": [0.9, 0.99], "weight_decay": 0.1, "lr": 0.001}
     assert (nano.settings["steps"], nano.settings["warmup"], nano.settings["clip"]) == (5000, 100, 1.0)

@@ -1,6 +1,7 @@
 """Watching runs: the terminal's view, and the page that is served to this machine alone."""
 
 import http.client
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
 from ekfac.lab.registry import load_plugin
 from ekfac.lab.search import plan
+from ekfac.lab.show.chart import chart, marks
 from ekfac.lab.show.watch import leaders, make_server, view
 from ekfac.lab.training.gather import find_runs
+from lab.test_figures import made_up
 
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
 load_plugin(PLUGIN)
@@ -110,3 +113,28 @@ def test_the_page_is_served_to_this_machine_alone_and_follows_the_runs(
     plan.run_one(TrainConfig("tiny", "adam", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4), folder)
     assert points() == 5
     assert key(BASE.resolved()) in {path.name for path in folder.iterdir()}
+
+
+def test_every_method_has_a_letter_of_its_own_name_and_nothing_overflows() -> None:
+    names = ["SGD", "SGD + BN", "Adam", "Adam + BN", "AdamW", "KFAC freq=50", "EKFAC freq=50", "EKFAC-ra freq=50"]
+    names += [f"EKFAC (defaults) {n}" for n in range(12)] + ["S", "Sg"]
+    found = marks(names)
+    assert len(set(found.values())) == len(names)
+    assert [found[name] for name in names[:8]] == ["s", "S", "a", "A", "d", "k", "e", "E"]
+    text = chart({name: [(0, 1.0), (1, 2.0)] for name in names}, "epoch", "loss", width=60)
+    assert max(map(len, text.splitlines())) <= 70
+    assert all(f"{found[name]} {name}" in text for name in names)
+
+
+@pytest.mark.parametrize("height", [24, 40])
+def test_many_tasks_fit_the_screen(height: int) -> None:
+    runs = []
+    for task in ("autoencoder", "classifier", "vgg11", "resnet34"):
+        for optimizer in ("sgd", "adam", "kfac", "ekfac"):
+            run = made_up(TrainConfig(task, optimizer, dataset="d", lr=0.1), 0.5)
+            runs.append(run)
+    console = Console(width=80, height=height, record=True, file=io.StringIO())
+    console.print(view(runs, 80, height))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= height + 1 and max(map(len, lines)) <= 80
+    assert any("not drawn for lack of room" in line for line in lines)

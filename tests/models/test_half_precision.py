@@ -78,6 +78,7 @@ def test_two_hundred_steps_of_a_small_transformer_end_where_float32_ends(mode: s
     assert_close_to_float32("gpt", mode, 200)
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "steps"), [("cnn", 60), ("gpt", 20)])
 def test_a_few_steps_end_where_float32_ends(name: str, steps: int, mode: str) -> None:

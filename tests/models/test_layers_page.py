@@ -82,6 +82,13 @@ class OwnForward(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Masked(nn.Linear):
+    """What it multiplies with is not its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.tril(), self.bias)
+
+
 class Untouched(nn.Linear):
     """A subclass that leaves forward alone."""
 
@@ -103,19 +110,25 @@ KINDS: list[tuple[nn.Module, str]] = [
     (nn.BatchNorm1d(4), "exact 2 x 2 block for each of 4 units"),
     (nn.BatchNorm2d(4), "exact 2 x 2 block for each of 4 units"),
     (nn.BatchNorm3d(4), "exact 2 x 2 block for each of 4 units"),
+    (nn.LSTM(3, 2), "kronecker 7 x 8"),
+    (nn.LSTM(3, 2, bias=False), "kronecker 5 x 8"),
+    (nn.RNN(3, 2), "kronecker 7 x 2"),
+    (nn.GRU(2, 2), "kronecker 3 x 6"),
+    (nn.LSTMCell(3, 2), "kronecker 7 x 8"),
+    (nn.GRUCell(2, 2), "kronecker 3 x 6"),
+    (nn.RNNCell(3, 2), "kronecker 7 x 2"),
+    (nn.EmbeddingBag(9, 3), "kronecker 9 x 3, A diagonal"),
+    (nn.Bilinear(3, 2, 2), "kronecker 7 x 2"),
+    (OwnForward(3, 2), "kronecker 4 x 2"),
     *(
         (module, "diagonal")
         for module in (
-            nn.LSTM(3, 2),
-            nn.GRU(3, 2),
-            nn.RNN(3, 2),
-            nn.MultiheadAttention(4, 2),
-            nn.EmbeddingBag(9, 3),
-            nn.Bilinear(3, 2, 2),
+            nn.LSTM(3, 2, num_layers=2, dropout=0.1),
             nn.InstanceNorm2d(3, affine=True),
             nn.PReLU(),
             nn.Embedding(9, 3, sparse=True),
-            OwnForward(3, 2),
+            nn.EmbeddingBag(9, 3, mode="max"),
+            Masked(3, 2),
         )
     ),
 ]
@@ -129,6 +142,19 @@ def test_the_table_of_kinds(module: nn.Module, how: str) -> None:
     if kind.__module__.startswith("torch.nn"):
         assert kind.__name__ in PAGE or kind.__name__[-2:] in ("1d", "2d", "3d")
     assert sum(row.numbers for row in rows) == sum(p.numel() for p in module.parameters())
+
+
+def test_attention_has_a_block_for_each_projection() -> None:
+    how = {row.name: row.block for row in summary(nn.Sequential(nn.MultiheadAttention(4, 2, vdim=3))).rows}
+    assert how == {
+        "0.q_proj": "kronecker 4 x 4", "0.k_proj": "kronecker 4 x 4", "0.v_proj": "kronecker 3 x 4",
+        "0.in_proj_bias": "kronecker 1 x 12", "0.out_proj": "kronecker 5 x 4",
+    }  # fmt: skip
+    how = {row.name: row.block for row in summary(nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True))).rows}
+    assert how == {
+        "0.in_proj": "kronecker 5 x 12", "0.out_proj": "kronecker 5 x 4", "0.bias_k": "diagonal",
+        "0.bias_v": "diagonal",
+    }  # fmt: skip
 
 
 def test_a_parametrized_weight_is_diagonal_and_its_bias_a_block() -> None:

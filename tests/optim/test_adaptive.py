@@ -146,6 +146,7 @@ def test_a_step_that_is_undone_leaves_weights_and_momentum_as_they_were() -> Non
     assert all(not opt.state[p]["momentum_buffer"].any() for p in model.parameters())
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("n", [1, 2])
 def test_tiny_batches_do_not_throw_damping_about(n: int) -> None:
     model = network()

@@ -85,6 +85,7 @@ for kind in (EKFAC, KFAC, Preconditioner):
         "max_factor_dim": [0, -1, 2.5],
         "memory_limit": [0, -1],
         "batch_dim": ["first", 0.5],
+        "count": [3, "all"],
         "include": [["no.such.layer"]],
         "exclude": [["no.such.layer"]],
     }
@@ -211,7 +212,7 @@ class Cut(nn.Module):
 def leading_dimension() -> World:
     world = fresh()
     world.model = nn.Sequential(nn.Linear(3, 4), Cut(), nn.Linear(4, 2)).double()
-    world.opt = EKFAC(world.model, lr=0.1)
+    world.opt = EKFAC(world.model, lr=0.1, scaling="per_example")
     return world
 
 

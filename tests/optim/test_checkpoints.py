@@ -135,6 +135,7 @@ def test_resumed_in_this_process(method: str, at: int) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.over_a_second
 def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     """All methods, saved after 6 steps here, continued there to the 11th: bit for bit what is got without a stop."""
     threads = torch.get_num_threads()

@@ -220,13 +220,18 @@ def test_gradients_put_there_by_hand_do_count() -> None:
     assert_same(*models)
 
 
-def test_a_layer_called_by_itself_is_refused_only_when_a_gradient_comes_to_it() -> None:
+def test_a_layer_called_by_itself_is_captured_when_a_gradient_comes_to_it() -> None:
+    """Its examples are those of its own input."""
     model = mlp()
     opt = EKFAC(model)
     hidden = model[0](X)
     usual(model, opt)
-    with pytest.raises(RuntimeError, match="layer '0' was called outside a forward of the model"):
-        hidden.sum().backward()
+    opt.zero_grad()
+    hidden = model[0](X[:5])
+    assert opt.engine.collector.capture.examples == 0
+    hidden.sum().backward()
+    assert opt.engine.collector.capture.examples == 5
+    opt.step()
 
 
 def test_parameters_may_get_new_memory() -> None:

@@ -25,7 +25,7 @@ class Late(Executor):
         self.bad = not good
         return True, torch.tensor(float(good), dtype=torch.float64)
 
-    def was_skipped(self) -> bool:
+    def settle(self) -> bool:
         bad, self.bad = self.bad, False
         return bad
 
@@ -38,6 +38,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"momentum": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": False, "damping": 0.1},
     {"scaling": "anchored", "momentum": 0.9, "pace": 0.1, "trust": 1.0, "lr": 1e-3},
     {"scaling": "adam", "momentum": 0.9, "on_refresh": "carry", "lr": 1e-3, "eps": 1e-3},
+    {"scaling": "belief", "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "lr": 1e-3, "eps": 1e-3},
+    {"scaling": "belief", "lr": 1e-3, "eps": 1e-3},
 ]
 
 
@@ -71,7 +73,7 @@ def test_a_masked_step_changes_what_a_skipped_one_changes(options: dict[str, Any
     torch.testing.assert_close(masked, at_once, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scaling", ["anchored", "running", "adam"])
+@pytest.mark.parametrize("scaling", ["belief", "anchored", "running", "adam"])
 def test_a_masked_step_leaves_zeros_to_the_optimizer_that_follows(scaling: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac.optim.cuda.step_graphs import signature
-from ekfac.optim.methods.rules import PerExample
-from ekfac.optim.statistics import refresh
-from ekfac.optim.statistics.averages import factors_of
 from ekfac.optim.executor import Answer
-from ekfac.optim.statistics.schedule import EARLY, START, TRIES, Intervals, early_steps
-from ekfac.optim.types import BlockStep, EigenState, GroupRates
+from ekfac.optim.methods.rules import PerExample
+from ekfac.optim.statistics import schedule
+from ekfac.optim.statistics.schedule import BATCHES, DENSE, EARLY, START, TRIES, Intervals, early_steps
+from ekfac.optim.types import BlockStep, EigenState, GroupRates, factors_of
 
 
 def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
@@ -42,22 +41,23 @@ def test_bases_turn_together_at_growing_intervals() -> None:
     assert steps[:EARLY] == list(range(EARLY)) and max(steps) < START
     gaps = [b - a for a, b in itertools.pairwise(steps[EARLY:])]
     assert all(abs(after - 1.15 * before) <= 2 for before, after in itertools.pairwise(gaps))
-    assert not any(Intervals(20, deterministic=True).warm_within(t) for t in range(START))
+    opt = ekfac.EKFAC(nn.Linear(3, 2), refresh=ekfac.Refresh(deterministic=True))
+    assert not opt.engine.schedule.due(opt.engine.partition.blocks)[1]
 
 
 @pytest.mark.parametrize("every", [3, 20])
 def test_every_side_of_every_block_turns_once_in_an_interval(every: int) -> None:
-    schedule = Intervals(every, deterministic=False)
+    intervals = Intervals(every, deterministic=False)
     for blocks in (1, 4):
         for index in range(blocks):
-            found = [schedule.warm_after(t, index, blocks) for t in range(100 * every, 101 * every)]
+            found = [intervals.warm_after(t, index, blocks) for t in range(100 * every, 101 * every)]
             assert [sum(side) for side in zip(*found, strict=True)] == [1, 1]
 
 
 def test_a_basis_that_strays_is_turned_again_and_then_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calm = trained(30, refresh_every=1000).stats()
     assert calm["refreshes"] == 2, "each block once, at the start"
-    monkeypatch.setattr(refresh, "TOLERANCE", -1.0)
+    monkeypatch.setattr(schedule, "TOLERANCE", -1.0)
     opt = trained(30, refresh_every=1000)
     stats = opt.stats()
     assert stats["refreshes"] > calm["refreshes"]
@@ -69,7 +69,7 @@ def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = trained(12, refresh_every=1000)
     before = opt.stats()
     block = opt.engine.partition.blocks[0]
-    opt.engine.refresher.pending.append(([block], Answer(torch.tensor([0.9]))))
+    opt.engine.schedule.pending.append(([block], Answer(torch.tensor([0.9]))))
     model = opt.model
     for _ in range(2):
         opt.zero_grad()
@@ -82,7 +82,7 @@ def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_s_star_is_taken_in_the_basis_that_it_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a step that solves for the basis because of what was heard since the last one."""
-    monkeypatch.setattr(refresh, "TOLERANCE", -1.0)
+    monkeypatch.setattr(schedule, "TOLERANCE", -1.0)
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
     opt = ekfac.EKFAC(model, scaling="per_example", refresh_every=1000)
@@ -110,7 +110,7 @@ def test_s_star_is_taken_in_the_basis_that_it_scales(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_heard_counts_between_steps_whenever_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refresh, "TOLERANCE", -1.0)
+    monkeypatch.setattr(schedule, "TOLERANCE", -1.0)
     quiet, asked = trained(25, refresh_every=7), trained(25, ask=True, refresh_every=7)
     assert quiet.stats()["refreshes"] == asked.stats()["refreshes"] > 2
     for p, q in zip(quiet.model.parameters(), asked.model.parameters(), strict=True):
@@ -129,7 +129,7 @@ def test_a_new_basis_keeps_the_place_of_the_count_that_a_captured_step_holds() -
     assert float(state.count) == 0 and state.count.data_ptr() == place
 
 
-@pytest.mark.parametrize(("every", "given", "later"), [(50, None, 4), (8, None, 1), (50, 3, 3)])
+@pytest.mark.parametrize(("every", "given", "later"), [(50, None, 12), (4, None, 1), (50, 3, 3)])
 def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | None, later: int) -> None:
     opt = ekfac.EKFAC(nn.Linear(3, 2), refresh_every=every, factor_every=given)
     block = opt.engine.partition.blocks[0]
@@ -141,31 +141,31 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
             found.append(opt.engine.schedule.takes_factors(block))
         return found
 
-    opt.state[block.key] = {"S_A": torch.ones(1, 4), "A": torch.ones(1, 4, 4)}  # its first basis is there
+    opt.state[block.key] = EigenState({"S_A": torch.ones(1, 4), "A": torch.ones(1, 4, 4)})  # its first basis is there
     assert taken(1200) == [step % later == 0 for step in range(1200, 1212)]
     if given is None:
-        assert all(taken(100))
+        assert all(taken(0))
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
 def test_layers_take_their_factors_by_turns(interval: int) -> None:
-    schedule, plain = (Intervals(12 * interval, deterministic=d) for d in (False, True))
+    warm, plain = (Intervals(BATCHES * interval, deterministic=d) for d in (False, True))
     layers, steps = range(10), range(1000 * interval, 1001 * interval)
     for layer in layers:
-        assert sum(schedule.takes_factors(step, layer, None) for step in steps) == 1
-        assert schedule.takes_factors(START - 1, layer, None)
-        for one in (schedule, plain):  # a user's own interval, and the plain schedule: all in the same steps
+        assert sum(warm.takes_factors(step, layer, None) for step in steps) == 1
+        assert warm.takes_factors(DENSE - 1, layer, None)
+        for one in (warm, plain):  # a user's own interval, and the plain schedule: all in the same steps
             assert [one.takes_factors(step, layer, 3) for step in range(300, 306)] == [True, False, False] * 2
         assert plain.takes_factors(steps[0], layer, None)
-    at_once = [sum(schedule.takes_factors(step, layer, None) for layer in layers) for step in steps]
+    at_once = [sum(warm.takes_factors(step, layer, None) for layer in layers) for step in steps]
     assert max(at_once) <= -(-len(layers) // min(4, interval))
 
 
 def taken_after_the_start(train: Callable[[ekfac.EKFAC, nn.Sequential, int], None], steps: int) -> dict[str, list[int]]:
-    """Train a network of four layers; in which of the steps from 300 on each layer's A and B took in the batch."""
+    """Train a network of four layers; in which of the steps from START on each layer's A and B took in the batch."""
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())]).double()
-    opt = ekfac.EKFAC(model, lr=1e-3)
+    opt = ekfac.EKFAC(model, lr=1e-3, refresh_every=16)
     for step in range(12):
         train(opt, model, step)
     opt.engine.schedule.applied_steps = START
@@ -187,7 +187,7 @@ def plain_step(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
 
 def test_a_quarter_of_the_layers_at_a_time() -> None:
     taken = taken_after_the_start(plain_step, 16)
-    assert taken == {str(2 * i): [300 + i + 4 * k for k in range(4)] for i in range(4)}
+    assert taken == {str(2 * i): [START + i + 4 * k for k in range(4)] for i in range(4)}
 
 
 def test_no_layer_misses_its_turn_when_another_is_frozen_now_and_then() -> None:
@@ -223,12 +223,13 @@ def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> 
     opt = ekfac.EKFAC(model)
     model(torch.randint(7, (16,))).square().sum(1).mean().backward()
     opt.step()
-    engine, (block,) = opt.engine, opt.engine.partition.blocks
-    turned = engine.refresher.warm_refreshes
-    for iterations, answers in (((1, 0), 0), ((0, 1), 1), ((1, 1), 1)):
+    engine = opt.engine
+    turned, (block,) = engine.schedule.warm_refreshes, engine.partition.blocks
+    for iterations, answers in (((1, 0), False), ((0, 1), True), ((1, 1), True)):
         refresh_warm(opt, iterations)
-        assert len(engine.refresher.poll()) == answers
-    assert engine.refresher.warm_refreshes == turned + 3
+        engine.schedule.poll(wait=False)
+        assert (opt.state[block.key].pop("near", None) is not None) == answers
+    assert engine.schedule.warm_refreshes == turned + 3
     assert opt.stats()["residual_drift"] >= 0
 
 
@@ -236,8 +237,9 @@ def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> 
 def test_a_turn_of_a_step_that_changes_nothing_does_not_count(ok: float) -> None:
     opt = trained(3)
     engine = opt.engine
-    engine.refresher.poll()
-    turned, U = engine.refresher.warm_refreshes, opt.state[engine.partition.blocks[0].key]["U_A"].clone()
+    engine.schedule.poll(wait=False)
+    turned, U = engine.schedule.warm_refreshes, opt.state[engine.partition.blocks[0].key]["U_A"].clone()
     refresh_warm(opt, (1, 1), torch.tensor(ok, dtype=torch.float64))
-    assert len(engine.refresher.poll()) == engine.refresher.warm_refreshes - turned == ok
+    engine.schedule.poll(wait=False)
+    assert engine.schedule.warm_refreshes - turned == ok
     assert torch.equal(opt.state[engine.partition.blocks[0].key]["U_A"], U) == (ok == 0)

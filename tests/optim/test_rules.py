@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac.curvature.eigensolvers import _cholesky_qr, orthogonal_iteration
-from ekfac.optim.methods.rules import RULES
+from ekfac.rules import RULES
 from helpers import batches_for, compare_with_oracle, mean_loss, mlp
 
 TORCH = {"adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}
@@ -187,7 +187,7 @@ def test_every_step_is_the_formula_in_the_basis_in_use(rule: str) -> None:
 def test_no_layer_changes_by_more_than_its_trust(trust: float, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp(4, 6, 3)
-    opt = ekfac.EKFAC(model, lr=10.0, trust=trust, pace=None)
+    opt = ekfac.EKFAC(model, lr=10.0, weight_decay=0.0, trust=trust)
     for micro in batches_for(model, (4,), n=9, steps=3, seed=seed):
         before = [p.detach().clone() for p in model.parameters()]
         opt.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,19 @@ from ekfac.optim.methods.rules import products
 from ekfac.optim.step_size.lr_fraction import LATE_STEPS, MAX_COSINE, RATE, STEPS, LRFraction, alignment
 from ekfac.optim.types import Direction
 
+#: The rule that compares gradients with the last direction, and so can follow a pace.
+ANCHORED = {"scaling": "anchored", "lr": 0.01, "anneal": 300.0, "trust": 1.0, "pace": 0.03}
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def anchored(model: nn.Module, **options: Any) -> ekfac.EKFAC:
+    """The rule that compares gradients, with all that bounds its steps."""
+    usual = {"lr": 0.01, "scaling": "anchored", "pace": 0.03, "trust": 1.0, "anneal": 300.0}
+    return ekfac.EKFAC(model, **{**usual, **options})
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +57,7 @@ def take_step(model: nn.Module, opt: torch.optim.Optimizer, seed: int, sign: flo
 
 def test_pace_follows_the_mean_alignment_less_and_less() -> None:
     model = network()
-    opt = ekfac.EKFAC(model, pace=0.05)
+    opt = anchored(model, pace=0.05)
     found = note_products(opt)
     expected = 0.05
     for t in range(60):
@@ -64,7 +74,7 @@ def test_pace_grows_while_gradients_agree_and_falls_when_they_point_back(
     signs: tuple[float, float], grows: bool
 ) -> None:
     model = network()
-    opt = ekfac.EKFAC(model, lr=1e-6, pace=0.1)
+    opt = anchored(model, lr=1e-6, pace=0.1)
     for t in range(6):
         take_step(model, opt, seed=0, sign=signs[t % 2])
     assert (opt.stats()["pace"] > 0.1) is grows
@@ -72,7 +82,7 @@ def test_pace_grows_while_gradients_agree_and_falls_when_they_point_back(
 
 def test_a_layer_without_a_gradient_has_no_say_in_the_pace() -> None:
     model = network()
-    opt = ekfac.EKFAC(model, lr=1e-6, pace=0.1)
+    opt = anchored(model, lr=1e-6, pace=0.1)
     for t in range(3):
         take_step(model, opt, seed=t)
     before = opt.stats()["pace"]
@@ -90,7 +100,7 @@ def test_a_layer_without_a_gradient_has_no_say_in_the_pace() -> None:
 
 def test_a_step_that_is_skipped_leaves_the_pace() -> None:
     model = network()
-    opt = ekfac.EKFAC(model)
+    opt = anchored(model)
     for t in range(3):
         take_step(model, opt, seed=t)
     before = opt.lr_fraction.save()
@@ -104,7 +114,7 @@ def test_steps_fade_with_gradients_that_have_become_small() -> None:
 
     def lengths(factor: float) -> list[float]:
         model = network()
-        opt = ekfac.EKFAC(model, lr=1e-5, pace=1.0, anneal=None, trust=None)
+        opt = anchored(model, lr=1e-5, pace=1.0, anneal=None, trust=None)
         compared = note_products(opt)
         found, late, long = [], 0.0, 0.0
         for t in range(160):
@@ -129,7 +139,7 @@ def test_steps_fade_with_gradients_that_have_become_small() -> None:
 
 def test_gradients_that_grow_or_vanish_do_not_lengthen_a_step() -> None:
     model = network()
-    opt = ekfac.EKFAC(model, lr=1e-5, pace=1.0, anneal=None)
+    opt = anchored(model, lr=1e-5, pace=1.0, anneal=None)
     for t, factor in enumerate((1.0, 1.0, 1e6, 0.0, 0.0, 1.0)):
         take_step(model, opt, seed=t, sign=factor)
         rate = opt.lr_fraction.take([], None)
@@ -144,8 +154,8 @@ def test_a_checkpoint_from_before_steps_could_fade_is_taken() -> None:
 
 
 def test_stats_tell_the_pace_before_the_first_step() -> None:
-    assert ekfac.EKFAC(network(), pace=0.2).stats()["pace"] == 0.2
-    assert ekfac.EKFAC(network(), pace=None).stats()["pace"] == 1.0
+    assert anchored(network(), pace=0.2).stats()["pace"] == 0.2
+    assert anchored(network(), pace=None).stats()["pace"] == 1.0
     assert ekfac.EKFAC(network(), scaling="running", pace=0.2).stats()["pace"] == 1.0, "that rule has no alignment"
 
 
@@ -153,7 +163,7 @@ def test_trust_holds_where_the_parameters_of_a_layer_have_learning_rates_of_thei
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
     groups = [{"params": [model.weight], "lr": 1e-9}, {"params": [model.bias], "lr": 10.0}]
-    opt = ekfac.EKFAC(model, params=groups, trust=0.1, pace=None)
+    opt = anchored(model, params=groups, trust=0.1, pace=None)
     before = torch.cat([p.detach().clone().reshape(-1) for p in (model.weight, model.bias)])
     take_step(model, opt, seed=0)
     after = torch.cat([p.detach().reshape(-1) for p in (model.weight, model.bias)])
@@ -166,7 +176,7 @@ def test_a_learning_rate_may_be_a_tensor_of_one_number(shape: tuple[int, ...]) -
     for lr in (0.01, torch.full(shape, 0.01, dtype=torch.float64)):
         model = network()
         groups = [{"params": list(model[0].parameters()), "lr": lr}, {"params": list(model[2].parameters())}]
-        opt = ekfac.EKFAC(model, params=groups)
+        opt = anchored(model, params=groups)
         for t in range(3):
             take_step(model, opt, seed=t)
         weights.append(model[0].weight.detach())
@@ -177,7 +187,7 @@ def test_late_in_training_trust_takes_little_from_the_pace() -> None:
     paces = []
     for late in (False, True):
         model = network()
-        opt = ekfac.EKFAC(model, lr=1e-6, anneal=None)
+        opt = anchored(model, lr=1e-6, anneal=None)
         for t in range(4):
             take_step(model, opt, seed=t)
         opt.lr_fraction.load([0.5, 1000.0 if late else 10.0], torch.device("cpu"))
@@ -197,7 +207,7 @@ def test_the_pace_does_not_wind_up_while_trust_bounds_all_steps(monkeypatch: pyt
         model = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 3)).double()
         groups = [{"params": list(model[0].parameters()), "lr": {"both": lr, "one": 1e-12, "still": 0.0}[bounded]}]
         groups += [{"params": list(model[2].parameters()), "lr": lr}]
-        opt = ekfac.EKFAC(model, params=groups, anneal=None, trust=1e-3)
+        opt = anchored(model, params=groups, anneal=None, trust=1e-3)
         for _ in range(6):  # gradients of one batch, which steps this short leave parallel
             take_step(model, opt, seed=0)
         return opt.stats()["pace"]

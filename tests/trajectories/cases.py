@@ -42,7 +42,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 PAPER_4 = {**PAPER, "refresh_every": 4, "lr": 0.05, "damping": 1e-2}
 KFAC_4 = {"refresh_every": 4, "lr": 0.05, "damping": 1e-2}
-PLAIN = {key: PAPER_4[key] for key in ("scaling", "damping", "damping_mode", "refresh_every", "deterministic")}
+PLAIN = {key: PAPER_4[key] for key in ("scaling", "damping", "damping_mode", "refresh_every")} | {"deterministic": True}
 
 
 def rules() -> dict[str, Case]:

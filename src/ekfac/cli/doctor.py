@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import typer
+from rich.console import Console
 from torch import Tensor
 
 import ekfac
@@ -14,8 +16,8 @@ from ekfac.diagnosis.doctor import Diagnosis
 from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.data.datasets import load_dataset
-from ekfac.lab.optimizers import OPTIMIZERS
-from ekfac.lab.registry import LabError
+from ekfac.lab.optimizers import EKFAC, OPTIMIZERS
+from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.trainer import Trainer, given
@@ -24,7 +26,13 @@ _SET = typer.Option([], "--set", metavar="NAME=VALUE", help="Any option of EKFAC
 _PLUGIN = typer.Option([], "--plugin", help="Your file or module that registers tasks, datasets or optimizers.")
 
 
-def examine(config: TrainConfig, steps: int, trial_steps: int, data_dir: str | None = None) -> Diagnosis:
+def examine(
+    config: TrainConfig,
+    steps: int,
+    trial_steps: int,
+    data_dir: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Diagnosis:
     """Try EKFAC on a task and return what :func:`ekfac.doctor` found.
 
     Args:
@@ -32,12 +40,13 @@ def examine(config: TrainConfig, steps: int, trial_steps: int, data_dir: str | N
         steps: Probe steps.
         trial_steps: Steps of each short run.
         data_dir: Folder of the official data files.
+        say: Is told what is being done.
 
     Raises:
         LabError: If a setting or the data are wrong, or the optimizer is not EKFAC.
     """
     config = config.resolved()
-    if OPTIMIZERS.get(config.optimizer).build is not ekfac.EKFAC:
+    if OPTIMIZERS.get(config.optimizer).build is not EKFAC:
         raise LabError(f"doctor examines EKFAC (ekfac, ekfac-ra, ekfac-default), not {config.optimizer}")
     # SGD only stands where an optimizer must: it puts no hooks on the network.
     same = {name: getattr(config, name) for name in ("dataset", "width", "limit", "batch_size", "batch_norm", "seed")}
@@ -50,6 +59,7 @@ def examine(config: TrainConfig, steps: int, trial_steps: int, data_dir: str | N
             _loss(trainer),
             steps=steps,
             trial_steps=trial_steps,
+            say=say,
             **config.optimizer_options(),
         )
     except (TypeError, ValueError) as error:
@@ -90,6 +100,8 @@ def doctor(
     json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
 ) -> None:
     """Try EKFAC on a task for some fifty steps: blocks, noise, fit, drift, the step's price, settings to use."""
+    for where in plugin:
+        load_plugin(where)
     config = TrainConfig(
         task=task,
         optimizer=optimizer,
@@ -106,12 +118,28 @@ def doctor(
         options=parse_options(set),
         plugins=tuple(plugin),
     )
+    console = Console()
     with interruptible("nothing was written"):
-        found = examine(config, steps, trial_steps, data_dir)
+        if json:
+            found = examine(config, steps, trial_steps, data_dir)
+        elif console.is_terminal:
+            with console.status("loading data") as status:
+                found = examine(config, steps, trial_steps, data_dir, status.update)
+        else:
+            console.print("loading data", highlight=False)
+            found = examine(config, steps, trial_steps, data_dir, lambda line: console.print(line, highlight=False))
     if json:
         display.show_json({"task": task, "optimizer": optimizer, **found.to_dict()})
         return
     print(f"{task} by {optimizer}: {found}")
+    if found.settings:
+        print(f"\nto paste:\n  {train_line(config, found.settings)}\n  {found.python_line()}")
+
+
+def train_line(config: TrainConfig, settings: Mapping[str, float | int]) -> str:
+    """Return the ``ekfac train`` command with the settings that were found."""
+    rounded = {name: float(f"{v:.2g}") if isinstance(v, float) else v for name, v in settings.items()}
+    return replace(config, **rounded).command()  # type: ignore[arg-type]
 
 
 def register(app: typer.Typer) -> None:

@@ -14,14 +14,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ekfac.cli.progress import SweepProgress
 from ekfac.lab.boundary import interruptible
-from ekfac.lab.config import TrainConfig
-from ekfac.lab.labels import counted, describe, method
+from ekfac.lab.config import TrainConfig, parse_options
+from ekfac.lab.labels import counted, describe, has_option, method
 from ekfac.lab.optimizers import check_options
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.search import space
 from ekfac.lab.search.plan import read_plan, write_plan
 from ekfac.lab.search.selection import best_final, best_validation, by_method, curves, last, per_epoch, per_time
+from ekfac.lab.settings import with_file
 from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.train import gather
@@ -64,11 +66,24 @@ def _signature() -> inspect.Signature:
     found += [
         ("set", list[str], typer.Option([], "--set", metavar="NAME=VALUE", help="Any option of the optimizer.")),
         ("plugin", list[str], typer.Option([], "--plugin", help="Your file or module that registers more.")),
+        (
+            "axis",
+            list[str],
+            typer.Option([], metavar="NAME=V1,V2", help="Try every value of a setting or option; may be given again."),
+        ),
+        ("config", str | None, typer.Option(None, help="YAML file of settings; lists there are values to try.")),
+        (
+            "sampler",
+            str,
+            typer.Option("grid", help="grid: the paper's search; tpe: proposals between the smallest and largest lr."),
+        ),
+        ("trials", int, typer.Option(32, help="How many trials tpe makes.")),
         ("random", int, typer.Option(space.RANDOM_POINTS, help="Random points around each point of the grid.")),
         ("draw", int, typer.Option(0, help="Seed of the random points.")),
         ("workers", int, typer.Option(1, help="Processes that run trials at the same time.")),
         ("devices", str | None, typer.Option(None, help="Devices the workers take in turn: cuda:0,cuda:1")),
-        ("prune", bool, typer.Option(False, "--prune", help="End trials early that are behind the median.")),
+        ("prune", bool, typer.Option(False, "--prune", help="End trials early that are behind the others.")),
+        ("pruner", str, typer.Option("median", help="What --prune goes by: median, or asha (successive halving).")),
         ("out", str | None, typer.Option(None, help="Folder of the runs and the study [default: runs/sweep-TASK].")),
         (
             "storage",
@@ -95,26 +110,104 @@ def _settings(values: Mapping[str, Any]) -> list[TrainConfig]:
         if values["task"] is not None:
             raise LabError("a task and --plan cannot both be given: the plan names its tasks")
         return read_plan(values["plan"])
-    lists = {name: parse_values(name, values[name], kind) for name, kind in LISTS.items()}
-    settings = {name: value for name, value in gather(dict(values)).items() if name not in LISTS}
-    base = TrainConfig.from_dict({name: value for name, value in settings.items() if value is not None})
+    return space.settings(*_wanted(values))
+
+
+def _wanted(values: Mapping[str, Any]) -> tuple[TrainConfig, space.Space]:
+    """Return what all settings have in common, and what is varied: from the command line, and beneath it the file."""
+    given = gather(dict(values))
+    listed: dict[str, list[Any]] = {name: parse_values(name, values[name], kind) for name, kind in LISTS.items()}
+    axes = parse_axes(values["axis"])
+    merged = with_file(values["config"], {n: v for n, v in given.items() if n not in LISTS and v is not None})
+    for name in [n for n, value in merged.items() if isinstance(value, list) and n != "plugins"]:
+        found = merged.pop(name)
+        if name not in LISTS:
+            axes.setdefault(name, found)
+        elif not listed[name]:
+            listed[name] = [LISTS[name](value) for value in found]
+    options = dict(merged.get("options", {}))
+    for name in [n for n, value in options.items() if isinstance(value, list)]:
+        axes.setdefault(name, options.pop(name))
+    for name in LISTS:
+        if name in merged:
+            single = merged.pop(name)
+            listed[name] = listed[name] or [LISTS[name](single)]
+    if options or "options" in merged:
+        merged["options"] = options
+    base = TrainConfig.from_dict(merged)
     TASKS.get(base.task)
-    check_options(base.optimizer, [*base.optimizer_options(), *(["damping"] if lists["damping"] else [])])
+    own = {item.name for item in fields(TrainConfig)}
+    wrong = [name for name in axes if name in LISTS or name in ("task", "options", "plugins")]
+    if wrong:
+        raise LabError(f"--axis {wrong[0]} is no axis: --{wrong[0].replace('_', '-')} takes a list itself")
+    further = [*(["damping"] if listed["damping"] else []), *(name for name in axes if name not in own)]
+    check_options(base.optimizer, [*base.optimizer_options(), *further])
     wanted = space.Space(
-        lrs=lists["lr"] or space.DECADES,
-        dampings=lists["damping"] or None,
-        batch_sizes=lists["batch_size"],
-        seeds=lists["seed"] or (0,),
+        lrs=listed["lr"] or space.DECADES,
+        dampings=listed["damping"] or None,
+        batch_sizes=listed["batch_size"],
+        seeds=listed["seed"] or (0,),
         random_points=values["random"],
         draw=values["draw"],
+        axes=axes,
     )
-    return space.settings(base, wanted)
+    return base, wanted
+
+
+def parse_axes(words: Sequence[str]) -> dict[str, list[Any]]:
+    """Turn ``["momentum=0,0.9", "scaling=running,per_example"]`` into values by name.
+
+    Raises:
+        LabError: If one is not of that form, or is named twice.
+    """
+    found: dict[str, list[Any]] = {}
+    for word in words:
+        name, sign, text = word.partition("=")
+        name = name.strip().replace("-", "_")
+        values = [part.strip() for part in text.split(",") if part.strip()]
+        if not sign or not name.isidentifier() or not values:
+            raise LabError(f"--axis takes name=value,value, not {word!r}")
+        if name in found:
+            raise LabError(f"--axis names {name} twice")
+        found[name] = [parse_options([f"{name}={value}"])[name] for value in values]
+    return found
+
+
+def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
+    """Return the settings of the grid, or none and what proposes them."""
+    from ekfac.lab.search import ask
+
+    for option, known in (("sampler", ask.SAMPLERS), ("pruner", ask.PRUNERS)):
+        if values[option] not in known:
+            raise LabError(f"{option} must be one of {', '.join(known)}, not {values[option]!r}")
+    if values["sampler"] == "grid":
+        return _settings(values), ask.Search(pruner=values["pruner"])
+    if values["plan"] is not None or values["write_plan"] is not None:
+        raise LabError("tpe proposes settings as it goes: it has no plan; --sampler grid has")
+    for plugin in values["plugin"]:
+        load_plugin(plugin)
+    base, wanted = _wanted(values)
+    dampings = wanted.dampings if wanted.dampings is not None else space.DECADES
+    dampings = dampings if has_option(base.optimizer, "damping") else ()
+    axes = dict(wanted.axes)
+    for name, several in (("batch_size", wanted.batch_sizes), ("seed", wanted.seeds)):
+        if len(several) > 1:
+            axes[name] = list(several)
+        elif several:
+            base = space.on_axes(base, {name: several[0]})
+    search = ask.proposals(
+        base, values["trials"], wanted.lrs, dampings, axes, values["study"], values["pruner"], values["draw"]
+    )
+    for axis in space.combinations(axes):
+        space.on_axes(base, axis).resolved()  # a wrong value is refused before anything runs
+    return [], search
 
 
 def _sweep(**values: Any) -> None:
     """Search over learning rate, damping and batch size as the paper does; run it again to go on."""
     try:
         from ekfac.lab.search import sweep as search
+        from ekfac.lab.search.ask import importance
     except ImportError as error:
         raise LabError(
             f"a search needs {error.name}: pip install 'ekfac[lab]'; "
@@ -125,24 +218,16 @@ def _sweep(**values: Any) -> None:
     if values["take_in"] is not None:
         _take_in(search, values, console)
         return
-    configs = _settings(values)
+    configs, proposing = _search(values)
     if values["write_plan"] is not None:
         write_plan(configs, values["write_plan"])
         if not quiet:
             print(f"{counted(len(configs), 'setting')} written to {values['write_plan']}")
         return
     where = search.Where.of(_out(values), values["storage"], values["data_dir"])
-
-    def on_start() -> None:
-        what = f"{counted(len(configs), 'setting')}, {values['workers']} at a time"
-        print(f"{what}; runs in {where.out}/runs", flush=True)
-
-    def on_state(found: Any) -> None:
-        counts = ", ".join(f"{number} {name}" for name, number in sorted(found.counts.items()))
-        best = "" if found.best is None or math.isinf(found.best) else f"; best training loss {found.best:.4g}"
-        print(f"{counts} ({found.diverged} diverged){best}", flush=True)
-
-    with interruptible("the same command goes on"):
+    total = len(configs) or values["trials"]
+    show = SweepProgress(console, total, values["workers"], where.out)
+    with interruptible("the same command goes on"), show:
         studies = search.sweep(
             configs,
             where,
@@ -150,11 +235,13 @@ def _sweep(**values: Any) -> None:
             workers=values["workers"],
             devices=[name for name in (values["devices"] or "").split(",") if name],
             prune=values["prune"],
-            on_start=(lambda: None) if quiet else on_start,
-            on_state=(lambda found: None) if quiet else on_state,
+            search=proposing,
+            on_start=(lambda: None) if quiet else show.start,
+            on_state=(lambda found: None) if quiet else show.state,
         )
     failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
-    _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed)
+    mattered = {name: importance(study) for name, study in studies.items()}
+    _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed, mattered)
     _tell_notes(studies)
     if not quiet:
         for name, reason in failed.items():
@@ -163,7 +250,8 @@ def _sweep(**values: Any) -> None:
 
 
 def _out(values: Mapping[str, Any]) -> str:
-    return values["out"] or f"runs/sweep-{values['task'] or Path(values['plan'] or values['take_in']).stem}"
+    file = values["plan"] or values["take_in"] or values["config"] or "all"
+    return values["out"] or f"runs/sweep-{values['task'] or Path(file).stem}"
 
 
 def _take_in(search: Any, values: Mapping[str, Any], console: Console) -> None:
@@ -225,7 +313,11 @@ def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _show(
-    found: Mapping[str, Sequence[Run]], console: Console, json: bool, failed: Mapping[str, str] | None = None
+    found: Mapping[str, Sequence[Run]],
+    console: Console,
+    json: bool,
+    failed: Mapping[str, str] | None = None,
+    mattered: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     best = {
         f"{study}: {name}": best_rows([run for curve in group for run in curve.runs])
@@ -234,7 +326,8 @@ def _show(
     }
     if json:
         counts = {name: len(runs) for name, runs in found.items()}
-        display.show_json({"trials": counts, "best": best, "failed": dict(failed or {})})
+        known = {name: dict(found) for name, found in (mattered or {}).items()}
+        display.show_json({"trials": counts, "best": best, "failed": dict(failed or {}), "importance": known})
         return
     for title, rows in best.items():
         if not rows or rows[0]["by"] != "final training loss":
@@ -247,6 +340,10 @@ def _show(
             table.add_row(row["by"], row["setting"], "diverged" if row["loss"] is None else f"{row['loss']:.5g}")
         console.print(table)
         console.print(f"best: {rows[0]['command']}", markup=False, highlight=False, soft_wrap=True)
+    for name, parts in (mattered or {}).items():
+        if parts:
+            words = ", ".join(f"{part} {value:.0%}" for part, value in parts.items())
+            print(f"{name}: what the loss depends on: {words}")
 
 
 def register(app: typer.Typer) -> None:

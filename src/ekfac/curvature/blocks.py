@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,25 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ekfac.curvature.layers.base import ElementwiseLayer, Layer, LinearLayer
+from ekfac.curvature.layers.attention import ProjectionLayer
+from ekfac.curvature.layers.base import ElementwiseLayer, Layer
 from ekfac.curvature.layers.convolution import ConvolutionLayer, Convs, TransposedConvolutionLayer, TransposedConvs
-from ekfac.curvature.layers.embedding import EmbeddingLayer, TransposedEmbedding
-from ekfac.curvature.layers.norms import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer
+from ekfac.curvature.layers.embedding import (
+    EmbeddingBagLayer,
+    EmbeddingLayer,
+    OwnForwardEmbeddingLayer,
+    TransposedEmbedding,
+)
+from ekfac.curvature.layers.experts import ExpertsLayer
+from ekfac.curvature.layers.linear import BilinearLayer, Conv1DLayer, LinearLayer, OwnForwardLinearLayer
+from ekfac.curvature.layers.norms import (
+    BatchNormLayer,
+    ForeignRMSNormLayer,
+    GroupNormLayer,
+    LayerNormLayer,
+    RMSNormLayer,
+)
+from ekfac.curvature.layers.recurrent import Cells, Recurrent, RecurrentLayer
 from ekfac.curvature.layers.shapes import BlockShape
 
 #: Kinds of modules and the class that reads them. A subclass counts when it leaves ``forward`` as it is.
@@ -27,6 +43,22 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.RMSNorm: RMSNormLayer,
     nn.GroupNorm: GroupNormLayer,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BatchNormLayer),
+    nn.MultiheadAttention: ProjectionLayer,
+    **dict.fromkeys((*Recurrent, *Cells), RecurrentLayer),
+    nn.Bilinear: BilinearLayer,
+    nn.EmbeddingBag: EmbeddingBagLayer,
+}
+#: Kinds that other libraries define, by the name of the class or a part of it; they are known by what they do.
+FOREIGN_KINDS: dict[str, type[Layer]] = {
+    "Conv1D": Conv1DLayer,
+    "RMSNorm": ForeignRMSNormLayer,
+    "LayerNorm": ForeignRMSNormLayer,
+    "Experts": ExpertsLayer,
+}
+#: Subclasses that have a forward of their own, by the kind whose product it uses.
+OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: OwnForwardLinearLayer,
+    nn.Embedding: OwnForwardEmbeddingLayer,
 }
 
 #: Sides that are wider are kept diagonal where nothing is said: a basis for 50,000 classes would take 10 GB.
@@ -49,6 +81,7 @@ class Block:
         diagonal_A: Whether A is kept as a vector.
         diagonal_B: Whether B is kept as a vector.
         note: What else a reader of the summary should know.
+        why: Why no layer covers the parameter; "" where one does, or where that was asked for.
     """
 
     name: str
@@ -59,8 +92,9 @@ class Block:
     diagonal_A: bool = False
     diagonal_B: bool = False
     note: str = field(default="")
+    why: str = field(default="")
 
-    @property
+    @functools.cached_property
     def shape(self) -> BlockShape:
         """G, O, I, T, E of the block."""
         return self.layer.shape
@@ -70,12 +104,12 @@ class Block:
         """The parameter under which the block's state is kept: its first."""
         return next(iter(self.parameters.values()))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of factors, bases and scalings: float32 under half-precision parameters."""
         return self.key.dtype if self.key.dtype in (torch.float32, torch.float64) else torch.float32
 
-    @property
+    @functools.cached_property
     def covered(self) -> bool:
         """Whether a layer's calls feed the block, or it is the plain diagonal method."""
         return bool(self.uses)
@@ -118,7 +152,11 @@ def layer_class(module: nn.Module) -> type[Layer] | None:
     for kind, cls in KINDS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward and cls.supports(module):
             return cls
-    return None
+    if isinstance(module, tuple(KINDS)):
+        own = (cls for kind, cls in OWN_FORWARD.items() if isinstance(module, kind))
+        return next((cls for cls in own if type(module) not in KINDS and cls.supports(module)), None)
+    name = type(module).__name__
+    return next((cls for part, cls in FOREIGN_KINDS.items() if part in name and cls.supports(module)), None)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -155,28 +193,29 @@ def find_blocks(
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
-    trained = {p for p in names if p in chosen and (p.requires_grad or frozen)}
+    # A parameter without numbers has nothing to train, and the layer that it leaves behind has no factors.
+    trained = {p for p in names if p in chosen and (p.requires_grad or frozen) and p.numel()}
     modules = dict(model.named_modules(remove_duplicate=True))
-    hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules()}
+    hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
     _check_patterns(modules, include, exclude)
 
-    users: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    users: dict[nn.Parameter, list[Use]] = {}
     for name, module in modules.items():
-        if module in hidden or layer_class(module) is None:
-            continue
-        if (include is not None and not matches(name, include)) or matches(name, exclude):
-            continue
-        for role in ("weight", "bias"):
-            parameter = module._parameters.get(role)
-            if parameter is not None and parameter in trained and parameter not in silent:
-                users.setdefault(parameter, []).append((name, module))
+        cls = None if module in hidden or _is_empty(module) else layer_class(module)
+        for part, roles in ({} if cls is None else cls.parts(module)).items():
+            use = Use(f"{name}.{part}".strip("."), module, part)
+            if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
+                continue
+            for parameter in use.parameters(roles).values():
+                if parameter in trained and parameter not in silent:
+                    users.setdefault(parameter, []).append(use)
 
     blocks: list[Block] = []
     taken: set[nn.Parameter] = set()
     for parameter, sharing in users.items():
         if parameter in taken:
             continue
-        block = _layer_block(parameter, sharing, users, trained, names, sua)
+        block = _layer_block(parameter, sharing, users, names, sua)
         if block is None:
             continue
         limit = max_factor_dim if max_factor_dim is not None else float("inf")
@@ -190,60 +229,105 @@ def find_blocks(
             f"unsupported='error', and no layer that can be preconditioned covers: "
             f"{', '.join(names[p] for p in rest)}. Allowed: unsupported='diagonal', or freeze them"
         )
-    blocks += [Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}) for p in rest]
+    owners = {p: (name, m) for name, m in reversed(modules.items()) for p in m._parameters.values() if p is not None}
+    for p in rest:
+        name, owner = owners[p]
+        asked = matches(name, exclude) or (include is not None and not matches(name, include))
+        why = "" if asked else "its layer is never called" if p in silent else _why(owner, p in users)
+        blocks.append(Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}, why=why))
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
+
+
+def _why(module: nn.Module, tied: bool) -> str:
+    """Why a parameter that a module holds has no layer."""
+    kind = type(module).__name__
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return "what the layer multiplies with is made of it by a parametrization"
+    if not {"weight_g", "weight_orig"}.isdisjoint(module._parameters):
+        return "what the layer multiplies with is made of it by a hook"
+    if tied:
+        return "layers of several kinds share it"
+    known = [k for k in KINDS if isinstance(module, k)]
+    if known and type(module).forward is not known[0].forward:
+        return f"{kind} has a forward of its own"
+    return f"{kind} has no block in this form" if known else f"{kind} is no kind that is known"
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(p is not None and p.numel() == 0 for p in module._parameters.values())
 
 
 def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]) -> None:
     for argument, patterns in (("include", include or ()), ("exclude", exclude)):
         for pattern in patterns:
-            if not any(matches(name, [pattern]) for name in modules):
+            parts = (f"{n}.{part}" for n, m in modules.items() if (cls := layer_class(m)) for part in cls.parts(m))
+            if not any(matches(name, [pattern]) for name in itertools.chain(modules, parts)):
                 layers = ", ".join(n for n, m in modules.items() if n and layer_class(m)) or "none"
                 raise ValueError(f"{argument}={pattern!r} names no module of the model. Layers: {layers}")
 
 
+@dataclass(frozen=True)
+class Use:
+    """A part of a module that a block may cover: the name that the block would have, the module, the part."""
+
+    name: str
+    module: nn.Module
+    part: str
+
+    def parameters(self, roles: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Those of the parameters that the module has; a parametrized one is not a parameter of the module itself."""
+        found = {}
+        for role in roles:
+            owner, _, name = role.rpartition(".")
+            parameter = self.module.get_submodule(owner)._parameters.get(name)
+            if parameter is not None:
+                found[role] = parameter
+        return found
+
+
 def _layer_block(
     parameter: nn.Parameter,
-    sharing: list[tuple[str, nn.Module]],
-    users: dict[nn.Parameter, list[tuple[str, nn.Module]]],
-    trained: set[nn.Parameter],
+    sharing: list[Use],
+    users: dict[nn.Parameter, list[Use]],
     names: dict[nn.Parameter, str],
     sua: bool | None,
 ) -> Block | None:
     """The block of a parameter that one module, or several that are tied, use; None where they do not fit."""
     # An embedding tied to an output layer is read as a transposed use of that layer.
-    owners = [(n, m) for n, m in sharing if not isinstance(m, nn.Embedding)] or sharing
-    name, owner = owners[0]
-    roles = {}
-    for role in ("weight", "bias"):
-        p = owner._parameters.get(role)
-        # A bias that the other modules do not share cannot be a column of the joint block.
-        if p is not None and p in users and (p is parameter or users[p] == owners):
-            roles[role] = p
-    if parameter not in roles.values():
-        return None
+    owners = [use for use in sharing if not isinstance(use.module, nn.Embedding)] or sharing
+    name, owner, part = owners[0].name, owners[0].module, owners[0].part
     cls = layer_class(owner)
     assert cls is not None
-    layer = cls(owner, frozenset(roles), sua=bool(sua))
+    roles = {}
+    for role, p in owners[0].parameters(cls.parts(owner)[part]).items():
+        # A bias that the other modules do not share cannot be a column of the joint block.
+        if p in users and (p is parameter or users[p] == owners):
+            roles[role] = p
+    layer = cls.of_part(owner, part, frozenset(roles), sua=bool(sua))
     if sua is None and isinstance(owner, (*Convs, *TransposedConvs)):
         sua = math.prod(owner.kernel_size) > 1 and layer.shape.inputs > WIDE
-        layer = cls(owner, frozenset(roles), sua=sua)
+        layer = cls.of_part(owner, part, frozenset(roles), sua=sua)
     uses: dict[nn.Module, Layer] = {owner: layer}
-    for _, module in sharing:
+    for use in sharing:
+        module = use.module
         if module is owner:
+            if use.part != part:
+                return None
             continue
         if isinstance(module, nn.Embedding) and not isinstance(owner, nn.Embedding):
             if not isinstance(owner, nn.Linear):
                 return None
-            uses[module] = TransposedEmbedding(module, frozenset({"weight"}), layer.shape.columns)
+            uses[module] = TransposedEmbedding(
+                module, frozenset({"weight"}), layer.shape.columns, layer_class(module) is OwnForwardEmbeddingLayer
+            )
         elif layer_class(module) is cls:
-            other = cls(module, frozenset(roles), sua=bool(sua))
+            other = cls.of_part(module, use.part, frozenset(roles), sua=bool(sua))
             if other.shape != layer.shape:
                 return None
             uses[module] = other
         else:
             return None
-    others = ", ".join(n for n, m in sharing if m is not owner)
+    others = ", ".join(use.name for use in sharing if use.module is not owner)
     note = f"shared with {others}" if others else ""
     return Block(name, layer, uses, roles, {role: names[p] for role, p in roles.items()}, note=note)

@@ -6,15 +6,15 @@ rounding. Is there more in G than its sum? Only if they differ by more than the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.layers.base import Call, LinearLayer
-from ekfac.curvature.statistics import positions
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import sums_of_positions
 
 #: So many units of rounding of the terms' sizes leave two sums the same.
 ROUNDING = 1e3
@@ -35,16 +35,8 @@ def vectors_of(block: Block) -> Vectors:
 
 def of_gradient(block: Block, gradients: Sequence[Tensor], vectors: Vectors) -> Tensor:
     """u^T G v of gradients in the order of the block's parameters."""
-    u, v = vectors
-    if not isinstance(block.layer, LinearLayer):
-        return torch.einsum("go,goc,gc->", u, block.stack(gradients), v)
-    width = block.shape.columns - ("bias" in block.parameters)
-    columns = {"weight": slice(0, width), "bias": slice(width, width + 1)}
-    found = torch.zeros((), dtype=block.dtype, device=u.device)
-    for role, gradient in zip(block.parameters, gradients, strict=True):  # together they would be copied
-        G = gradient.to(block.dtype).reshape(1, block.shape.out, -1)
-        found = found + torch.einsum("go,goc,gc->", u, G, v[..., columns[role]])
-    return found
+    given = {role: g.to(block.dtype) for role, g in zip(block.parameters, gradients, strict=True)}
+    return block.layer.fingerprint(given, *vectors)
 
 
 def of_calls(block: Block, calls: Sequence[Call], n: int, memory: int, vectors: Vectors) -> Tensor:
@@ -52,11 +44,21 @@ def of_calls(block: Block, calls: Sequence[Call], n: int, memory: int, vectors: 
     u, v = vectors
     total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
     with factors.full_precision(block.key.device):
-        for h, delta in positions(block, calls, n, memory):
-            d, a = block.layer.probe(h, delta, v, u)
+        for d, a in _factors_of_terms(block, calls, n, memory, u, v):
             product = (d * a).reshape(-1)
             total = total + torch.stack([product.sum(), product.norm()])
     return total
+
+
+def _factors_of_terms(
+    block: Block, calls: Sequence[Call], n: int, memory: int, u: Tensor, v: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """delta·u and h·v of all positions."""
+    if block.layer.scattered:
+        yield block.layer.probe_of_calls(calls, v, u)
+        return
+    for h, delta in sums_of_positions(block, calls, n, memory):
+        yield block.layer.probe(h, delta, v, u)
 
 
 def of_rows(h: Tensor, delta: Tensor, vectors: Vectors) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
-from ekfac.curvature.layers.base import Call
+from ekfac.curvature.layers.base import Call, Layer
 from ekfac.curvature.scaling import chunks
 
 #: Further backward passes over the same forward: the same calls with other output gradients.
@@ -62,7 +63,7 @@ def factor_sums(
         sampled: Take no more rows than factors of that width need, and products of half-precision tensors on tensor
             cores, where they are exact.
     """
-    if sampled and sharing == "expand" and into is None and not further:
+    if sampled and sharing == "expand" and into is None and not further and not block.layer.scattered:
         step = stride(block, calls, n)
         if step > 1:
             before, calls = len(calls[0].d), [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
@@ -71,10 +72,21 @@ def factor_sums(
             return FactorSums(sums.A, sums.terms, sums.B.mul_(before / n))
     A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
     additions = 0
+    if sharing != "expand":
+        for call in calls:
+            refuse_unaligned(block, call.layer, call.x, n)
     half = sampled and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
     with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
-        if sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
-            layer = calls[0].layer
+        if block.layer.scattered:
+            sides = block.dtype, block.diagonal_A, block.diagonal_B
+            new_A, found, new_B = block.layer.sums_of_calls(calls, *sides)
+            for others in further:
+                new_B += block.layer.sums_of_calls(others, *sides)[2]
+            A = new_A if A is None else A.add_(new_A)
+            B = new_B if B is None else B.add_(new_B)
+            terms += found
+        elif sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
+            layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
             for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
                 for (one,) in (calls, *further):
                     B = factors.output_sum(layer.deltas(cut(one.x), cut(one.d), count), sharing, block.diagonal_B, B)
@@ -82,7 +94,7 @@ def factor_sums(
                 terms += found
                 additions += 1
         else:
-            for h, delta in positions(block, calls, n, memory, further):
+            for h, delta in sums_of_positions(block, calls, n, memory, further):
                 A, found = block.layer.input_sum(h, sharing, block.diagonal_A, A)
                 delta = delta.flatten(0, 1) if delta.dim() == 5 else delta
                 B = factors.output_sum(delta, sharing, block.diagonal_B, B)
@@ -115,6 +127,8 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
     Half of the memory is for h, delta and their projections, the other half for what is made of them.
     """
     total: Tensor | None = None
+    for call in calls:
+        refuse_unaligned(block, call.layer, call.x, n)
     with factors.full_precision(block.key.device):
         if len(calls) == 1 and not further and calls[0].layer.direct_scaling(calls[0].x, n, basis):
             ((layer, x, d),) = ((call.layer, call.x, call.d) for call in calls)
@@ -131,8 +145,51 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
     return total
 
 
-def positions(
+def refuse_unaligned(block: Block, layer: Layer, x: Tensor, n: int) -> None:
+    """Raise if positions of a call belong to no example, for statistics that need each example's own gradient."""
+    if not layer.has_examples(x, n):
+        refuse(
+            block,
+            x,
+            f"whose leading dimension is no multiple of the number of examples, {n} (the model's input counts them, or "
+            "batch_dim, count=, batch(n))",
+        )
+
+
+def refuse(block: Block, x: Tensor, why: str) -> NoReturn:
+    """Raise, as an input's positions belong to no example."""
+    raise ValueError(
+        f"layer '{block.name}': its input has shape {tuple(x.shape)}, {why}, so that "
+        "it has no gradient per example, which scaling='per_example', sharing='reduce' and fisher's 'ekfac' need. "
+        f"Allowed: exclude=['{block.name}'], which gives it the diagonal method, or a rule that needs sums over "
+        "positions alone (another scaling, sharing='expand')"
+    )
+
+
+def rows_if_unaligned(call: Call, n: int) -> int:
+    """The number of examples, or of rows where these belong to no example: what is summed over both is the same."""
+    return n if call.layer.has_examples(call.x, n) else len(call.x)
+
+
+def sums_of_positions(
     block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """:func:`positions` for sums over all of them: those of calls that do not line up with the examples come apart."""
+    if all(call.layer.has_examples(call.x, n) for call in calls):
+        yield from positions(block, calls, n, memory, further)
+        return
+    balance = balances(calls)
+    for i, call in enumerate(calls):
+        yield from positions(block, [call], rows_if_unaligned(call, n), memory, [[one[i]] for one in further], balance)
+
+
+def positions(
+    block: Block,
+    calls: Sequence[Call],
+    n: int,
+    memory: int,
+    further: Passes = (),
+    balance: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """h and delta of all calls side by side, a few examples at a time so that they fit into ``memory`` bytes.
 
@@ -141,9 +198,9 @@ def positions(
     if further and any(call.layer.transposed for call in calls):
         # Here h is itself a gradient, so that no two passes share it.
         for one in (calls, *further):
-            yield from positions(block, one, n, memory)
+            yield from positions(block, one, n, memory, (), balance)
         return
-    balance = balances(calls)
+    balance = balances(calls) if balance is None else balance
     for cut, count in cuts(block, calls, n, memory, further):
         h, delta = side_by_side(calls, cut, count, balance)
         if further:
@@ -185,14 +242,14 @@ def _examples(tensor: Tensor, start: int, stop: int, n: int, dtype: torch.dtype)
 def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None) -> tuple[Tensor, Tensor]:
     """h and delta of several calls as positions of the same n examples."""
     parts = [call.layer.positions(cut(call.x), cut(call.d), n) for call in calls]
-    if len(parts) == 1:
-        return parts[0]
     if balance is not None:
         # Every product delta h^T stays as it is.
         parts = [
             (h * balance, delta / balance) if call.layer.transposed else (h, delta)
             for call, (h, delta) in zip(calls, parts, strict=True)
         ]
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat([h for h, _ in parts], 1), torch.cat([delta for _, delta in parts], 1)
 
 

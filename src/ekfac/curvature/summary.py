@@ -10,10 +10,16 @@ from torch import nn
 
 from ekfac.curvature.blocks import MAX_FACTOR_DIM, Block, find_blocks
 
+# Matrices as large as a factor, in float64, that a warm renewal of its basis holds at once: the factor, the basis,
+# their product and its QR decomposition. Measured with tests/allocations.py; a full solve takes no more.
+WORKSPACE = 4
+# Matrices as large as a block's gradient that a step holds at once: the gradient, its projection, the update.
+IN_FLIGHT = 3
+
 
 @dataclass(frozen=True)
 class Row:
-    """One block: its name, parameters, representation and the bytes of its state."""
+    """One block: its name, parameters, representation, the bytes of its state and those of a step's temporaries."""
 
     name: str
     parameters: tuple[str, ...]
@@ -22,6 +28,8 @@ class Row:
     A: str
     B: str
     bytes: int
+    why: str = ""
+    temporary: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,16 @@ class Summary:
         """Bytes of state of all blocks (momentum not counted)."""
         return sum(row.bytes for row in self.rows)
 
+    @property
+    def peak(self) -> int:
+        """Bytes of state and of the temporaries while the largest block's basis is renewed, one block at a time."""
+        return self.bytes + max((row.temporary for row in self.rows), default=0)
+
     def __str__(self) -> str:
         head = ("block", "parameters", "numbers", "A", "B", "state", "how")
         body = [
             (r.name or "(model)", ", ".join(p.rpartition(".")[2] for p in r.parameters), f"{r.numbers:,}", r.A, r.B,
-             human(r.bytes), r.block)
+             human(r.bytes), f"{r.block} ({r.why})" if r.why else r.block)
             for r in self.rows
         ]  # fmt: skip
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
@@ -53,7 +66,10 @@ class Summary:
         numbers = sum(r.numbers for r in self.rows)
         covered = sum(r.numbers for r in self.rows if r.block != "diagonal")
         share = 100 * covered / max(1, numbers)
-        lines.append(f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}")
+        lines.append(
+            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}, "
+            f"about {human(self.peak)} at the peak of a step"
+        )
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -85,9 +101,37 @@ def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summa
                 side(s.inputs, b.diagonal_A, s.groups) if b.covered else "-",
                 side(s.out, b.diagonal_B, s.groups) if b.covered else "-",
                 numbers(b) * torch.finfo(b.dtype).bits // 8,
+                b.why,
+                _temporary(b),
             )
         )
     return Summary(tuple(rows))
+
+
+def low_coverage(blocks: Sequence[Block]) -> str | None:
+    """Say which parameters have no block and why, where these are more than half; None where they are not.
+
+    What was left out on purpose does not count.
+    """
+    left = sorted((b for b in blocks if not b.covered and b.why), key=lambda b: -b.shape.numel)
+    total = sum(b.shape.numel for b in blocks)
+    missing = sum(b.shape.numel for b in left)
+    if 2 * missing <= total:
+        return None
+    most = ", ".join(f"{b.name} ({b.shape.numel:,}: {b.why})" for b in left[:3])
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    return (
+        f"{100 * missing / total:.0f} % of the parameters have no Kronecker or exact block and follow the diagonal "
+        f"method: {most}{more}. opt.summary() has the table"
+    )
+
+
+def _temporary(block: Block) -> int:
+    """Bytes that a step holds for a moment when it renews a block's basis."""
+    sides = (block.diagonal_A, block.diagonal_B)
+    widest = max((n for n, diagonal in zip(block.factor_numbers(), sides, strict=True) if not diagonal), default=0)
+    in_flight = IN_FLIGHT * block.shape.numel * torch.finfo(block.dtype).bits // 8
+    return in_flight + (WORKSPACE * 8 * widest if block.covered else 0)
 
 
 def summary(
@@ -99,6 +143,8 @@ def summary(
     max_factor_dim: int | None = MAX_FACTOR_DIM,
 ) -> Summary:
     """Which block would cover each trainable parameter of a model, its factor sizes and its memory under the defaults.
+
+    The last line says what stays, and the peak of a step on a CPU. Model, gradients and activations come on top.
 
     Example:
         >>> import torch, ekfac

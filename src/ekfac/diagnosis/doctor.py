@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature.summary import Summary, human
 from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
-from ekfac.optim import options as checks
-from ekfac.optim.ekfac import LR
-from ekfac.optim.options import PAPER
+from ekfac.optim.options import DAMPING, PAPER, Batch, Group, into_groups, out_of_groups
 from ekfac.optim.statistics.schedule import INTERVAL
 
 #: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
@@ -80,9 +79,13 @@ class Diagnosis:
     settings: dict[str, float | int]
     notes: tuple[str, ...]
 
+    def python_line(self) -> str:
+        """Return the line of Python that makes EKFAC with the settings to use, ready to paste."""
+        return f"opt = ekfac.{_call(self.options, self.settings)}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON; numbers that are not finite are None."""
-        data: dict[str, Any] = _plain(asdict(self))
+        data: dict[str, Any] = _plain({**asdict(self), "options": out_of_groups(self.options)})
         data["blocks"] = data.pop("summary")["rows"]
         data["state_bytes"] = self.summary.bytes
         data["price_at"] = {str(interval): self.prices.at(interval) for interval in INTERVALS}
@@ -151,6 +154,7 @@ def doctor(
     *,
     steps: int = 50,
     trial_steps: int = 30,
+    say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Diagnosis:
     """Try EKFAC on copies of a model for some fifty steps, and say what to expect and what to set.
@@ -172,6 +176,7 @@ def doctor(
             of the batch, or one number for each of them.
         steps: Probe steps.
         trial_steps: Steps of each of the short runs around the given lr and damping, nine or a few more.
+        say: Is told what is being done, a line at a time.
         **options: Options of EKFAC to start from.
 
     Raises:
@@ -182,21 +187,26 @@ def doctor(
     checks.integer("trial_steps", trial_steps, least=1)
     if not callable(loss):
         raise ValueError(f"loss={loss!r} must be a function of the model's output and the target")
-    if options.get("loss_reduction", "mean") != "mean":
-        raise ValueError("doctor takes losses that are means over the examples: loss_reduction='mean'")
+    options = into_groups(options)
+    if options.get("batch", Batch()).reduction != "mean":
+        raise ValueError("doctor takes losses that are means over the examples: batch=Batch(reduction='mean')")
     if callable(options.get("damping")):
         raise ValueError("doctor varies the damping, so it must be a number, not a function")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with random_numbers_restored(device, loader), torch.enable_grad():
-        return _examine(Probe(model, loader, loss, steps, options), steps, trial_steps)
+        say("reading batches")
+        return _examine(Probe(model, loader, loss, steps, options), steps, trial_steps, say)
 
 
-def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
+def _examine(probe: Probe, steps: int, trial_steps: int, say: Callable[[str], None]) -> Diagnosis:
+    say("measuring the gradient's noise")
     first = probe.check()
     every = steps // 5
     noise = probe.noise_scale(probe.model)
+    say(f"taking {steps} probe steps")
     course = probe.course(steps, every)
-    trials = tuple(_trials(probe, trial_steps, first))
+    trials = tuple(_trials(probe, trial_steps, first, say))
+    say("timing steps")
     prices = probe.prices()
     ratio = course.actual / course.predicted if course.predicted > 0 else math.nan
     best = _chosen(trials, first, given=probe.middle())
@@ -225,14 +235,16 @@ def _examine(probe: Probe, steps: int, trial_steps: int) -> Diagnosis:
     )
 
 
-def _trials(probe: Probe, steps: int, first: float) -> list[Trial]:
+def _trials(probe: Probe, steps: int, first: float, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
     """Short runs over nine settings around the given ones, and further on where the best of them lies on the edge."""
     lr, damping = probe.middle()
     done: dict[tuple[int, int], Trial] = {}
     wanted = {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
     for _ in range(1 + FURTHER):
         for i, j in sorted(wanted - set(done)):
-            done[i, j] = probe.trial(lr * LR_FACTOR**i, damping * DAMPING_FACTOR**j, steps)
+            one, other = lr * LR_FACTOR**i, damping * DAMPING_FACTOR**j
+            say(f"short run {len(done) + 1}: {steps} steps at lr {one:.2g}, damping {other:.2g}")
+            done[i, j] = probe.trial(one, other, steps)
         best = _chosen(done.values(), first)
         i, j = next(place for place, trial in done.items() if trial is best)
         wanted = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)}
@@ -281,14 +293,13 @@ def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, l
 
 
 def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
-    """How EKFAC is made with these options and settings: what is its default anyway is left out."""
-    wanted = {**options, **settings}
+    """How EKFAC is made with these options and settings, as they were tried: a rate that is named has no course."""
+    wanted = {**into_groups(options), **settings}
     paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
     if len(set(PAPER) - paper) <= len(settings):
         rest = {name: value for name, value in wanted.items() if name not in paper}
         return f"EKFAC(model, **ekfac.PAPER | {_written(rest)})" if rest else "EKFAC(model, **ekfac.PAPER)"
-    usual = {"lr": LR, "damping": checks.DAMPING, "refresh_every": INTERVAL}
-    rest = {name: value for name, value in wanted.items() if name not in usual or value != usual[name]}
+    rest = {name: value for name, value in wanted.items() if (name, value) != ("damping", DAMPING)}
     return f"EKFAC({', '.join(['model', *(f'{name}={_number(value)}' for name, value in rest.items())])})"
 
 
@@ -297,6 +308,8 @@ def _written(options: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, Group):
+        return f"ekfac.{value!r}"
     return f"{value:.2g}" if isinstance(value, float) else repr(value)
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ekfac.curvature.fisher.batches import Batch, read_batch
 from ekfac.curvature.summary import Summary
 from ekfac.optim.ekfac import EKFAC
+from ekfac.optim.options import Refresh, into_groups
 
 #: Batches whose gradients give the noise scale, and batches on which a trial is judged.
 NOISE_BATCHES, JUDGED_BATCHES = 8, 4
@@ -87,7 +88,7 @@ class Probe:
             raise ValueError("the model has no parameters to train")
         self.device = parameter.device
         self.loss_of = loss
-        self.options = dict(options)
+        self.options = into_groups(options)
         self.batches = [read_batch(b, self.device, None, False) for b in itertools.islice(loader, steps)]
         if not self.batches:
             raise ValueError("the loader is empty: it gave no batch")
@@ -133,7 +134,7 @@ class Probe:
 
     def optimizer(self, **changes: Any) -> EKFAC:
         """Return EKFAC on a fresh copy of the model, with other options where given."""
-        return EKFAC(copy.deepcopy(self.model), **{**self.options, **changes})
+        return EKFAC(copy.deepcopy(self.model), **into_groups({**self.options, **changes}))
 
     def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, index: int) -> Tensor:
         """Take one training step; return the loss before it."""
@@ -212,10 +213,10 @@ class Probe:
         loss = self.step(optimizer, model, index)
         moved = {name: p.detach() - before[name] for name, p in named.items()}
         slope = sum(float((p.grad * moved[name]).sum()) for name, p in named.items() if p.grad is not None)
-        bend = float(optimizer.curvature().quadratic(moved))
+        curved = float(optimizer.curvature().quadratic(moved))
         with torch.no_grad(), optimizer.paused():
             after = self.loss(model, batch, index)
-        return loss.item() - after.item(), -slope - bend / 2
+        return loss.item() - after.item(), -slope - curved / 2
 
     def middle(self) -> tuple[float, float]:
         """Return the lr and damping that the options say, or EKFAC's own."""
@@ -242,7 +243,7 @@ class Probe:
         """Time a step of Adam, of EKFAC without a renewal of the bases, and with a renewal of all."""
         plain = self.optimizer(refresh_every=NEVER, deterministic=True)
         # Where bases are renewed by iteration, each of the first steps does so with all of them.
-        renewing = self.optimizer(refresh_every=1 if self.options.get("deterministic", False) else NEVER)
+        renewing = self.optimizer(refresh_every=1 if self.options.get("refresh", Refresh()).deterministic else NEVER)
         model = copy.deepcopy(self.model)
         adam = self._seconds(torch.optim.Adam(model.parameters(), lr=1e-4), model, repeats)
         found = Prices(

@@ -14,6 +14,7 @@ import ekfac
 from ekfac.lab import rivals
 from ekfac.lab.registry import LabError, Registry
 from ekfac.lab.schedule_free import schedule_free
+from ekfac.optim.options import FLAT, GROUPS, into_groups, out_of_groups
 
 
 class Trains(Protocol):
@@ -105,6 +106,34 @@ def of_parameters(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Train
     return build
 
 
+def of_model(optimizer: Callable[..., Trains], *step_size: str) -> Callable[..., Trains]:
+    """Turn an optimizer of the library into a ``build`` whose options are plain data, without groups.
+
+    Args:
+        optimizer: EKFAC or KFAC.
+        *step_size: Options of ``StepSize`` to list with the optimizer's own, by their plain names.
+    """
+
+    def build(model: nn.Module, **options: Any) -> Trains:
+        return optimizer(model, **into_groups(options))
+
+    signature = inspect.signature(optimizer)
+    hidden = {*GROUPS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
+    listed = [p for p in signature.parameters.values() if p.name not in hidden]
+    default = signature.parameters["step_size"].default
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(default, FLAT[name][1]))
+        for name in step_size
+    ]
+    listed[-1:-1] = more
+    build.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
+    return build
+
+
+EKFAC = of_model(ekfac.EKFAC, "anneal", "pace", "trust", "kl_clip")
+#: With the defaults of an earlier version written out, as recorded runs have them.
+PAPER = {"pace": None, "trust": None, **out_of_groups(ekfac.PAPER)}
+
 register_optimizer("sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9")
 register_optimizer("adam", of_parameters(torch.optim.Adam), {"lr": 1e-3}, "Adam")
 register_optimizer("adamw", of_parameters(torch.optim.AdamW), {"lr": 1e-3}, "AdamW")
@@ -112,18 +141,21 @@ register_optimizer("muon", rivals.muon, {"lr": 3e-3}, "Muon for weight matrices,
 register_optimizer("soap", rivals.soap, {"lr": 3e-3}, "SOAP, from the package pytorch_optimizer")
 register_optimizer("schedule-free", schedule_free, {"lr": 2.5e-3}, "Schedule-Free AdamW")
 register_optimizer(
-    "kfac", ekfac.KFAC, {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "kl_clip": 1.0}, "KFAC, inverse form"
+    "kfac",
+    of_model(ekfac.KFAC, "kl_clip"),
+    {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "kl_clip": 1.0},
+    "KFAC, inverse form",
 )
 register_optimizer(
     "ekfac",
-    ekfac.EKFAC,
-    {**ekfac.PAPER, "scaling": "per_example", "damping": 1e-2},
+    EKFAC,
+    {**PAPER, "scaling": "per_example", "damping": 1e-2},
     "EKFAC: second moments of each batch's examples",
 )
 register_optimizer(
     "ekfac-ra",
-    ekfac.EKFAC,
-    ekfac.PAPER,
+    EKFAC,
+    PAPER,
     "EKFAC-ra: running average of squared gradients",
 )
-register_optimizer("ekfac-default", ekfac.EKFAC, about="EKFAC(model) with the library's own defaults")
+register_optimizer("ekfac-default", EKFAC, about="EKFAC(model) with the library's own defaults")

@@ -101,6 +101,19 @@ register_task(
         about="digits, four sigmoid layers of 50",
     ),
 )
+register_task(
+    "deep",
+    Task(
+        build=networks.deep,
+        losses=label_cross_entropy,
+        correct=label_correct,
+        dataset="mnist-5k",
+        input_shape=(784,),
+        width=50,
+        batch_size=500,
+        about="digits, eight sigmoid layers of 50 without normalisation: hard to optimize (the demo's)",
+    ),
+)
 # The paper trains its CIFAR-10 networks with the spatially-uncorrelated approximation and the appendix's
 # damping; the baselines at batch 200.
 _CONVOLUTIONAL: dict[str, dict[str, Any]] = {

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self
 
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
-from ekfac.optim.distributed.agreement import refuse_sharded
 from ekfac.optim.engine import Engine
 from ekfac.optim.state import exchange
 
@@ -28,6 +25,10 @@ class Base:
         For the true Fisher: ``with opt.statistics(): sampled_loss.backward(retain_graph=True)``.
         """
         return self.engine.collector.statistics()
+
+    def batch(self, n: int) -> AbstractContextManager[None]:
+        """Take all layers called inside to see the same ``n`` examples, even if the model's forward is not called."""
+        return self.engine.collector.capture.batch(n)
 
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing of forwards and backwards inside."""
@@ -55,20 +56,3 @@ class Base:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def check_model(model: Any) -> None:
-    """Refuse what is not a module with at least one trainable real parameter."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r} must be a torch.nn.Module (the model itself, not its parameters)")
-    refuse_sharded(model)
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("model has no trainable parameter: nothing to precondition")
-    for name, p in trainable:
-        if isinstance(p, UninitializedParameter):
-            raise ValueError(
-                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
-            )
-        if p.is_complex():
-            raise ValueError(f"parameter '{name}' is complex ({p.dtype}). Allowed: real parameters")

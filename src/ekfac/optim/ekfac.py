@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from ekfac.optim import options
-from ekfac.optim.factory import build_engine, make_rule
+from ekfac.optim.distributed.processes import DEFAULT
+from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
-from ekfac.optim.methods.belief import Belief
+from ekfac.optim.methods.factory import eigen_methods, take_rule
+from ekfac.optim.methods.rules import Rule
 from ekfac.optim.optimizer import Optimizer
-from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.options import (
+    DAMPING,
+    Batch,
+    Coverage,
+    Damping,
+    EngineOptions,
+    Numerics,
+    Refresh,
+    StepSize,
+    check_group,
+    with_old_names,
+)
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.lr_fraction import LRFraction
-from ekfac.optim.step_size.rate import ANNEAL, WARMUP, RateCourse
-
-#: Measured defaults; docs/tuning.md has the evidence.
-LR = 0.004
-WEIGHT_DECAY = 0.3
-#: The learning rate of the rules that divide by s, as the paper's do.
-PAPER_LR = 0.01
+from ekfac.optim.step_size.rate import course_of
 
 
 class EKFAC(Optimizer):
@@ -55,26 +60,34 @@ class EKFAC(Optimizer):
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,
-            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it.
+            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it
+            or somebody writes another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
         betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
             schedulers find them.
         weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.
         total_steps: The length of the training: the rate then falls to zero along a cosine, after a warm-up.
-        anneal: Let the rate fall as lr / sqrt(1 + t / anneal) over steps t; None for no built-in course at all.
-        pace: The share of lr that the first step takes, at most 1, under scaling="anchored"; later steps take more
-            while gradients keep agreeing with the last direction, less when they point back, up to lr. None for lr at
-            all times.
-        trust: Bound on the relative change |update| / |theta| of all L layers' weights together in one step, before
-            momentum: each layer's update is shortened to trust / L at the most. None for no bound.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
             how far the loss falls; then ``step`` needs a closure.
+        damping_mode: "spectral" (a fraction of each factor's largest eigenvalue), "relative" (of the layer's mean s),
+            "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only ``eps``.
+        scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
+            its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
+            such as ``ekfac.rules.Running(decay=0.99)``.
+        refresh_every: Renew the bases every so many applied steps; sides wider than 1,024 more rarely. By default 20 on
+            a GPU, 50 on a CPU.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
         maximize: Ascend instead.
-        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
-            s, as in the paper, that is twice the KL divergence of the step.
-        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+        step_size: What bounds the length of a step besides lr.
+        refresh: How bases are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
@@ -86,58 +99,60 @@ class EKFAC(Optimizer):
         betas: tuple[float, float] | None = None,
         weight_decay: float | None = None,
         total_steps: int | None = None,
-        anneal: float | str | None = "auto",
-        pace: float | None = None,
-        trust: float | None = None,
-        damping: Damping | AdaptiveDamping = options.DAMPING,
+        damping: Damping | AdaptiveDamping = DAMPING,
+        damping_mode: str = "spectral",
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
-        kl_clip: float | None = None,
-        **arguments: Unpack[CurvatureArguments],
+        step_size: StepSize = StepSize(),
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = DEFAULT,
+        **old: Any,
     ) -> None:
-        rule = make_rule({**arguments, "betas": betas})
-        adaptive = isinstance(rule, Belief)
-        update: dict[str, Any] = {
-            "lr": (LR if adaptive else PAPER_LR) if lr is None else lr,
+        own = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "total_steps": total_steps,
             "damping": damping,
             "momentum": momentum,
             "nesterov": nesterov,
-            "weight_decay": (WEIGHT_DECAY if adaptive else 0.0) if weight_decay is None else weight_decay,
-            "decay_vectors": weight_decay is not None,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
+        given = {
+            "betas": betas,
+            "damping_mode": damping_mode,
+            "scaling": scaling,
+            "refresh_every": refresh_every,
+            "step_size": step_size,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+            "process_group": process_group,
+        }
+        arguments = with_old_names(type(self).__name__, given, old, {*own, *given, "params"})
+        rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")
+
+        def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
+            methods = eigen_methods(rule, mode)
+            return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
+
+        update: dict[str, Any] = {name: value for name, value in own.items() if name != "total_steps"}
+        update["lr"] = rule.lr if lr is None else lr
+        update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
+        update["decay_vectors"] = weight_decay is not None
         if hasattr(rule, "betas"):
             update["betas"] = tuple(rule.betas)
-        own = {
-            "lr": lr, "betas": betas, "weight_decay": weight_decay, "total_steps": total_steps, "anneal": anneal,
-            "trust": trust, "pace": pace, "damping": damping, "momentum": momentum, "nesterov": nesterov,
-            "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize, "kl_clip": kl_clip,
-        }  # fmt: skip
-        also = options.keywords(EKFAC.__init__)
-        super().__init__(
-            model,
-            params,
-            update,
-            lambda parameters, state: build_engine(
-                type(self).__name__, model, parameters, state, {**arguments, "betas": betas}, also, whole_steps=True
-            ),
-            {**own, **arguments},
-            course=course_of(anneal, total_steps, automatic=lr is None and adaptive),
-            lr_fraction=pace,
-            max_change=trust,
-            kl_clip=kl_clip,
-        )
-        if not self.engine.method.compares_gradients:
-            self.lr_fraction = LRFraction()
-
-
-def course_of(anneal: Any, total_steps: int | None, automatic: bool) -> RateCourse:
-    """The built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall."""
-    if total_steps is not None:
-        return RateCourse(WARMUP, None, total_steps)
-    if anneal == "auto":
-        return RateCourse(WARMUP, ANNEAL) if automatic else RateCourse()
-    return RateCourse(0, anneal)
+        everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
+        check_group("step_size", step_size)
+        course = course_of(step_size.decay_steps, total_steps, warms_up=lr is None and rule.warms_up)
+        super().__init__(model, params, update, make_engine, everything, step_size, course)

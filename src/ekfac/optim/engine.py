@@ -12,26 +12,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.factors import no_autocast, tensor_cores
-from ekfac.optim.cuda.executor import CudaExecutor as Executor  # or, slower: from ekfac.optim.executor import Executor
+from ekfac.optim.cuda.executor import make_executor  # or, slower: from ekfac.optim.executor import make_executor
+from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.replicas import Replicas
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.averages import average_factors, factors_of
-from ekfac.optim.statistics.collector import Collector, widest
+from ekfac.optim.statistics.collector import Collector
+from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
 from ekfac.optim.statistics.gradients import block_step
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.statistics.refresh import Refresher
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs
+from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs, factors_of
 
 #: After so many skipped steps without another between them the user is warned.
 SKIPPED_IN_A_ROW = 20
@@ -67,17 +66,15 @@ class Engine:
         self.options = options
         self.method = method
         self.elementwise = elementwise
+        owners = Owners(options.processes, lambda block: self.method_of(block).numbers(block))
         self.partition = Partition(
-            model,
-            options,
-            state,
-            lambda block: self.method_of(block).state_class,
-            lambda block: self.method_of(block).numbers(block),
+            model, options.coverage, state, lambda block: self.method_of(block).state_class, owners
         )
         self.schedule = Schedule(options, method, self.partition)
-        self.executor = Executor(options, whole_steps)
-        self.refresher = Refresher(self.executor)
-        self.collector = Collector(options, method, self.partition, self.schedule, self.executor)
+        parameters, self._whole_steps = list(parameters), whole_steps
+        self.executor = make_executor(options, whole_steps, parameters[0].device)
+        self.refresher = Refresher(self.executor, self.schedule)
+        self.collector = Collector(options, method, self.partition, self.schedule, self.executor, self._moved)
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(self)
         self.skipped_steps = 0
@@ -88,6 +85,11 @@ class Engine:
         """The method that serves a block."""
         return self.method if block.covered else self.elementwise
 
+    def _moved(self) -> None:
+        """Have another executor where the model was moved to another kind of device."""
+        self.executor = make_executor(self.options, self._whole_steps, self.partition.device)
+        self.refresher.executor = self.collector.executor = self.executor
+
     # --- the step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -97,29 +99,26 @@ class Engine:
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.
         """
-
-        def compute(inputs: StepInputs, rates: Rates) -> None:
-            apply(inputs, self.directions(inputs, rates), rates)
-
         if self.replicas.together():
-            return self.replicas.step(rates, compute)
+            return self.replicas.step(rates, apply)
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        if self.executor.replay(self, inputs, rates, compute):
+        if self.executor.replay(self, inputs, rates, apply):
             return True
-        sizes, left = self.collector.watch.sizes(list(inputs.gradients))
-        if not self.check_finite(inputs, sizes):
+        if not self.check_finite(inputs):
             return False
-        self.collector.collect(inputs, dict(zip(inputs.gradients, sizes, strict=True)))
-        self.collector.verify(inputs, sizes, left)
-        compute(inputs, rates)
+        self.collector.collect(inputs)
+        self.collector.verify(inputs)
+        apply(inputs, self.directions(inputs, rates), rates)
         return True
 
-    def check_finite(self, inputs: StepInputs, sizes: list[Tensor]) -> bool:
+    def check_finite(self, inputs: StepInputs) -> bool:
         """Tell whether to go on: all gradients are finite, or a mask will see to it that nothing changes."""
-        live = [b for b in self.partition.blocks if any(p in inputs.gradients for p in b.parameters.values())]
-        go, inputs.ok = self.executor.check_finite(sizes, wait=any(map(self.schedule.waits, live)))
+        waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
+        wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
+        self.collector.watch.sizes(inputs)
+        go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
         inputs.bad = None if inputs.ok is None else inputs.ok == 0
         if not go:
             self.skip()
@@ -127,86 +126,67 @@ class Engine:
 
     def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Factors, bases, scalings, directions: the part of a step that the device does."""
-        square = self.collector.delta_square(inputs.n_statistics)
-        exact = self.options.deterministic
-        average_factors(self.partition, inputs, square, self.options.factor_decay, bounded=not exact)
-        known = [b for b in self.partition.blocks if b not in inputs.unknown]
-        blocks = [b for b in known if any(p in inputs.gradients for p in b.parameters.values())]
-        parts = [partial(self.precondition_block, block, inputs, rates) for block in blocks]
-        with (no_autocast if exact else tensor_cores)(self.partition.device):
-            if self.replicas.together():
-                return self.replicas.directions(blocks, inputs, rates)
-            return self.executor.parallel(parts, list(map(widest, blocks)))
+        self.collector.update_factors(inputs)
+        known = (block for block in self.partition.blocks if block not in inputs.unknown)
+        blocks = [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
+        if inputs.processes > 1:
+            return self.replicas.directions(blocks, inputs, rates)
+        return self.executor.parallel(lambda block: self.precondition_block(block, inputs, rates), blocks)
 
     def precondition_block(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
-        """Algorithm 1 for one block, which no other's depends on."""
-        if self.schedule.renews(block):
+        """Algorithm 1 for one block; no block depends on another."""
+        # A basis from the factors, where it is due.
+        if block in inputs.solves or block in inputs.warm:
             self.compute_eigenbasis(block, inputs, rates)
         return self.direction(block, inputs, rates)
 
     def direction(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
         """Algorithm 1 for one block with its basis as it stands."""
-        method, state = self.method_of(block), self.partition.state(block)
-        step = self._block_step(block, inputs, rates)
-        method.project(block, state, step)
-        step.s_star = self.collector.scaling(block, inputs, step)
-        method.update_scaling(state, step)
-        P = method.project_back(method.rescale(block, state, step), step)
-        G = step.gradient if isinstance(step.gradient, Tensor) else partial(self._whole_gradient, block, inputs, rates)
-        moving = [p in inputs.gradients for p in block.parameters.values()]
-        return Direction(block, block.unstack(P), G, moving, step.products)
+        method = self.method if block.covered else self.elementwise
+        state = self.partition.states.get(block.key)
+        if state is None:
+            state = self.partition.state(block)
 
-    def no_direction(self, block: Block, inputs: StepInputs) -> Direction:
-        """A block that another process updates."""
-        moving = [p in inputs.gradients for p in block.parameters.values()]
-        return Direction(block, [], block.key.new_empty(0), moving)
+        # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
+        rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
+        if rows is None:
+            step = block_step(block, inputs, rates, method.squares_penalty)
+        else:
+            step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok)
+        method.project(block, state, step)
+
+        # The scaling, from the gradient or from each example's.
+        if block.covered and method.needs_examples:
+            step.s_star = scaling_of_examples(self.collector, block, inputs, step)
+        method.update_scaling(state, step)
+
+        # Rescaled, and back.
+        P = block.layer.unstack(method.project_back(method.rescale(block, state, step), step))
+        steps = {p: P[role] for role, p in block.parameters.items() if p in inputs.gradients}
+        G = step.gradient if isinstance(step.gradient, Tensor) else None
+        return Direction(block, steps, G, step.products)
 
     def compute_eigenbasis(self, block: Block, inputs: StepInputs, rates: Rates) -> None:
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""
-        state = self.partition.state(block)
+        state = self.partition.states[block.key]
         (A, B), damping = factors_of(state), rates.of(block.key).damping
-        if self.schedule.solves(block):
+        if block in inputs.solves:
             state.strayed = 0
             state.pop("near", None)
             self.method.refresh(block, state, A, B, float(damping), self.refresher)
         else:
-            iterations = self.schedule.iterations_within(block)
-            self.method.warm_refresh(block, state, A, B, damping, self.refresher, iterations, inputs.ok)
-
-    def _block_step(self, block: Block, inputs: StepInputs, rates: Rates) -> BlockStep:
-        """What is preconditioned: ``.grad``, or the rows that it is the product of where these are cheaper."""
-        rows = self.collector.rows(block, inputs, rates)
-        if rows is not None:
-            return BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok)
-        return block_step(block, inputs, rates, self._mean(inputs), self.method_of(block).squares_penalty)
-
-    def _whole_gradient(self, block: Block, inputs: StepInputs, rates: Rates) -> Tensor:
-        gradient = block_step(block, inputs, rates, self._mean(inputs), squares_penalty=False).gradient
-        assert isinstance(gradient, Tensor)
-        return gradient
-
-    def _mean(self, inputs: StepInputs) -> float | Tensor:
-        """What gradients are multiplied by to be those of a mean over examples."""
-        return self.options.processes.size / inputs.n if self.options.loss_reduction == "sum" else 1.0
+            self.method.warm_refresh(block, state, A, B, damping, self.refresher, inputs.warm[block], inputs.ok)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
-    def settle(self, wait: bool = False) -> None:
-        """Begin a step: learn whether the last one was skipped, and how its warm refreshes went."""
-        self.executor.join()
-        self.read_verdict()
-        if self.refresher.pending:
-            for block, near in self.refresher.poll(wait or self.options.processes.size > 1):
-                state = self.partition.peek(block)
-                if self.method.ready(state):
-                    state.near = near and state.get("near", True)
-
-    def read_verdict(self) -> bool:
-        """Correct the counts if the last step turns out to have been skipped; returns whether it has."""
-        skipped = self.executor.was_skipped()
+    def settle(self, wait: bool = False) -> bool:
+        """Learn whether the last step was skipped, and how its warm refreshes went; returns the former."""
+        skipped = self.executor.settle()
         if skipped:
             self.schedule.applied_steps -= 1
             self._count_skipped()
+        if self.schedule.pending:
+            self.schedule.poll(wait or self.options.processes.size > 1)
         return skipped
 
     def skip(self) -> None:
@@ -230,23 +210,20 @@ class Engine:
     @torch.no_grad()
     def finish(self, rates: Rates) -> None:
         """End a step: count it, let go of what was captured, and refresh the bases that are due, warm."""
-        self.schedule.count_strays()
-        due = [(b, n) for b in self.partition.covered if any(n := self.schedule.iterations_after(b))]
+        due = self.schedule.advance()
         self.collector.drop()
-        self.schedule.applied_steps += 1
-        ready = [(b, n) for b, n in due if self.schedule.ready(b)]
-        if not ready:
+        if not due:
             return
         if self.replicas.together():
-            self.replicas.refresh(ready, rates)
+            self.replicas.refresh(dict(due), rates)
             return
         with self.executor.beside(self.partition.device):
-            for block, iterations in ready:
+            for block, iterations in due:
                 self.warm_refresh(block, iterations, rates)
 
     def warm_refresh(self, block: Block, iterations: tuple[int, int], rates: Rates) -> None:
         """Bring a block's basis nearer to its factors' own, between two steps."""
-        state, damping = self.partition.state(block), rates.of(block.key).damping
+        state, damping = self.partition.states[block.key], rates.of(block.key).damping
         self.method.warm_refresh(block, state, *factors_of(state), damping, self.refresher, iterations)
 
     def close(self) -> None:

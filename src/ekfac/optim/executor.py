@@ -17,7 +17,7 @@ from ekfac.curvature.layers.base import Call
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
-    from ekfac.optim.engine import Engine
+    from ekfac.optim.engine import Apply, Engine
     from ekfac.optim.types import Rates, StepInputs
 
 T = TypeVar("T")
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 class Answer:
     """A tensor that the host will read."""
+
+    #: Whether it may not be there yet.
+    late = False
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -48,15 +51,13 @@ class Executor:
         #: While a whole step is recorded: residuals of the warm refreshes in it.
         self.recorded: dict[Block, Tensor] | None = None
 
-    def replay(
-        self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Callable[[StepInputs, Rates], None]
-    ) -> bool:
+    def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
-    def parallel(self, parts: Sequence[Callable[[], T]], sizes: Sequence[int]) -> list[T]:
-        """Run independent parts, each about so many numbers; returns what they return, in their order."""
-        return [part() for part in parts]
+    def parallel(self, function: Callable[[Block], T], blocks: Sequence[Block]) -> list[T]:
+        """Call a function of each block, which do not depend on each other; returns what it returns, in their order."""
+        return [function(block) for block in blocks]
 
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
@@ -71,12 +72,9 @@ class Executor:
         """
         return function(*tensors)
 
-    def keeps_calls(self, calls: list[Call]) -> bool:
-        """Tell whether a layer's calls had better be taken within the step than at once."""
+    def keeps_calls(self, calls: list[Call], kept: int) -> bool:
+        """Tell whether a layer's calls had better be taken within the step than at once; ``kept`` bytes are already."""
         return False
-
-    def drop(self) -> None:
-        """Forget which calls are kept."""
 
     def beside(self, device: torch.device) -> AbstractContextManager[None]:
         """Run what is launched inside beside the next forward and backward pass."""
@@ -84,6 +82,10 @@ class Executor:
 
     def join(self) -> None:
         """Have what follows wait for what runs beside."""
+
+    def settle(self) -> bool:
+        """Do so, and tell whether the last step is now known to have changed nothing; once."""
+        return False
 
     def check_finite(self, sizes: list[Tensor], wait: bool) -> tuple[bool, Tensor | None]:
         """Tell whether to go on, and with which mask (None where the step is known to be good).
@@ -96,13 +98,14 @@ class Executor:
         found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
         return all(bool(torch.isfinite(s).all()) for s in found), None
 
-    def was_skipped(self) -> bool:
-        """Tell whether the last step is now known to have changed nothing; once."""
-        return False
-
     def answer(self, value: Tensor) -> Answer:
         """Have the host read a tensor later."""
         return Answer(value)
 
     def close(self) -> None:
         """Let go of everything that is kept to be replayed."""
+
+
+def make_executor(options: EngineOptions, whole_steps: bool, device: torch.device) -> Executor:
+    """The executor for what is on a device."""
+    return Executor(options, whole_steps)

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.optim import options
 from ekfac.optim.engine import Engine
-from ekfac.optim.options import CurvatureArguments
+from ekfac.optim.options import FLAT, GROUPS, RULE_OPTIONS
 from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+#: Options that are the same for the whole model, so that no group can have its own.
+SAME_FOR_ALL = {*FLAT, *GROUPS, *RULE_OPTIONS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
 
 
 class Grouped(torch.optim.Optimizer):
@@ -34,7 +38,11 @@ class Grouped(torch.optim.Optimizer):
         self.model = model
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self._adaptation: Adaptation | None = None
-        self._indexed: tuple[Any, dict[nn.Parameter, int]] | None = None
+        #: The group of every parameter that is trained, and what it was found for.
+        self._group_of: dict[nn.Parameter, int] = {}
+        self._indexed: tuple[int, ...] = ()
+        #: lr and damping of each group when they were last checked: schedulers and users write there.
+        self._checked: dict[int, tuple[Any, Any]] = {}
         self._group_defaults = defaults
         defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_update_options(defaults)
@@ -52,10 +60,13 @@ class Grouped(torch.optim.Optimizer):
         items = [given] if isinstance(given, Tensor) else list(given)
         parameters = [item[1] if isinstance(item, tuple) else item for item in items]
         for p in parameters:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"params holds {p!r}, which is no parameter of the model")
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         if "weight_decay" in group:
             group.setdefault("decay_vectors", True)
+        group.setdefault("lr_named", "lr" in group)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):
@@ -100,29 +111,26 @@ class Grouped(torch.optim.Optimizer):
                     f"damping={sorted(values)} within layer '{block.name}': the parameters of a layer must agree"
                 )
 
-    def _group_index(self) -> dict[nn.Parameter, int]:
-        """The group of every parameter that is trained."""
+    def _index(self) -> None:
+        """Find the group of every parameter that is trained."""
         partition = self.engine.partition
-        at = partition.generation, [len(group["params"]) for group in self.param_groups]
-        if self._indexed is None or self._indexed[0] != at:
-            trained = set(partition.parameters)
-            index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
-            self._check_damping_within_layers(partition.blocks)
-            self._indexed = at, index
-        return self._indexed[1]
+        trained = set(partition.parameters)
+        self._group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
+        self._check_damping_within_layers(partition.blocks)
 
     def _adapts(self) -> Adaptation | None:
         """What a group's damping adapts by, if any does."""
         return self._adaptation if self._adaptation in self._damping_functions.values() else None
 
-    def _current_damping(self) -> None:
-        """Write the current number of a damping function into its group, and check what stands in the groups."""
-        applied = self.engine.schedule.applied_steps
-        for index, function in self._damping_functions.items():
-            self.param_groups[index]["damping"] = options.damping("damping", function, applied)
-        for group in self.param_groups:  # schedulers and users write into the groups
-            options.number("lr", group["lr"], least=0)
-            options.damping("damping", group["damping"])
+    def _check_group(self, index: int) -> None:
+        """Write the current number of a damping function into its group, and check what stands there."""
+        group = self.param_groups[index]
+        if index in self._damping_functions:
+            applied = self.engine.schedule.applied_steps
+            group["damping"] = options.damping("damping", self._damping_functions[index], applied)
+        checks.number("lr", group["lr"], least=0)
+        options.damping("damping", group["damping"])
+        self._checked[index] = group["lr"], group["damping"]
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
@@ -131,13 +139,15 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
         raise TypeError(f"params is of type {type(params).__name__}. {allowed}")
     items = list(params)
-    if items and not any(isinstance(item, dict) for item in items):
+    if not items:
+        raise ValueError(f"params is empty. {allowed}")
+    if not any(isinstance(item, dict) for item in items):
         items = [{"params": items}]
     for item in items:
         if not isinstance(item, dict) or "params" not in item:
             shown = f"keys {list(item)}" if isinstance(item, dict) else f"type {type(item).__name__}"
             raise ValueError(f"params holds a group of {shown}. {allowed}")
-        if fixed := sorted(set(item) & CurvatureArguments.__annotations__.keys()):
+        if fixed := sorted(SAME_FOR_ALL & set(item)):
             raise ValueError(
                 f"params: a group cannot have a {fixed[0]} of its own, which is the same for the whole model"
             )
@@ -146,13 +156,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 def check_update_options(values: dict[str, Any]) -> None:
     """Check what belongs to the update of the parameters, for the defaults and for every group."""
-    options.number("lr", values["lr"], least=0)
+    checks.number("lr", values["lr"], least=0)
     options.damping("damping", values["damping"])
-    options.number("momentum", values["momentum"], least=0, below=1)
-    options.number("weight_decay", values["weight_decay"], least=0)
+    checks.number("momentum", values["momentum"], least=0, below=1)
+    checks.number("weight_decay", values["weight_decay"], least=0)
     if "betas" in values:
-        options.decays("betas", values["betas"])
+        checks.decays("betas", values["betas"])
     for name in ("nesterov", "decoupled_weight_decay", "maximize"):
-        options.flag(name, values[name])
+        checks.flag(name, values[name])
     if values["nesterov"] and not values["momentum"]:
         raise ValueError(f"nesterov=True needs momentum > 0, not momentum={values['momentum']!r}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from ekfac.optim import options
+from ekfac import checks
+from ekfac.optim.distributed.processes import DEFAULT
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
 from ekfac.optim.methods.damping import plain
@@ -15,8 +16,19 @@ from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.methods.inverse import InverseMethod
 from ekfac.optim.methods.rules import Running
 from ekfac.optim.optimizer import Optimizer
-from ekfac.optim.options import CaptureArguments, Damping, EngineOptions
+from ekfac.optim.options import (
+    Batch,
+    Coverage,
+    Damping,
+    EngineOptions,
+    Numerics,
+    Refresh,
+    StepSize,
+    check_group,
+    with_old_names,
+)
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
+from ekfac.optim.step_size.rate import course_of
 
 
 class KFAC(Optimizer):
@@ -32,16 +44,24 @@ class KFAC(Optimizer):
         model: The model; its forward counts the examples.
         params: torch's parameter groups over the model's parameters.
         lr: Learning rate.
+        weight_decay: Weight decay.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`; a change re-inverts
             at once.
+        pi_correction: Balance the damping between A and B.
+        refresh_every: Invert anew every so many applied steps. By default 20 on a GPU, 50 on a CPU.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
-        weight_decay: Weight decay.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
         maximize: Ascend instead.
-        kl_clip: Bound on lr^2 times the inner product of gradient and direction.
-        pi_correction: Balance the damping between A and B.
-        **arguments: See :class:`ekfac.optim.options.CaptureArguments`.
+        step_size: What bounds the length of a step besides lr: nothing by default.
+        refresh: How inverses are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
@@ -50,17 +70,24 @@ class KFAC(Optimizer):
         *,
         params: Groups | None = None,
         lr: float | Tensor = 0.01,
+        weight_decay: float = 0.0,
         damping: Damping | AdaptiveDamping = 1e-3,
+        pi_correction: bool = True,
+        refresh_every: int | None = None,
         momentum: float = 0.0,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
-        kl_clip: float | None = None,
-        pi_correction: bool = True,
-        **arguments: Unpack[CaptureArguments],
+        step_size: StepSize = StepSize(),
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = DEFAULT,
+        **old: Any,
     ) -> None:
-        options.flag("pi_correction", pi_correction)
+        checks.flag("pi_correction", pi_correction)
         update = {
             "lr": lr,
             "damping": damping,
@@ -71,13 +98,27 @@ class KFAC(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
+        given = {
+            "refresh_every": refresh_every,
+            "step_size": step_size,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+            "process_group": process_group,
+        }
+        own = {name: value for name, value in update.items() if name != "decay_vectors"}
+        arguments = with_old_names("KFAC", given, old, {*own, *given, "params", "pi_correction"})
+        if arguments["coverage"].basis != "kronecker":
+            raise TypeError("basis='identity': KFAC's inverse form has no basis. Allowed: basis='kronecker'")
 
         def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
-            settings = EngineOptions.from_arguments("KFAC", dict(arguments), also=options.keywords(KFAC.__init__))
-            if settings.basis != "kronecker":
-                raise TypeError("KFAC has no argument 'basis': its inverse form has no basis")
-            method, elementwise = InverseMethod(pi_correction), EigenMethod(Running(), plain)
-            return Engine(model, parameters, settings, method, elementwise, state, whole_steps=True)
+            methods = InverseMethod(pi_correction), EigenMethod(Running(), plain)
+            return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
 
-        everything = {**update, "kl_clip": kl_clip, "pi_correction": pi_correction, **arguments}
-        super().__init__(model, params, update, make_engine, everything, kl_clip=kl_clip)
+        step_size = arguments.pop("step_size")
+        check_group("step_size", step_size)
+        course = course_of(step_size.decay_steps, None, warms_up=False)
+        everything = {**own, "pi_correction": pi_correction, **arguments}
+        super().__init__(model, params, update, make_engine, everything, step_size, course)

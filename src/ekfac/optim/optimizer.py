@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim import options
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
+from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
-from ekfac.optim.step_size.rate import RateCourse, is_scheduled
+from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
@@ -35,11 +37,9 @@ class Optimizer(Base, Joinable, Grouped):
         params: torch's parameter groups over the model's parameters; all of them by default.
         defaults: What a group has unless it says otherwise.
         make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
-        arguments: All arguments, for copies.
+        arguments: All arguments as they were given, for copies.
+        step_size: What bounds the length of a step.
         course: What lr is multiplied by over the steps, in groups that no scheduler of torch's has in hand.
-        lr_fraction: The fraction of lr that the first step takes; None for all of it at all times.
-        max_change: Bound on the relative change of the weights in one step; None for none.
-        kl_clip: Bound on lr^2 times the inner product of gradient and direction; None for none.
     """
 
     def __init__(
@@ -49,22 +49,18 @@ class Optimizer(Base, Joinable, Grouped):
         defaults: dict[str, Any],
         make_engine: Callable[[list[nn.Parameter], Any], Engine],
         arguments: dict[str, Any],
-        *,
-        course: RateCourse | None = None,
-        lr_fraction: float | None = None,
-        max_change: float | None = None,
-        kl_clip: float | None = None,
+        step_size: StepSize,
+        course: RateCourse,
     ) -> None:
-        check_model(model)
-        if max_change is not None:
-            options.number("trust", max_change, above=0)
-        self._arguments = arguments
-        self.course = course or RateCourse()
-        self.max_change = max_change
-        self.lr_fraction = LRFraction(lr_fraction)
-        self.kl_clip = KLClip(kl_clip)
+        checks.model(model)
+        self._arguments = {**arguments, "step_size": step_size}
+        self.step_size = step_size
+        self.course = course
+        self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
         self.engine = make_engine(self._all_parameters(), self.state)
+        compares = self.engine.method.compares_gradients
+        self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
         try:
             self._check_damping_within_layers(self.engine.partition.blocks)
         except ValueError:
@@ -81,11 +77,11 @@ class Optimizer(Base, Joinable, Grouped):
             closure: Clears the gradients, computes the loss, calls backward and returns the loss. It is called first,
                 and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
         """
-        engine, adaptation = self.engine, self._adapts()
+        engine, comparison = self.engine, None
         if closure is None and self._only_to_initialise():
             return None
         self._not_joined_yet()
-        comparison = None
+        adaptation = None if self._adaptation is None else self._adapts()
         if adaptation is not None:
             engine.settle()
             comparison = self._comparison(adaptation, closure)
@@ -95,9 +91,11 @@ class Optimizer(Base, Joinable, Grouped):
                 loss = closure()
         if adaptation is None:
             engine.settle()  # not before the closure: it waits for the last step
-        self._check_scaler()
-        with no_autocast(engine.partition.device):
-            self._current_damping()
+        if hasattr(self, "found_inf"):
+            self._refuse_scaler()
+        device = self.param_groups[0]["params"][0].device
+        casts = torch.is_autocast_enabled(device.type)
+        with no_autocast(device) if casts else nullcontext():
             if comparison is not None:
                 comparison.before(loss)
             rates = self._rates()
@@ -105,7 +103,7 @@ class Optimizer(Base, Joinable, Grouped):
         if done and comparison is not None:
             comparison.after()
         if done:
-            with no_autocast(engine.partition.device):
+            with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
         return loss
 
@@ -132,43 +130,57 @@ class Optimizer(Base, Joinable, Grouped):
         # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
         return self.engine.options.grad_scaler is None
 
-    def _check_scaler(self) -> None:
-        if hasattr(self, "found_inf"):
-            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
-                self.__dict__.pop(name, None)
-            raise RuntimeError(
-                "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
-                f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
-            )
+    def _refuse_scaler(self) -> None:
+        for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
+            self.__dict__.pop(name, None)
+        raise RuntimeError(
+            "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
+            f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
+        )
 
     def _rates(self) -> Rates:
-        """The numbers of this step, by group: the annealed lr, damping, and what depends on them."""
-        t = self.engine.schedule.applied_steps
-        factor = self.course.factor(t)
+        """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
+        factor = self.course.factor(self.engine.schedule.applied_steps)
         groups, fixed = [], []
-        for g in self.param_groups:
-            lr = g["lr"].reshape(()) if isinstance(g["lr"], Tensor) else g["lr"]
+        for index, g in enumerate(self.param_groups):
+            lr = g["lr"]
+            tensor = isinstance(lr, Tensor)
+            if tensor or index in self._damping_functions or self._checked.get(index) != (lr, g["damping"]):
+                self._check_group(index)
+            lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
-            lr = lr * factor if self._on_course(g) else lr
+            if factor != 1.0 and self._on_course(g):
+                lr = lr * factor
             groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas")))
             names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
             fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
-        return Rates(groups, self._group_index(), (tuple(fixed), self.kl_clip.bound, self.max_change))
+        at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]
+        if at != self._indexed:
+            self._index()
+            self._indexed = at
+        return Rates(groups, self._group_of, (tuple(fixed), self.step_size))
 
     def _on_course(self, group: dict[str, Any]) -> bool:
-        """Tell whether the built-in course has a group's rate: nobody schedules it, nor has changed the default."""
-        untouched = self._arguments.get("lr") is not None or group["lr"] == self.defaults["lr"]
-        return not is_scheduled(group) and (untouched or self.course.total_steps is not None)
+        """Tell whether the built-in course has a group's rate: nobody schedules it, nor names it and no course."""
+        named = group["lr_named"] or bool(group["lr"] != self.defaults["lr"])
+        # All of torch's schedulers note where a rate began.
+        return "initial_lr" not in group and not (self.course.automatic and named)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
-        fraction = self.lr_fraction.take(directions, inputs.ok)
-        lrs = [group.lr * fraction for group in rates.groups]
+        lrs, adapts = [group.lr for group in rates.groups], self.lr_fraction.start is not None
+        if adapts:
+            fraction = self.lr_fraction.take(directions, inputs.ok)
+            lrs = [lr * fraction for lr in lrs]
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
-        processes = self.engine.options.processes
-        steps, factors = bound_change(directions, lr_of, self.max_change, processes)
-        self.lr_fraction.follow(directions, factors, inputs.ok)
-        steps = self.kl_clip(steps, directions, lr_of, processes)
+        steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
+        if self.step_size.max_change is not None:
+            most = self.step_size.max_change
+            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, self.engine.options.processes)
+        if adapts:
+            self.lr_fraction.follow(directions, factors, inputs.ok)
+        if self.kl_clip.bound is not None:
+            steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs.ok)
 
@@ -225,7 +237,6 @@ class Optimizer(Base, Joinable, Grouped):
         Where several processes train together each has a part of the state. All of them must call this, and all get
         the whole; it can be loaded by any number of processes.
         """
-        self.engine.settle(wait=True)
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
@@ -255,15 +266,15 @@ class Optimizer(Base, Joinable, Grouped):
         checkpoint.check_complete(self.engine, saved, saved_state)
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
-        super().load_state_dict({**state_dict, "state": {}})
-        for group in self.param_groups:
+        missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
+        missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
+        groups = [{**missing, **group} for group in state_dict["param_groups"]]
+        for group in groups:
             group.pop("ekfac", None)
-        for group in self.param_groups:  # of a version that did not have them all
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
         self.state.update(state)
-        self.engine.partition.states = self.state  # torch has put a new dict there
+        self.engine.partition.take_states(self.state)  # torch has put a new dict there
         keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]
         self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)

@@ -1,22 +1,292 @@
-"""The arguments that EKFAC, KFAC and Preconditioner share, and checks of those that are all optimizers' own."""
+"""The arguments of EKFAC, KFAC and Preconditioner: those that belong together in one object, checked when it is made.
+
+An argument of its own has what people set: lr, betas, weight_decay, damping, scaling, refresh_every. The rest is in
+:class:`StepSize`, :class:`Refresh`, :class:`Coverage`, :class:`Batch` and :class:`Numerics`. Names from before there
+were groups, ``trust=1.0`` for ``step_size=StepSize(max_change=1.0)``, are still taken, with a DeprecationWarning.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
-from ekfac.checks import decays as decays
-from ekfac.checks import flag as flag
-from ekfac.checks import integer as integer
-from ekfac.checks import number as number
-from ekfac.checks import one_of as one_of
-from ekfac.checks import patterns as patterns
+from ekfac import checks
 from ekfac.curvature.blocks import MAX_FACTOR_DIM
 from ekfac.optim.distributed.processes import DEFAULT, Processes
+
+Damping = float | Callable[[int], float]
+
+#: epsilon of EKFAC and Preconditioner: a fraction of each factor's largest eigenvalue; docs/tuning.md has the evidence.
+DAMPING = 1e-8
+
+
+@dataclass(frozen=True, repr=False)
+class Group:
+    """Options that belong together; shown without those that are as usual."""
+
+    def __repr__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+
+@dataclass(frozen=True, repr=False)
+class StepSize(Group):
+    """What bounds the length of a step besides lr.
+
+    Attributes:
+        decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None for no built-in fall.
+            By default, where no lr is given, what ``lr`` says of it.
+        max_change: Bound on the relative change |update| / |theta| of all L layers' weights together in one step,
+            before momentum: each layer's update is shortened to max_change / L at the most. None for no bound.
+        lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored"; later steps take
+            more while gradients keep agreeing with the last direction, less when they point back, up to lr. None for
+            lr at all times.
+        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
+            s, as in the paper, that is twice the KL divergence of the step. None for no bound.
+    """
+
+    decay_steps: float | str | None = "auto"
+    max_change: float | None = None
+    lr_fraction: float | None = None
+    kl_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr_fraction is not None:
+            checks.number("lr_fraction", self.lr_fraction, above=0, most=1)
+        if self.decay_steps is not None and self.decay_steps != "auto":
+            checks.number("decay_steps", self.decay_steps, above=0)
+        for name in ("max_change", "kl_clip"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), above=0)
+
+
+@dataclass(frozen=True, repr=False)
+class Refresh(Group):
+    """How bases (inverses) are renewed, and which batches the factors take in.
+
+    Attributes:
+        deterministic: Solve in full for all bases within every ``refresh_every``-th step, as Algorithm 1 has it. By
+            default they are renewed between steps, one layer after another, by orthogonal iteration from the basis in
+            use (and soon after the start, when they change fast), so that no step waits for a solver.
+        factor_decay: Weight of the past in A and B; 0 uses the current batch alone.
+        factor_every: Take A and B from every so many steps' batches. By default from every one until step 20, then
+            from every ``refresh_every // 4``-th, layers one after another in up to four fractions (all at once if
+            ``deterministic``).
+    """
+
+    deterministic: bool = False
+    factor_decay: float = 0.95
+    factor_every: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.flag("deterministic", self.deterministic)
+        checks.number("factor_decay", self.factor_decay, least=0, below=1)
+        if self.factor_every is not None:
+            checks.integer("factor_every", self.factor_every, least=1)
+
+
+@dataclass(frozen=True, repr=False)
+class Coverage(Group):
+    """Which layers get a Kronecker block, and of what form.
+
+    Attributes:
+        include: Names or patterns of layers to cover; all by default.
+        exclude: Names or patterns of layers to leave to the diagonal method.
+        unsupported: "diagonal" gives parameters that no block covers the diagonal method, "error" refuses them.
+        max_factor_dim: A side wider than this is kept diagonal; None for no limit.
+        sua: Take the taps of a convolution as uncorrelated. None: where it reads more than 512 numbers at a position,
+            whose factors would cost more than all else; never with sharing="reduce".
+        sharing: "expand" or "reduce", how positions of one example enter A and B.
+        basis: "kronecker", or "identity" for the plain diagonal method.
+    """
+
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] = ()
+    unsupported: str = "diagonal"
+    max_factor_dim: int | None = MAX_FACTOR_DIM
+    sua: bool | None = None
+    sharing: str = "expand"
+    basis: str = "kronecker"
+
+    def __post_init__(self) -> None:
+        checks.one_of("unsupported", self.unsupported, ("diagonal", "error"))
+        checks.one_of("sharing", self.sharing, ("expand", "reduce"))
+        checks.one_of("basis", self.basis, ("kronecker", "identity"))
+        if self.max_factor_dim is not None:
+            checks.integer("max_factor_dim", self.max_factor_dim, least=1)
+        if self.sua is not None:
+            checks.flag("sua", self.sua)
+        if self.sua and self.sharing == "reduce":
+            raise ValueError("sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'")
+        if self.include is not None:
+            object.__setattr__(self, "include", tuple(checks.patterns("include", self.include)))
+        object.__setattr__(self, "exclude", tuple(checks.patterns("exclude", self.exclude)))
+
+
+@dataclass(frozen=True, repr=False)
+class Batch(Group):
+    """What a batch is to the loss.
+
+    Attributes:
+        reduction: "mean" or "sum", what the loss does over examples.
+        dim: The dimension of the model's input that counts examples.
+        count: A function of the arguments of the model's forward that returns how many examples there are, for inputs
+            whose first tensor does not say. By default it does; where there is none, the first layer's input.
+    """
+
+    reduction: str = "mean"
+    dim: int = 0
+    count: Callable[..., int] | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of("reduction", self.reduction, ("mean", "sum"))
+        checks.integer("dim", self.dim, least=0)
+        if self.count is not None and not callable(self.count):
+            raise ValueError(f"count={self.count!r} must be a function of the model's arguments, or None")
+
+
+@dataclass(frozen=True, repr=False)
+class Numerics(Group):
+    """Memory and speed.
+
+    Attributes:
+        memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
+            what was captured and the sums themselves. One example at a time is the least.
+        cuda_graphs: Record repeated steps as CUDA graphs (one a batch size).
+    """
+
+    memory_limit: int = 2**28
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        checks.integer("memory_limit", self.memory_limit, least=1)
+        checks.flag("cuda_graphs", self.cuda_graphs)
+
+
+#: Arguments that hold a group.
+GROUPS: dict[str, type[Group]] = {
+    "step_size": StepSize,
+    "refresh": Refresh,
+    "coverage": Coverage,
+    "batch": Batch,
+    "numerics": Numerics,
+}
+
+#: Names from before there were groups, where they differ from the field's.
+RENAMED = {
+    "lr_fraction": "pace",
+    "max_change": "trust",
+    "decay_steps": "anneal",
+    "reduction": "loss_reduction",
+    "dim": "batch_dim",
+}
+
+#: Every name from before there were groups, with its group and field.
+FLAT: dict[str, tuple[str, str]] = {
+    RENAMED.get(f.name, f.name): (group, f.name) for group, kind in GROUPS.items() for f in fields(kind)
+}
+
+#: Names from before rules were objects, and the rules' own.
+RULE_OPTIONS = {"scaling_decay": "decay", "on_refresh": "restart", "alpha": "alpha", "eps": "eps"}
+
+#: What the paper does, where it differs from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
+PAPER: dict[str, Any] = {
+    "scaling": "running",
+    "lr": 0.01,
+    "damping": 1e-3,
+    "damping_mode": "plain",
+    "refresh_every": 50,
+    "refresh": Refresh(deterministic=True, factor_every=1),
+    "step_size": StepSize(decay_steps=None),
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine is told."""
+
+    refresh_every: int | None = None
+    refresh: Refresh = Refresh()
+    coverage: Coverage = Coverage()
+    batch: Batch = Batch()
+    numerics: Numerics = Numerics()
+    grad_scaler: torch.amp.GradScaler | None = field(default=None, compare=False)
+    process_group: Any = field(default=DEFAULT, compare=False)
+    #: The ranks that share statistics.
+    processes: Processes = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.refresh_every is not None:
+            checks.integer("refresh_every", self.refresh_every, least=1)
+        for name in ("refresh", "coverage", "batch", "numerics"):
+            check_group(name, getattr(self, name))
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
+            raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+        object.__setattr__(self, "processes", Processes(self.process_group))
+
+
+def check_group(name: str, value: Any) -> None:
+    """Refuse what is not the group that an argument takes."""
+    if not isinstance(value, GROUPS[name]):
+        raise TypeError(f"{name}={value!r} must be a {GROUPS[name].__name__}, e.g. {name}={GROUPS[name].__name__}()")
+
+
+def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Put arguments with names from before there were groups into their groups, and warn of them.
+
+    Args:
+        who: The class that they were given to.
+        given: Its arguments, groups among them.
+        old: Arguments that it does not list.
+        known: All names that it lists.
+    """
+    known = set(known)
+    allowed = {name for name, (group, _) in FLAT.items() if group in known}
+    allowed |= set(RULE_OPTIONS) if "scaling" in known else set()
+    if unknown := sorted(set(old) - allowed):
+        names = ", ".join(sorted(known | allowed))
+        raise TypeError(f"{who} has no argument {', '.join(map(repr, unknown))}. Allowed: {names}")
+    arguments = into_groups({**given, **old})
+    instead: dict[str, list[str]] = {}
+    for name in old:
+        group, option = FLAT[name] if name in FLAT else ("scaling", RULE_OPTIONS[name])
+        kind = GROUPS[group].__name__ if name in FLAT else "<rule>"
+        instead.setdefault(f"{group}={kind}", []).append(f"{option}=...")
+    if instead:
+        better = ", ".join(f"{start}({', '.join(options)})" for start, options in instead.items())
+        warnings.warn(f"{', '.join(old)}: write {who}(model, {better})", DeprecationWarning, stacklevel=3)
+    return arguments
+
+
+def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments with all that belong into a group in it; those of rules stay."""
+    found = {name: value for name, value in arguments.items() if name not in FLAT}
+    for name in (n for n in arguments if n in FLAT):
+        group, option = FLAT[name]
+        before = found.get(group, GROUPS[group]())
+        check_group(group, before)
+        try:
+            found[group] = replace(before, **{option: arguments[name]})
+        except ValueError as error:
+            raise error if name == option else ValueError(f"{name}: {error}") from None
+    return found
+
+
+def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments without groups, as plain data: what differs from the defaults has its name from before."""
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if not isinstance(value, Group):
+            found[name] = value
+            continue
+        for f in fields(value):
+            if getattr(value, f.name) != f.default:
+                found[RENAMED.get(f.name, f.name)] = getattr(value, f.name)
+    return found
 
 
 def damping(name: str, value: Any, step: int = 0) -> float:
@@ -27,182 +297,7 @@ def damping(name: str, value: Any, step: int = 0) -> float:
         )
     if callable(value):
         current = value(step)
-        number(f"{name}({step})", current, above=0)
+        checks.number(f"{name}({step})", current, above=0)
         return float(current)
-    number(name, value, above=0)
+    checks.number(name, value, above=0)
     return float(value)
-
-
-def keywords(function: Callable[..., Any]) -> set[str]:
-    """The names of a function's keyword arguments."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-Damping = float | Callable[[int], float]
-
-
-class CaptureArguments(TypedDict, total=False):
-    """Arguments that EKFAC, KFAC and Preconditioner share: what is captured, and when bases are renewed.
-
-    Attributes:
-        refresh_every: Renew the bases (inverses) every so many applied steps; sides wider than 1,024 more rarely.
-            Default 20 on a GPU, 50 on a CPU.
-        deterministic: Solve in full for all bases (inverses) within every ``refresh_every``-th step, as Algorithm 1 has
-            it. By default they are renewed between steps, one layer after another, by orthogonal iteration from the
-            basis in use (and soon after the start, when they change fast), so that no step waits for a solver.
-        factor_decay: Weight of the past in A and B; 0 uses the current batch alone. Default 0.95.
-        factor_every: Take A and B from every so many steps' batches. Default 1 until step 20, then
-            ``refresh_every // 4``, at least 1, layers by turns in up to four shares (at once if ``deterministic``).
-        sharing: "expand" (default) or "reduce", how positions of one example enter A and B.
-        sua: Take the taps of a convolution as uncorrelated. Default None: where it reads more than 512 numbers at a
-            position, whose factors would cost more than all else; never with sharing="reduce".
-        loss_reduction: "mean" (default) or "sum", over examples.
-        batch_dim: The dimension of the model's input that counts examples. Default 0.
-        include: Names or patterns of layers to cover; all by default.
-        exclude: Names or patterns of layers to leave to the diagonal method.
-        unsupported: "diagonal" (default), or "error" to refuse parameters that no block covers.
-        max_factor_dim: A side wider than this is kept diagonal; None for no limit. Default 4,096.
-        memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
-            what was captured and the sums themselves. One example at a time is the least. Default 256 MiB.
-        cuda_graphs: Capture repeated steps in CUDA graphs (one a batch size). Default True.
-        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
-        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default the default group, if torch.distributed runs. None for none: this process is on its own.
-    """
-
-    refresh_every: int | None
-    deterministic: bool
-    factor_decay: float
-    factor_every: int | None
-    sharing: str
-    sua: bool | None
-    loss_reduction: str
-    batch_dim: int
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str]
-    unsupported: str
-    max_factor_dim: int | None
-    memory_limit: int
-    cuda_graphs: bool
-    grad_scaler: torch.amp.GradScaler | None
-    process_group: Any
-
-
-class CurvatureArguments(CaptureArguments, total=False):
-    """Arguments that EKFAC and Preconditioner share besides those of :class:`CaptureArguments`.
-
-    Attributes:
-        scaling: "belief" (default), "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC),
-            "kronecker" (KFAC in its eigenbasis), or torch's "adam", "rmsprop", "adagrad" in the basis; or a rule itself
-            (see :mod:`ekfac.optim.methods.rules`).
-        damping_mode: "spectral" (a share of each factor's largest eigenvalue, default), "relative" (of the layer's
-            mean s), "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only
-            ``eps``.
-        scaling_decay: Weight of the past in s. Default 0.98 for "anchored", 0.95 for "running", 0 for "per_example".
-        alpha: Decay of "rmsprop". Default 0.99.
-        eps: What "adam", "rmsprop" (1e-8) and "adagrad" (1e-10) add to the square root.
-        on_refresh: "kronecker" restarts s at S_B x S_A in a new basis (default of "anchored" and "running"), "carry"
-            takes it there (default of the others).
-        basis: "kronecker" (default), or "identity" for the plain diagonal method.
-    """
-
-    scaling: Any
-    damping_mode: str
-    scaling_decay: float | None
-    alpha: float
-    eps: float | None
-    on_refresh: str | None
-    basis: str
-
-
-#: epsilon of EKFAC and Preconditioner: a share of each factor's largest eigenvalue; docs/tuning.md has the evidence.
-DAMPING = 1e-8
-
-#: What the paper does, where it differs from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
-PAPER: dict[str, Any] = {
-    "scaling": "running",
-    "lr": 0.01,
-    "damping": 1e-3,
-    "damping_mode": "plain",
-    "refresh_every": 50,
-    "factor_every": 1,
-    "deterministic": True,
-    "anneal": None,
-    "trust": None,
-    "pace": None,
-}
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The checked form of :class:`CaptureArguments`, with its defaults."""
-
-    refresh_every: int | None = None
-    deterministic: bool = False
-    factor_decay: float = 0.95
-    factor_every: int | None = None
-    sharing: str = "expand"
-    sua: bool | None = None
-    basis: str = "kronecker"
-    loss_reduction: str = "mean"
-    batch_dim: int = 0
-    include: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] = ()
-    unsupported: str = "diagonal"
-    max_factor_dim: int | None = MAX_FACTOR_DIM
-    memory_limit: int = 2**28
-    cuda_graphs: bool = True
-    grad_scaler: torch.amp.GradScaler | None = None
-    process_group: Any = DEFAULT
-
-    def __post_init__(self) -> None:
-        if self.refresh_every is not None:
-            integer("refresh_every", self.refresh_every, least=1)
-        flag("deterministic", self.deterministic)
-        flag("cuda_graphs", self.cuda_graphs)
-        number("factor_decay", self.factor_decay, least=0, below=1)
-        if self.factor_every is not None:
-            integer("factor_every", self.factor_every, least=1)
-        one_of("sharing", self.sharing, ("expand", "reduce"))
-        if self.sua is None and self.sharing == "reduce":
-            object.__setattr__(self, "sua", False)
-        if self.sua is not None:
-            flag("sua", self.sua)
-        one_of("basis", self.basis, ("kronecker", "identity"))
-        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        integer("batch_dim", self.batch_dim, least=0)
-        one_of("unsupported", self.unsupported, ("diagonal", "error"))
-        if self.max_factor_dim is not None:
-            integer("max_factor_dim", self.max_factor_dim, least=1)
-        integer("memory_limit", self.memory_limit, least=1)
-        if self.sua and self.sharing == "reduce":
-            raise ValueError("sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'")
-        if self.include is not None:
-            object.__setattr__(self, "include", patterns("include", self.include))
-        object.__setattr__(self, "exclude", patterns("exclude", self.exclude))
-        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
-            raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
-        Processes(self.process_group)
-
-    @property
-    def processes(self) -> Processes:
-        """The ranks that share statistics."""
-        return Processes(self.process_group)
-
-    @classmethod
-    def from_arguments(cls, who: str, arguments: dict[str, Any], also: Iterable[str] = ()) -> EngineOptions:
-        """Take what belongs here from keyword arguments; unknown names are refused with a list of the known.
-
-        Args:
-            who: The class that they were given to.
-            arguments: The arguments.
-            also: Names that the class knows besides.
-        """
-        own = {f.name for f in fields(cls)}
-        unknown = sorted(set(arguments) - own - set(also))
-        if unknown:
-            raise TypeError(
-                f"{who} has no argument {', '.join(map(repr, unknown))}. Allowed: {', '.join(sorted(own | set(also)))}"
-            )
-        return cls(**{name: value for name, value in arguments.items() if name in own})

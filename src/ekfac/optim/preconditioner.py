@@ -6,15 +6,20 @@ import copy
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
-from ekfac.optim.base import Base, check_model
+from ekfac.optim.base import Base
+from ekfac.optim.distributed.processes import DEFAULT
 from ekfac.optim.distributed.states import keep_own, whole_state
-from ekfac.optim.factory import build_engine
-from ekfac.optim.options import CurvatureArguments, Damping
+from ekfac.optim.engine import Engine
+from ekfac.optim.methods.factory import eigen_methods, take_rule
+from ekfac.optim.methods.rules import Rule
+from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, with_old_names
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
@@ -45,35 +50,60 @@ class Preconditioner(Base):
 
     Args:
         model: The model; its forward counts the examples.
+        betas: Decays of m and, for "adam", of s; the rule's own by default.
         damping: epsilon, a positive number or a function of the step.
-        betas: Decays of rules that have them, such as the default; see :class:`EKFAC`.
-        **arguments: See :class:`ekfac.optim.options.CurvatureArguments`.
+        damping_mode: As in :class:`EKFAC`.
+        scaling: As in :class:`EKFAC`.
+        refresh_every: Renew the bases every so many applied steps.
+        refresh: How bases are renewed, and which batches A and B take in.
+        coverage: Which layers get a Kronecker block, and of what form.
+        batch: What a batch is to the loss.
+        numerics: Memory and speed.
+        grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
+        **old: Names from before there were groups, with a DeprecationWarning.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        damping: Damping = options.DAMPING,
         betas: tuple[float, float] | None = None,
-        **arguments: Unpack[CurvatureArguments],
+        damping: Damping = DAMPING,
+        damping_mode: str = "spectral",
+        scaling: str | Rule = "belief",
+        refresh_every: int | None = None,
+        refresh: Refresh = Refresh(),
+        coverage: Coverage = Coverage(),
+        batch: Batch = Batch(),
+        numerics: Numerics = Numerics(),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = DEFAULT,
+        **old: Any,
     ) -> None:
-        check_model(model)
+        checks.model(model)
         options.damping("damping", damping)
-        self._arguments: dict[str, Any] = {"damping": damping, "betas": betas, **arguments}
+        given = {
+            "betas": betas,
+            "damping_mode": damping_mode,
+            "scaling": scaling,
+            "refresh_every": refresh_every,
+            "refresh": refresh,
+            "coverage": coverage,
+            "batch": batch,
+            "numerics": numerics,
+            "grad_scaler": grad_scaler,
+            "process_group": process_group,
+        }
+        arguments = with_old_names("Preconditioner", given, old, {*given, "damping"})
+        rule, mode = take_rule(arguments), arguments.pop("damping_mode")
+        self._arguments = {"damping": damping, "scaling": rule, "damping_mode": mode, **arguments}
         self.model = model
         self.damping = damping
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
-        parameters = list(model.parameters())
-        self.engine = build_engine(
-            "Preconditioner",
-            model,
-            parameters,
-            self.state,
-            {**arguments, "betas": betas},
-            also=("damping",),
-            whole_steps=False,
-        )
+        parameters, methods = list(model.parameters()), eigen_methods(rule, mode)
+        self.engine = Engine(model, parameters, EngineOptions(**arguments), *methods, self.state, whole_steps=False)
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
@@ -97,11 +127,8 @@ class Preconditioner(Base):
 
     def _replace(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         for direction in directions:
-            if not direction.steps:  # another process's
-                continue
-            for p, step in zip(direction.block.parameters.values(), direction.steps, strict=True):
-                if p in inputs.gradients:
-                    inputs.gradients[p].copy_(step)
+            for p, step in direction.steps.items():
+                inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop what was captured and not used."""
@@ -116,11 +143,10 @@ class Preconditioner(Base):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything, keyed by parameter name, as plain data; with several processes, all must call this."""
-        self.engine.settle(wait=True)
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
         names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
-        return {"state": {names[p]: s for p, s in whole.states.items()}, "ekfac": extra}
+        return {"state": {names[p]: state for p, state in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
@@ -132,6 +158,7 @@ class Preconditioner(Base):
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
+        self.engine.partition.take_states(self.state)
         keep_own(self.engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
-from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.sums import BlockSums
 
@@ -99,11 +99,6 @@ class EigenState(BlockState):
     count: Tensor
     examples: Tensor
 
-    def basis(self, shape: BlockShape) -> Basis:
-        """The basis in use."""
-        kept = self.__dict__
-        return Basis(shape, kept.get("U_A"), kept.get("U_B"), self.S_A, self.S_B)
-
 
 @dataclass(init=False, eq=False, repr=False, kw_only=True)
 class InverseState(BlockState):
@@ -175,6 +170,13 @@ class StepInputs:
         n_statistics: The number of examples behind the statistics.
         rescaled: What each gradient that was touched since backward must be multiplied by to be as it was left.
         unknown: Layers of which nothing is known yet, and whose gradient is zero.
+        solves: Blocks whose bases are solved for in full before they are used.
+        warm: Blocks whose bases are refreshed, warm, before they are used, and the iterations of their two sides.
+        processes: How many processes train together.
+        mean: What gradients are multiplied by to be those of a mean over examples.
+        sizes: The largest magnitude of every gradient.
+        left: The same as backward left it.
+        touched: Parameters whose gradient was changed since.
         ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
         bad: True on the device where ``ok`` is 0.
     """
@@ -184,6 +186,13 @@ class StepInputs:
     sums: dict[Block, BlockSums]
     n: float | Tensor = 0.0
     n_statistics: float | Tensor = 0.0
+    solves: set[Block] = field(default_factory=set)
+    warm: dict[Block, tuple[int, int]] = field(default_factory=dict)
+    processes: int = 1
+    mean: float | Tensor = 1.0
+    sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    left: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    touched: list[nn.Parameter] = field(default_factory=list)
     rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     unknown: set[Block] = field(default_factory=set)
     ok: Tensor | None = None
@@ -233,23 +242,22 @@ class Direction:
 
     Attributes:
         block: The block.
-        steps: The preconditioned gradient of each of its parameters, in their order; none where another process
+        steps: The preconditioned gradient of each of its parameters that has a gradient; none where another process
             updates them.
-        gradient: What was preconditioned, ``[G, O, C]``, or what gives it.
-        moving: Which of the parameters have a gradient.
+        gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place.
         products: See :class:`BlockStep`.
     """
 
     block: Block
-    steps: list[Tensor]
-    gradient: Tensor | Callable[[], Tensor]
-    moving: list[bool]
+    steps: dict[nn.Parameter, Tensor]
+    gradient: Tensor | None
     products: Tensor | None = None
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """What was preconditioned, in the order of the block's parameters."""
-        return self.block.unstack(self.gradient if isinstance(self.gradient, Tensor) else self.gradient())
+
+def factors_of(state: BlockState) -> tuple[Tensor, Tensor]:
+    """A and B as they stand."""
+    weight = state.factor_weight.clamp(min=torch.finfo(state.A.dtype).tiny)
+    return state.A / weight, state.B / weight
 
 
 def as_scalar(value: float | Tensor, like: Tensor) -> float | Tensor:

@@ -4,26 +4,35 @@ A forward hook on every covered module keeps the input and puts a tensor hook on
 backward hooks, are not disturbed by in-place activations. Every forward of the model is one :class:`Record` of ``n``
 examples. All calls of a layer within one record are positions of the same examples, so they are handed on together:
 at once where there was one call and the graph is freed, else when the record is complete.
+
+Layers that are called without the model's own forward (``model.encode(x)``) share a record until a backward pass
+reaches it; ``batch(n)`` says which calls belong together, and how many examples they have.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.counting import Count, tensors
+from ekfac.curvature.capture.forwards import Forwards
+from ekfac.curvature.capture.functional import Products
 from ekfac.curvature.capture.hooks import (
     BeginHook,
     EndHook,
+    EnterHook,
     ForwardHook,
+    LeaveHook,
     calls_under_way,
     inside_backward,
     inside_transform,
@@ -31,12 +40,9 @@ from ekfac.curvature.capture.hooks import (
     remove_hooks,
     run_hooks_in_compiled_models,
 )
-from ekfac.curvature.capture.records import Held, Input, Record
-from ekfac.curvature.layers.base import Call, Layer
-
-#: Receives all calls of one block in one record, once: (block, calls, n).
-Receiver = Callable[[Block, list[Call], int], None]
-
+from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
+from ekfac.curvature.layers.base import Call, Layer, Reading
+from ekfac.curvature.statistics import refuse, refuse_unaligned
 
 _ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
@@ -52,6 +58,9 @@ class Capture:
         lands: Called within a backward pass: whether it brings a gradient to a block's parameters (for None: to any of
             the model), and not only to somebody who asks torch.autograd.grad for that of an input.
         batch_dim: The dimension of the model's input that counts examples.
+        count: Says how many examples a forward has, from its arguments; by default the first tensor does.
+        per_example: Whether statistics need each example's own gradient, so that positions of all layers must be
+            assignable to examples. Otherwise they are sums over positions, whoever these belong to.
     """
 
     def __init__(
@@ -62,29 +71,32 @@ class Capture:
         before_forward: Callable[[], bool] = lambda: True,
         lands: Callable[[Block | None], bool] = lambda block: True,
         batch_dim: int = 0,
+        count: Count | None = None,
+        per_example: bool = False,
     ) -> None:
         self.model = model
         self.receive = receive
         self.wanted = wanted
-        self.before_forward = before_forward
         self.lands = lands
+        self.held = Held()
         self.batch_dim = batch_dim
-        self.enabled = True
+        self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
+        self.per_example = per_example
+        #: Told each tensor whose gradient is waited for.
+        self.on_output: Callable[[Tensor], None] | None = None
         #: Inside ``statistics()``: backward passes that are not the training loss's.
         self.aside = False
         self.examples = 0
         self.examples_aside = 0
         self.fired: set[Block] = set()
-        self.held = Held()
-        self._records: list[Record] = []
-        self._current: Record | None = None
-        self._latest: Record | None = None
-        self._depth = 0
-        #: The backward pass that reached a record last.
-        self._task = -1
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_hooks, self._handles)
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
+        self._readings: dict[nn.Module, Reading] = {}
+        self._products: dict[nn.Module, Products] = {}
+        self._entered: list[nn.Module] = []
+        #: Blocks and shapes of inputs that have been found to have examples.
+        self._looked_at: set[tuple[Block, torch.Size]] = set()
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +112,17 @@ class Capture:
             run_hooks_in_compiled_models()
         _ATTACHED.add(self)
         me = weakref.ref(self)
-        self._handles += [module.register_forward_hook(ForwardHook(me)) for module in self._uses]
+        self._readings, self._products = {}, {}
+        for module, uses in self._uses.items():
+            layer = uses[0][1]
+            if layer.seen_through_linear:
+                self._products[module] = Products(self, uses)
+                self._handles.append(module.register_forward_pre_hook(EnterHook(me)))
+                self._handles.append(module.register_forward_hook(LeaveHook(me), always_call=True))
+                continue
+            if layer.reading is not None:
+                self._readings[module] = layer.reading(module)
+            self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True))
         self._handles.append(self.model.register_forward_pre_hook(BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
@@ -110,133 +132,189 @@ class Capture:
         _ATTACHED.discard(self)
         self.drop()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether forwards are captured."""
+        return self.forwards.enabled
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Capture nothing: forwards inside count no examples."""
-        before, self.enabled = self.enabled, False
+        before, self.forwards.enabled = self.forwards.enabled, False
         try:
             yield
         finally:
-            self.enabled = before
+            self.forwards.enabled = before
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
-        for record in self._records:
-            record.forget()
-        self._records = []
-        self._current, self._depth = None, 0
+        self._leave_interrupted()
+        self.forwards.drop()
         self.examples = self.examples_aside = 0
-        self.held.reset()
+        if self.held.now:
+            self.held.reset()
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
-        for record in self._records:
-            self._hand_on(record)
+        for record in self.forwards.records:
+            if record.waiting:
+                self.forwards.hand_on(record)
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts: count its examples."""
-        if self._depth and calls_under_way(self.model) < 2:  # the one that it was within has been interrupted
-            self._current, self._depth = None, 0
-        self._depth += 1
-        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
-            return
-        if inside_backward():
-            # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
-            # without gradients before.
-            if self._task == torch._C._current_graph_task_id():
-                return
-        elif not self.before_forward():
-            return
-        self._depth = 1
-        # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
-        for record in self._records:
-            if record.reached and not record.kept:
-                self._hand_on(record)
-        self._current = self._latest = Record(self._count(args, kwargs))
-        self._list(self._current)
+    def batch(self, n: int) -> AbstractContextManager[None]:
+        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        return self.forwards.batch(n)
 
-    def _list(self, record: Record) -> None:
-        if not record.listed:
-            record.listed = True
-            self._records.append(record)
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the model starts."""
+        self._leave_interrupted()
+        self.forwards.begin(args, kwargs)
 
     def end(self, output: Any) -> None:
         """A forward of the model ended, well or by an exception."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and self._current is not None:
-            record, self._current = self._current, None
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                    tensor.register_hook(lambda d: self._come(record))
-
-    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        tensor = next(_tensors((args, kwargs)), None)
-        if tensor is None or tensor.dim() <= self.batch_dim:
-            found = "no tensor" if tensor is None else f"first a tensor of shape {tuple(tensor.shape)}"
-            raise ValueError(
-                f"batch_dim={self.batch_dim}: the model's input must have a tensor whose dimension "
-                f"{self.batch_dim} counts examples, but it has {found}"
-            )
-        return int(tensor.shape[self.batch_dim])
-
-    def called(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """A covered layer was called: keep its input until its output's gradient comes."""
-        if not (self.enabled and isinstance(output, Tensor) and output.requires_grad) or inside_transform():
+        record = self.forwards.end()
+        if record is None:
             return
-        # Activation checkpointing calls layers again within the backward pass: the same examples once more.
-        record = self._current or (self._latest if inside_backward() else None)
-        for block, layer in self._uses.get(module, ()):
-            if record is None:
-                output.register_hook(functools.partial(self._refuse, block))
-                continue
-            x = inputs[0] if self.wanted(block) else None
-            if x is not None:
-                if x.dim() == 1 and isinstance(module, nn.Linear):
-                    raise ValueError(
-                        f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
-                        "examples: give the model a batch of one, x[None]"
-                    )
-                x = self._by_example(x.detach(), record.n, block)
-                self.held.add(x)
-            call = record.calls[block]
-            record.calls[block] += 1
-            if inside_backward():
-                record.recomputed.add(block)
-            given = Input(x)
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
+                tensor.register_hook(lambda d: self._come(record))
 
-            def hook(
-                d: Tensor, r: Record = record, b: Block = block, la: Layer = layer, i: Input = given, c: int = call
-            ) -> None:
-                self.arrived(r, b, la, i, d.detach(), c)
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """A covered layer was called: keep its input until its output's gradient comes; return what to give out."""
+        uses = self._uses.get(module)
+        if uses is None or not self.enabled or inside_transform():
+            return None
+        if module in self._readings:
+            if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
+                # A cell's new state is made of its new memory: only a view has the gradient that comes from outside.
+                output = tuple(t.view_as(t) for t in output)
+            self._called_whole(module, uses, args, kwargs, output)
+            return output
+        if isinstance(output, Tensor) and output.requires_grad:
+            x = args[0] if args else next(iter(kwargs.values()))
+            for block, layer in uses:
+                self.watch(block, layer, x, output)
+        return None
 
-            output.register_hook(hook)
+    def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
+        """A block's weight met ``x``, which gave ``output``: keep the one until the gradient of the other comes."""
+        record = self.forwards.record() if output.requires_grad else None
+        if record is None:
+            return
+        if self.on_output is not None:
+            self.on_output(output)
+        n = record.n
+        if n is None:
+            n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        given = Input(None)
+        if self.wanted(block):
+            x = x.detach()
+            if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
+                arrange = self._batch_first
+            given = self._checked(block, layer, x, n, arrange)
+        call = self._number(record, block)
 
-    def _refuse(self, block: Block, d: Tensor) -> None:
-        """A gradient comes to a layer that was called outside a forward of the model."""
-        if self.enabled and self.lands(block):
-            raise RuntimeError(
-                f"layer '{block.name}' was called outside a forward of the model given to the optimizer, so its "
-                "examples cannot be counted: call the model itself, or exclude the layer"
-            )
+        def hook(d: Tensor) -> None:
+            self.arrived(record, block, layer, given, d.detach(), call)
 
-    def _by_example(self, tensor: Tensor, n: int, block: Block) -> Tensor:
-        """Bring examples to the front, and check that there are k n of them."""
-        if self.batch_dim:
-            if tensor.dim() <= self.batch_dim or tensor.shape[self.batch_dim] != n:
+        output.register_hook(hook)
+
+    def _number(self, record: Record, block: Block) -> int:
+        """Count a call of a block within a record; return how many there were before."""
+        number = record.calls[block]
+        record.calls[block] += 1
+        if inside_backward():
+            record.recomputed.add(block)
+        return number
+
+    def _batch_first(self, tensor: Tensor) -> Tensor:
+        return tensor.movedim(self.batch_dim, 0)
+
+    def _leading(self, layer: Layer, x: Tensor) -> int:
+        """How many examples a layer's input seems to have."""
+        free = layer.free_dims(x)
+        return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
+
+    def _called_whole(
+        self,
+        module: nn.Module,
+        uses: list[tuple[Block, Layer]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        """A module was called that is read as a whole, once the gradients of all its outputs are there."""
+        outputs = [t for t in tensors(output) if t.requires_grad]
+        record = self.forwards.record() if outputs else None
+        if record is None:
+            return
+        reading = self._readings[module]
+        kept: list[Tensor] = []
+        if record.n is None or any(self.wanted(block) for block, _ in uses):
+            kept = [t.detach() for t in reading.keep(args, kwargs)]
+            record.settle(reading.examples(kept))
+        versions = [t._version for t in kept]
+        numbers = {block: self._number(record, block) for block, _ in uses}
+        if self.on_output is not None:
+            for tensor in outputs:
+                self.on_output(tensor)
+
+        def hook(grads: Sequence[Tensor | None]) -> None:
+            wanted = bool(kept) and any(self.wanted(block) and self._counts(block) for block, _ in uses)
+            if wanted and versions != [t._version for t in kept]:
+                refuse_changed(uses[0][0])
+            outputs_gradient = next(g for g in grads if g is not None)
+            with torch.no_grad():
+                parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
+            if not keeps_graph():
+                kept.clear()
+            for block, layer in uses:
+                given, d = Input(None), outputs_gradient
+                if layer.part in parts:
+                    x, d = parts[layer.part]
+                    given = self._checked(block, layer, x, record.examples())
+                self.arrived(record, block, layer, given, d, numbers[block])
+
+        register_multi_grad_hook(outputs, hook)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module that hides its products is about to be called: watch them, if anything of it is needed."""
+        uses = self._uses.get(module)
+        if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+            return
+        if any(self.wanted(block) or block not in self.fired for block, _ in uses):
+            self._products[module].__enter__()  # type: ignore[no-untyped-call]
+            self._entered.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """It has been called."""
+        if self._entered and self._entered[-1] is module:
+            self._entered.pop()
+            self._products[module].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _leave_interrupted(self) -> None:
+        """Stop watching modules whose calls were broken off, by Ctrl-C say, which skips the hooks after them."""
+        while self._entered and not calls_under_way(self._entered[-1]):
+            self.leave(self._entered[-1])
+
+    def _checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
+        """Keep an input; refuse one whose positions belong to no example, where that matters."""
+        if x.dim() == 1 and layer.free_dims(x) == 0:
+            if len(x) == n > 1:
                 raise ValueError(
-                    f"layer '{block.name}': its input has shape {tuple(tensor.shape)}, whose dimension "
-                    f"batch_dim={self.batch_dim} is not the number of examples, {n}"
+                    f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
+                    "examples: give the model a batch of one, x[None]"
                 )
-            return tensor.movedim(self.batch_dim, 0)
-        if n == 0 or tensor.dim() == 0 or tensor.shape[0] % n:
-            raise ValueError(
-                f"layer '{block.name}': its input has shape {tuple(tensor.shape)}, whose leading dimension is no "
-                f"multiple of the number of examples, {n} (the model's input counts them). Layers that mix or share "
-                f"examples have no gradient per example: exclude=['{block.name}'] gives it the diagonal method"
-            )
-        return tensor
+            arrange = as_batch
+        x = x if arrange is None else arrange(x)
+        if self.per_example:
+            refuse_unaligned(block, layer, x, n)
+            if (block, x.shape) not in self._looked_at and layer.shared(x):
+                refuse(block, x, "and counts up, as positions that all examples share do")
+            self._looked_at.add((block, x.shape))
+        self.held.add(x)
+        return Input(x, arrange)
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
@@ -246,26 +324,26 @@ class Capture:
 
     def _come(self, record: Record) -> None:
         """A backward pass has come to the output of a forward."""
-        self._latest, self._task = record, torch._C._current_graph_task_id()
+        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
         if self._counts(None):
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
         """A backward pass has come to a record: its examples count, once."""
-        self._latest, self._task = record, torch._C._current_graph_task_id()
-        self._list(record)
+        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+        self.forwards.list(record)
         if self.aside:
             if not record.reached_aside:
                 record.reached_aside = True
-                self.examples_aside += record.n
+                self.examples_aside += record.examples()
         elif not record.reached:
             record.reached = True
-            self.examples += record.n
+            self.examples += record.examples()
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
         if given.x is None and record.reached and block in self.fired and not self.aside:
-            self._latest, self._task = record, torch._C._current_graph_task_id()
+            self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
             return  # nothing that is not known
         if not self._counts(block):
             return
@@ -275,21 +353,20 @@ class Capture:
         if x is None:
             return
         if given.changed:
-            raise RuntimeError(
-                f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be "
-                f"captured: change a copy, or exclude=['{block.name}']"
-            )
+            refuse_changed(block)
         if not keeps_graph():
             given.x = None
         if not self.wanted(block):
             return
-        if self.batch_dim:
-            d = d.movedim(self.batch_dim, 0)
+        if given.arrange is not None:
+            d = given.arrange(d)
+        if not x.numel():
+            return  # an expert that no token was sent to
         keep = keeps_graph() and not self.aside
         record.kept |= keep
         alone = record.calls[block] == 1 and block not in record.recomputed
         if alone and not keep and not record.waiting.get(block):
-            self.receive(block, [Call(layer, x, d)], record.n)
+            self.receive(block, [Call(layer, x, d)], record.examples())
             if given.x is None:
                 self.held.remove(x)
             return
@@ -300,22 +377,14 @@ class Capture:
         self.held.add(d)
         waiting[call] = Call(layer, x, d)
 
-    def _hand_on(self, record: Record) -> None:
-        for block, calls in record.waiting.items():
-            self.receive(block, list(calls.values()), record.n)
-            for call in calls.values():
-                self.held.remove(call.x)
-                self.held.remove(call.d)
-        record.waiting = {}
-
     @contextmanager
     def statistics_aside(self) -> Iterator[None]:
         """Backward passes inside are not the training loss's: they are captured apart from its examples."""
         self.aside = True
         try:
             yield
-            for record in self._records:
-                self._hand_on(record)
+            for record in self.forwards.records:
+                self.forwards.hand_on(record)
         finally:
             self.aside = False
 
@@ -329,15 +398,3 @@ def unseen(model: nn.Module) -> Iterator[None]:
             if not modules.isdisjoint(capture._uses):
                 stack.enter_context(capture.paused())
         yield
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested arguments, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

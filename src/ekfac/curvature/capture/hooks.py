@@ -39,16 +39,31 @@ def _nothing() -> None:
 class ForwardHook(_Hook):
     """After a call of a layer."""
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
+        # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
+        return None if self.capture is None else self.capture.called(module, args, *kwargs_and_output)
+
+
+class EnterHook(_Hook):
+    """Before a call of a module that hides its products."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.capture is not None:
-            self.capture.called(module, inputs, output)
+            self.capture.enter(module)
+
+
+class LeaveHook(_Hook):
+    """After it."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.capture is not None:
+            self.capture.leave(module)
 
 
 class BeginHook(_Hook):
     """Before a forward of the whole model."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
         if self.capture is not None and module is self.capture.model:
             self.capture.begin(args, kwargs or {})
 
@@ -69,7 +84,7 @@ def run_hooks_in_compiled_models() -> None:
     same, unless told to look: what it had compiled for one without hooks, it would then run in place of ours. So it is
     told, and what it compiled before that is dropped, to be compiled anew when it is next called.
     """
-    for hook in (ForwardHook, BeginHook, EndHook):
+    for hook in (ForwardHook, EnterHook, LeaveHook, BeginHook, EndHook):
         hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     torch._dynamo.reset()

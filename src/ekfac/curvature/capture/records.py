@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import NoReturn
 
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.counting import Counted
 from ekfac.curvature.layers.base import Call
+
+#: Receives all calls of one block in one record, once: (block, calls, n).
+Receiver = Callable[[Block, list[Call], int], None]
+#: Brings the examples of a tensor to the front.
+Arrange = Callable[[Tensor], Tensor]
 
 
 class Held:
@@ -15,7 +23,8 @@ class Held:
 
     def __init__(self) -> None:
         self._references: Counter[int] = Counter()
-        self._now = 0
+        #: Bytes that are held now.
+        self.now = 0
         #: The most that was held at one time so far.
         self.peak = 0
 
@@ -23,8 +32,8 @@ class Held:
         """A tensor is kept."""
         storage = tensor.untyped_storage()
         if not self._references[storage.data_ptr()]:
-            self._now += storage.nbytes()
-            self.peak = max(self.peak, self._now)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
         self._references[storage.data_ptr()] += 1
 
     def remove(self, tensor: Tensor) -> None:
@@ -32,12 +41,13 @@ class Held:
         storage = tensor.untyped_storage()
         self._references[storage.data_ptr()] -= 1
         if not self._references[storage.data_ptr()]:
-            self._now -= storage.nbytes()
+            del self._references[storage.data_ptr()]
+            self.now -= storage.nbytes()
 
     def reset(self) -> None:
         """All is let go."""
         self._references.clear()
-        self._now = 0
+        self.now = 0
 
 
 class Input:
@@ -46,8 +56,10 @@ class Input:
     The hook itself lives as long as the graph: as long as somebody holds on to the loss.
     """
 
-    def __init__(self, x: Tensor | None) -> None:
+    def __init__(self, x: Tensor | None, arrange: Arrange | None = None) -> None:
         self.x = x
+        #: What brings the examples of the output's gradient to the front, where they are not there.
+        self.arrange = arrange
         self._version = self._current_version()
 
     def _current_version(self) -> int:
@@ -62,8 +74,10 @@ class Input:
 class Record:
     """One forward of the model: its examples, and what the backward pass has brought of it so far."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, counted: Counted) -> None:
+        self._counted = counted
+        #: None until the first layer that is reached has said it, where the model's input does not.
+        self.n = None if counted.listed is not None else counted.n
         #: How often each block's layers were called; more calls than one must be summed before they are squared.
         self.calls: Counter[Block] = Counter()
         #: Gradients that wait for the rest of their record, by the number of the call.
@@ -78,7 +92,42 @@ class Record:
         #: Whether the capture looks after it; one that was dropped is, once more, when a backward pass reaches it.
         self.listed = False
 
-    def forget(self) -> None:
-        """Be as no backward pass had come yet."""
-        self.waiting = {}
-        self.listed = self.reached = self.reached_aside = self.kept = False
+    def settle(self, leading: int) -> int:
+        """N, now that a layer is called with so many examples in its input, as far as that layer can tell."""
+        if self.n is None:
+            known, listed = self._counted.n, self._counted.listed
+            self.n = leading if known is None or leading == listed else known
+        return self.n
+
+    def examples(self) -> int:
+        """N, when a backward pass comes."""
+        n = self._counted.n if self.n is None else self.n
+        if n is None:
+            raise RuntimeError(
+                "the model's input has no tensor that counts examples, and no covered layer was called: say how many "
+                "there are, by count=lambda *args, **kwargs: ... or with opt.batch(n)"
+            )
+        return n
+
+
+def hand_on(receive: Receiver, held: Held, record: Record) -> None:
+    """Hand on the gradients that waited for the rest of their record."""
+    for block, calls in record.waiting.items():
+        receive(block, list(calls.values()), record.examples())
+        for call in calls.values():
+            held.remove(call.x)
+            held.remove(call.d)
+    record.waiting = {}
+
+
+def refuse_changed(block: Block) -> NoReturn:
+    """Raise, as an input is no longer what the layer has read."""
+    raise RuntimeError(
+        f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be captured: "
+        f"change a copy, or exclude=['{block.name}']"
+    )
+
+
+def as_batch(tensor: Tensor) -> Tensor:
+    """A vector as a batch of one."""
+    return tensor[None]

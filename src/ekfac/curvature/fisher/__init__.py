@@ -91,8 +91,6 @@ def fisher(
         device: Compute on this device, on a copy of the model; its own by default.
         progress: Show a bar: True, False, or None for "when it takes long".
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
     checks.one_of("approximation", approximation, APPROXIMATIONS)
     checks.one_of("sharing", sharing, ("expand", "reduce"))
     if sua is not None:
@@ -107,11 +105,14 @@ def fisher(
         raise RuntimeError("fisher() needs gradients: call it outside torch.inference_mode()")
     if sua and sharing == "reduce":
         raise ValueError("sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("the model has no parameter with requires_grad")
+    checks.model(model)
+    try:
+        once = iter(batches) is batches
+    except TypeError:
+        raise TypeError(f"batches={batches!r} must be a loader or an iterable of batches") from None
     how = Estimate(loss, estimate, draws, seed)
     bar = Progress(progress, passes=2 if approximation == "ekfac" else 1)
-    if approximation == "ekfac" and iter(batches) is batches:
+    if approximation == "ekfac" and once:
         raise ValueError(
             "batches is an iterator, which can be read only once, and EKFAC reads the data twice: pass a DataLoader or "
             "a list of batches"
@@ -154,7 +155,9 @@ def evaluation_copy(
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"dtype={dtype!r} is not allowed. Allowed: torch.float32, torch.float64, None")
     first = next(model.parameters())
-    if (dtype or first.dtype) != first.dtype or (device is not None and torch.device(device) != first.device):
+    if (dtype or first.dtype) != first.dtype or (
+        device is not None and checks.device("device", device) != first.device
+    ):
         copied = copy.deepcopy(model).to(device=device, dtype=dtype).eval()
         yield copied, dtype
         return

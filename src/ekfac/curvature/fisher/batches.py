@@ -94,7 +94,7 @@ class Progress:
     PATIENCE = 3.0
 
     def __init__(self, wanted: bool | None, passes: int) -> None:
-        if wanted not in (None, True, False):
+        if wanted is not None and not isinstance(wanted, bool):
             raise ValueError(f"progress={wanted!r} must be True, False or None (when it takes long)")
         self.wanted = sys.stderr.isatty() if wanted is None else wanted
         self.begun = time.monotonic() + (self.PATIENCE if wanted is None else 0.0)

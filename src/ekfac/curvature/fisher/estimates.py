@@ -69,10 +69,10 @@ class Estimate:
             yield _gradients(total, apart)
             return
         z = logits_of(output)
-        if z.dim() == 0 or z.shape[0] % n:
+        if z.dim() == 0 or z.shape[0] % n or not z.numel():
             raise ValueError(
-                f"the model's output has shape {tuple(z.shape)}, whose leading dimension is no multiple of the number "
-                f"of examples, {n}"
+                f"the model's output has shape {tuple(z.shape)}, and must hold numbers in a leading dimension that "
+                f"is a multiple of the number of examples, {n}"
             )
         for gradient in self._by_likelihood(self.likelihood, z.detach(), target, n):
             yield [gradient if leaf is z else None for leaf in leaves]
@@ -87,6 +87,8 @@ class Estimate:
                 raise ValueError("the gradient of a batch's loss is not finite")
             yield gradient
             return
+        if not bool(torch.isfinite(z).all()):
+            raise ValueError(f"the model's output is not finite, which estimate={self.kind!r} needs to be")
         live = likelihood.live_terms(z, target)
         if self.kind == "exact":
             yield from likelihood.columns(z, live, n)

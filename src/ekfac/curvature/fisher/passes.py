@@ -136,6 +136,8 @@ class Data:
             Blocks that have a gradient although their layers are never called.
         """
         batch = self._first()
+        if not blocks:
+            return []
         seen: dict[Block, Tensor] = {}
         vectors = {block: fingerprint.vectors_of(block) for block in blocks}
 
@@ -237,19 +239,17 @@ def captured(
     edges: list[GradientEdge] = []
     capture = Capture(model, receive)
 
-    def remember(module: nn.Module, inputs: Any, output: Any) -> None:
+    def remember(output: Tensor) -> None:
         # The edge stays where it is when an in-place activation overwrites the output. Activation checkpointing calls
         # layers again within the backward pass; the graph that counts is the first.
-        if capture.enabled and isinstance(output, Tensor) and output.requires_grad and not inside_backward():
+        if not inside_backward():
             edges.append(get_gradient_edge(output))
 
-    handles = [m.register_forward_hook(remember) for m in dict.fromkeys(m for b in blocks for m in b.uses)]
+    capture.on_output = remember
     try:
         capture.attach(blocks)
         yield capture, edges
     finally:
-        for handle in handles:
-            handle.remove()
         capture.close()
 
 

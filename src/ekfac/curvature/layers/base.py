@@ -9,15 +9,16 @@ Every covered layer is brought into one form. Its gradient is a stack of matrice
 
 An example's gradient is the sum over positions ``s`` of ``delta_s h_s^T``, with ``h`` of shape ``[N, S, G, C]`` and
 ``delta`` of shape ``[N, S, G, O]``. A new kind of layer is one subclass of :class:`Layer` and one line in
-``blocks.KINDS``.
+``blocks.KINDS``. A module whose parameters make several blocks (attention, recurrent layers) has several *parts*; how
+capture gets at their h and delta is said by :attr:`Layer.reading` and :attr:`Layer.seen_through_linear`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,36 @@ class Call:
     d: Tensor
 
 
+class Reading(ABC):
+    """Reads the calls of a module whose h and delta are not simply its input and the gradient of its output.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+    @abstractmethod
+    def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call that :meth:`read` will need."""
+
+    @abstractmethod
+    def examples(self, kept: Sequence[Tensor]) -> int:
+        """How many examples a call seems to have; for models whose input does not say."""
+
+    @abstractmethod
+    def read(self, kept: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return x and d of every part, examples first.
+
+        Args:
+            kept: What :meth:`keep` returned, detached.
+            grads: The gradients of the module's output tensors, in their order; None where there is none.
+        """
+
+
 class Layer(ABC):
-    """One kind of module, seen as ``delta h^T`` summed over positions.
+    """One kind of module, or one part of it, seen as ``delta h^T`` summed over positions.
 
     Args:
         module: The module whose calls are read.
@@ -55,6 +84,14 @@ class Layer(ABC):
     rough_in_half: ClassVar[bool] = False
     #: Examples can be read a few at a time (not where they meet in the batch's statistics).
     splittable: ClassVar[bool] = True
+    #: What reads a call, where it is not the first input and the gradient of the only output; one for all parts.
+    reading: ClassVar[type[Reading] | None] = None
+    #: The module hides its products from hooks: they are seen where it calls ``F.linear`` with its parameters.
+    seen_through_linear: ClassVar[bool] = False
+    #: Each group has rows of its own: :meth:`sums_of_calls` and :meth:`probe_of_calls` stand for :meth:`positions`.
+    scattered: ClassVar[bool] = False
+    #: Which part of the module this is; "" where it has only one.
+    part: str = ""
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         self.module = module
@@ -65,6 +102,28 @@ class Layer(ABC):
     def supports(cls, module: nn.Module) -> bool:
         """Whether this class can represent the module exactly."""
         return True
+
+    @classmethod
+    def parts(cls, module: nn.Module) -> Mapping[str, Sequence[str]]:
+        """The parameters of each part of the module that has a block of its own, by their names in the module."""
+        return {"": ("weight", "bias")}
+
+    @classmethod
+    def of_part(cls, module: nn.Module, part: str, roles: frozenset[str], *, sua: bool = False) -> Layer:
+        """Return the layer of one part of a module."""
+        return cls(module, roles, sua=sua)
+
+    def has_examples(self, x: Tensor, n: int) -> bool:
+        """Whether an input's leading dimension counts n examples, or their positions, one example after the other."""
+        return n > 0 and len(x) % n == 0
+
+    def shared(self, x: Tensor) -> bool:
+        """Whether an input is seen to be one that all examples share; reads its numbers."""
+        return False
+
+    def free_dims(self, x: Tensor) -> int:
+        """How many leading dimensions of an input count examples and positions, and not features."""
+        return 1
 
     @property
     def mode(self) -> Hashable:
@@ -115,6 +174,16 @@ class Layer(ABC):
         """Sum of h h^T over examples (and positions and taps), added to ``into``, and the number of its terms."""
         return factors.input_sum(h, self.shape, sharing, diagonal, into)
 
+    def sums_of_calls(
+        self, calls: Sequence[Call], dtype: torch.dtype, diagonal_A: bool, diagonal_B: bool
+    ) -> tuple[Tensor, int, Tensor]:
+        """The sum that gives A, the number of its terms, and the sum that gives B."""
+        raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have sums_of_calls")
+
+    def probe_of_calls(self, calls: Sequence[Call], columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`probe` of all rows of some calls."""
+        raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have probe_of_calls")
+
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
         """Sum of h^2 over all positions and the number of its entries; for kinds that a tied weight may join."""
         h, _ = self.positions(x, d, len(x))
@@ -132,6 +201,10 @@ class Layer(ABC):
         """:meth:`scaling_sum` from a call's own tensors, where h need not be written out."""
         raise NotImplementedError(f"{type(self).__name__} has direct_scaling, so it must have scaling_sum_directly")
 
+    def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
+        """u^T G v of tensors shaped like the trained parameters, u ``[G, O]`` and v ``[G, C]``."""
+        return torch.einsum("go,goc,gc->", u, self.stack(tensors), v)
+
     def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Terms of ``sum_n rows^T (delta h^T) columns``: the factors ``delta·rows`` and ``h·columns``."""
         return torch.einsum("nsgo,go->nsg", delta, rows), torch.einsum("nsgc,gc->nsg", h, columns)
@@ -146,71 +219,6 @@ def square_sum(x: Tensor) -> Tensor:
 def with_ones(h: Tensor) -> Tensor:
     """Append the bias column of ones."""
     return torch.cat([h, h.new_ones(*h.shape[:-1], 1)], dim=-1)
-
-
-class LinearLayer(Layer):
-    """``nn.Linear`` on input of any rank: the middle dimensions are positions."""
-
-    def __init__(self, module: nn.Linear, roles: frozenset[str], *, sua: bool = False) -> None:
-        super().__init__(module, roles)
-        self.weight_columns = module.in_features if "weight" in roles else 0
-        self.shape = BlockShape(1, module.out_features, self.weight_columns + ("bias" in roles))
-
-    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        h = x.reshape(n, -1, 1, x.shape[-1])[..., : self.weight_columns]
-        return (with_ones(h) if "bias" in self.roles else h), d.reshape(n, -1, 1, d.shape[-1])
-
-    def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
-        return d.reshape(n, -1, 1, d.shape[-1])
-
-    @property
-    def direct_inputs(self) -> bool:
-        return self.shape.columns > 1 and "bias" in self.roles
-
-    def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """A with its last row and column, which belong to the bias, without writing a column of ones beside x."""
-        rows = x.reshape(-1, x.shape[-1])
-        sums = rows.sum(0)
-        if into is not None:
-            factors.outer_sum(rows[:, None], into=into[:, :-1, :-1])
-            into[0, :-1, -1] += sums
-            into[0, -1, :-1] += sums
-            into[0, -1, -1] += len(rows)
-            return into, len(rows)
-        A = x.new_empty(1, self.shape.inputs, self.shape.inputs)
-        torch.mm(rows.T, rows, out=A[0, :-1, :-1])
-        A[0, :-1, -1] = A[0, -1, :-1] = sums
-        A[0, -1, -1].fill_(len(rows))  # an assignment would copy a number from the host
-        return A, len(rows)
-
-    def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
-        return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
-
-    def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
-        """((delta U_B)^2)^T ((h U_A)^2) with one position an example, the bias's row of U_A added to the product."""
-        assert basis.U_A is not None
-        h = torch.addmm(basis.U_A[0, -1], x, basis.U_A[0, :-1]).square_()
-        delta = d.square() if basis.U_B is None else (d @ basis.U_B[0]).square_()
-        return (delta.T @ h)[None]
-
-    def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
-        rows = x.numel() // x.shape[-1]
-        ones = rows if "bias" in self.roles else 0
-        return square_sum(x) + ones, rows * self.shape.columns
-
-    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        parts = [tensors["weight"]] if "weight" in self.roles else []
-        if "bias" in self.roles:
-            parts.append(tensors["bias"][:, None])
-        return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])[None]
-
-    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
-        out = {}
-        if "weight" in self.roles:
-            out["weight"] = matrix[0, :, : self.weight_columns]
-        if "bias" in self.roles:
-            out["bias"] = matrix[0, :, -1]
-        return out
 
 
 class ElementwiseLayer(Layer):

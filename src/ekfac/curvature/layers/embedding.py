@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ekfac.curvature.eigenbasis import Basis, rotate_rows
-from ekfac.curvature.layers.base import Layer, square_sum
+from ekfac.curvature.layers.base import Layer, Reading, square_sum
+from ekfac.curvature.layers.recognise import multiplies_with_its_weight
 from ekfac.curvature.layers.shapes import BlockShape
 
 
@@ -24,7 +25,7 @@ class EmbeddingLayer(Layer):
     module: Any
     diagonal_inputs = True
 
-    def __init__(self, module: nn.Embedding, roles: frozenset[str], *, sua: bool = False) -> None:
+    def __init__(self, module: nn.Embedding | nn.EmbeddingBag, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
         self.shape = BlockShape(1, module.embedding_dim, module.num_embeddings)
 
@@ -35,6 +36,13 @@ class EmbeddingLayer(Layer):
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
         return x.reshape(n, -1), live_gradient(self.module, x, d).reshape(n, -1, 1, self.shape.out)
+
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim()
+
+    def shared(self, x: Tensor) -> bool:
+        """Positions, 0 1 2 3 and so on, and not tokens: of these, four in a row are no accident."""
+        return x.dim() == 1 and len(x) > 3 and bool((x.diff() == 1).all())
 
     def numbers_per_position(self) -> int:
         """The one-hot rows are never written; sums over equal tokens take a few copies of delta."""
@@ -72,6 +80,67 @@ class EmbeddingLayer(Layer):
         return {"weight": matrix[0].T}
 
 
+class OwnForwardEmbeddingLayer(EmbeddingLayer):
+    """A subclass of ``nn.Embedding`` whose own forward looks up by ``F.embedding``, and scales what it finds, say."""
+
+    seen_through_linear = True
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        return super().supports(module) and multiplies_with_its_weight(module)
+
+
+class EmbeddingBagReading(Reading):
+    """Reads ``nn.EmbeddingBag``: every token of a bag is a position, with its share of the bag's gradient."""
+
+    def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tokens ``[N, L]`` or ``[1, M]``, each one's bag, and its weight within the bag."""
+        names = ("input", "offsets", "per_sample_weights")
+        given = dict(zip(names, args, strict=False)) | dict(kwargs)
+        tokens, offsets, weights = (given.get(name) for name in names)
+        assert tokens is not None
+        if tokens.dim() == 2:
+            bags = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(tokens)
+            count = len(tokens)
+        else:
+            assert offsets is not None
+            starts = offsets[:-1] if self.module.include_last_offset else offsets
+            bags = (torch.arange(len(tokens), device=tokens.device)[:, None] >= starts).sum(1) - 1
+            count = len(starts)
+            tokens, bags = tokens[None], bags[None]
+        if weights is None:
+            weights = torch.ones(tokens.shape, device=tokens.device, dtype=self.module.weight.dtype)
+            if self.module.mode == "mean":
+                live = weights if self.module.padding_idx is None else weights * (tokens != self.module.padding_idx)
+                sizes = weights.new_zeros(count).index_add_(0, bags.reshape(-1), live.reshape(-1))
+                weights = 1 / sizes.clamp(min=1)[bags]
+        return [tokens, bags, weights.reshape(tokens.shape)]
+
+    def examples(self, kept: Sequence[Tensor]) -> int:
+        return len(kept[0]) if len(kept[0]) > 1 else int(kept[1].max()) + 1
+
+    def read(self, kept: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, Tensor]]:
+        tokens, bags, weights = kept
+        (d,) = grads
+        assert d is not None
+        return {"": (tokens, d[bags] * weights[..., None].to(d.dtype))}
+
+
+class EmbeddingBagLayer(EmbeddingLayer):
+    """``nn.EmbeddingBag`` that sums or averages."""
+
+    reading = EmbeddingBagReading
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """A maximum is no sum; the rest is as for embeddings."""
+        return (
+            isinstance(module, nn.EmbeddingBag)
+            and module.mode in ("sum", "mean")
+            and not (module.sparse or module.scale_grad_by_freq)
+        )
+
+
 class TransposedEmbedding(Layer):
     """An embedding whose weight an output layer shares: as a use of that layer, rows and columns exchanged.
 
@@ -82,8 +151,9 @@ class TransposedEmbedding(Layer):
     module: Any
     transposed = True
 
-    def __init__(self, module: nn.Embedding, roles: frozenset[str], columns: int) -> None:
+    def __init__(self, module: nn.Embedding, roles: frozenset[str], columns: int, own_forward: bool = False) -> None:
         super().__init__(module, roles)
+        self.seen_through_linear = own_forward  # type: ignore[misc]
         self.shape = BlockShape(1, module.num_embeddings, columns)
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -92,6 +162,9 @@ class TransposedEmbedding(Layer):
         tokens = live_gradient(self.module, x, tokens)
         tokens = tokens.reshape(n, -1, 1, self.shape.out)
         return F.pad(h, (0, self.shape.columns - h.shape[-1])), tokens
+
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim()
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
         return d.numel() // (n * d.shape[-1])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ekfac.curvature.layers.base import Layer
+from ekfac.curvature.layers.recognise import behaves_like, takes_one_tensor
 from ekfac.curvature.layers.shapes import BlockShape
 
 
@@ -42,6 +43,9 @@ class NormLayer(Layer):
     def by_unit(self, x: Tensor, n: int) -> Tensor:
         """``[n, positions, units]``; for layers whose units are the trailing dimensions."""
         return x.reshape(n, -1, self.shape.groups)
+
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim() - len(self.unit_shape)
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
         return d.numel() // (n * self.shape.groups)
@@ -78,8 +82,49 @@ class RMSNormLayer(NormLayer):
         return F.rms_norm(x, self.module.normalized_shape, eps=self.module.eps)
 
 
+class ForeignRMSNormLayer(NormLayer):
+    """What other libraries call RMSNorm (T5's LayerNorm, Llama's, Gemma's): scale, or 1 + scale, times x̂."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return rms_normalised(x, self.module)
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Whether a module with a vector of scales and an epsilon divides by the root mean square, and no more."""
+        weight = module._parameters.get("weight")
+        if set(module._parameters) != {"weight"} or weight is None or weight.dim() != 1 or module._modules:
+            return False
+        if _epsilon(module) is None or not takes_one_tensor(module):
+            return False
+        return behaves_like(
+            module,
+            len(weight),
+            lambda x: weight * rms_normalised(x, module),
+            lambda x: (1 + weight) * rms_normalised(x, module),
+        )
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def rms_normalised(x: Tensor, module: nn.Module) -> Tensor:
+    """x over its root mean square, in float32 at the least as all of them do."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    epsilon = _epsilon(module)
+    assert epsilon is not None
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
 class ChannelNormLayer(NormLayer):
     """Layers whose units are the channels, dimension 1."""
+
+    def free_dims(self, x: Tensor) -> int:
+        return 1
 
     def by_unit(self, x: Tensor, n: int) -> Tensor:
         return x.reshape(x.shape[0], self.shape.groups, -1).transpose(1, 2).reshape(n, -1, self.shape.groups)

@@ -12,6 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ekfac import checks
 from ekfac.curvature.eigenbasis import carry_second_moment
 from ekfac.curvature.operators.dense import DensePart, RowsPart
 from ekfac.curvature.operators.operator import Curvature
@@ -84,6 +85,9 @@ def correlation(
         A matrix with ones on its diagonal, in the order of the coordinates. Rows of coordinates whose gradient is zero
         are zero.
     """
+    checks.instance("G", G, Curvature, "a Curvature")
+    if basis is not None:
+        checks.instance("basis", basis, Curvature, "a Curvature, or None")
     if basis is not None and basis.layout != G.layout:
         raise ValueError("basis and G are over different parameters")
     if isinstance(coordinates, Mapping):
@@ -92,10 +96,12 @@ def correlation(
         starts = dict(zip(names, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
         unknown = [name for name in coordinates if name not in starts]
         if unknown:
-            raise ValueError(f"coordinates has unknown names: {', '.join(unknown)}. Known: {', '.join(names)}")
-        places = torch.cat([starts[name] + torch.as_tensor(at).reshape(-1).cpu() for name, at in coordinates.items()])
+            raise ValueError(
+                f"coordinates has unknown names: {', '.join(map(str, unknown))}. Known: {', '.join(names)}"
+            )
+        places = torch.cat([starts[name] + _places(at) for name, at in coordinates.items()] or [torch.zeros(0)])
     else:
-        places = torch.as_tensor(coordinates if isinstance(coordinates, Tensor) else list(coordinates)).cpu()
+        places = _places(coordinates)
     if places.numel() == 0 or int(places.min()) < 0 or int(places.max()) >= G.layout.numel:
         raise ValueError(f"coordinates must be whole numbers from 0 to {G.layout.numel - 1}, and not none")
     vectors = torch.zeros(G.layout.numel, len(places), dtype=G.dtype, device=G.device)
@@ -106,6 +112,17 @@ def correlation(
     size = moments.diagonal().clamp(min=0).sqrt()
     inverse = torch.where(size > 0, 1 / size, 0.0)
     return moments * inverse[:, None] * inverse
+
+
+def _places(coordinates: Tensor | Iterable[int]) -> Tensor:
+    """Return whole numbers as a vector."""
+    try:
+        found = torch.as_tensor(coordinates if isinstance(coordinates, Tensor) else list(coordinates)).reshape(-1).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"coordinates={coordinates!r} must be whole numbers: places in the flat vector") from error
+    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
+        raise TypeError(f"coordinates are of dtype {found.dtype} and must be whole numbers: places in the flat vector")
+    return found
 
 
 class _Whole:
@@ -134,6 +151,8 @@ class _Whole:
 
 def _pairs(G: Curvature, H: Curvature) -> list[tuple[Part, Part]] | None:
     """Blocks of equal parameters; None where the matrices are cut differently."""
+    for name, one in (("G", G), ("H", H)):
+        checks.instance(name, one, Curvature, "a Curvature")
     if G.layout != H.layout:
         raise ValueError("the two matrices are over different parameters")
     others = {part.parameters: part for part in H.parts}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.blocks import matches
 from ekfac.curvature.operators import storage
 from ekfac.curvature.operators.parts import Function, Part
@@ -80,6 +81,7 @@ class Curvature:
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:
         """``[P]`` or ``[K, P]`` to a dict of ``[*shape]`` or ``[K, *shape]``."""
+        checks.instance("the vector", v, Tensor, f"a tensor whose last dimension is {self.layout.numel}")
         if v.shape[-1:] != (self.layout.numel,):
             raise ValueError(f"the vector has shape {tuple(v.shape)}; its last dimension must be {self.layout.numel}")
         return self.layout.unflatten(v)
@@ -110,12 +112,13 @@ class Curvature:
     def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
     def solve(self, v: Vector, damping: float = 0.0) -> Tensor | dict[str, Tensor]:
         """(G + damping)^-1 v, for one vector or a stack."""
-        self._check_damping(damping, inverse=True)
+        damping = self._checked(damping, inverse=True)
         return self._transformed(v, lambda part, rows: part.apply(rows, lambda s: rows.new_ones(()) / (s + damping)))  # type: ignore[no-any-return]
 
     def power(self, p: float, damping: float = 0.0) -> Curvature:
         """(G + damping)^p, again an operator."""
-        self._check_damping(damping, inverse=p < 0)
+        checks.number("p", p)
+        damping = self._checked(damping, inverse=p < 0)
         return self._mapped(lambda s: (s + damping).pow(p))
 
     def _mapped(self, f: Function) -> Curvature:
@@ -140,17 +143,18 @@ class Curvature:
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """log det(G + damping)."""
-        self._check_damping(damping, inverse=True)
+        damping = self._checked(damping, inverse=True)
         return self._sum(lambda part: (part.values() + damping).log().sum())
 
     def _sum(self, of: Callable[[Part], Tensor]) -> Tensor:
         return torch.stack([of(part) for part in self.parts]).sum()
 
-    def _check_damping(self, damping: float, *, inverse: bool) -> None:
-        if not damping >= 0:
-            raise ValueError(f"damping={damping!r} must be a number >= 0")
+    def _checked(self, damping: float, *, inverse: bool) -> float:
+        """Return damping as a plain number; refuse one that is none, or zero where the matrix has no inverse."""
+        checks.number("damping", damping, least=0)
+        damping = float(damping)
         if damping > 0 or not inverse:
-            return
+            return damping
         for part in self.parts:
             values = part.values()
             largest, smallest = float(values.max()), float(values.min())
@@ -160,6 +164,7 @@ class Curvature:
                     f"damping=0 and the matrix is singular in '{part.name}' (eigenvalues from {smallest:.3g} to "
                     f"{largest:.3g}): pass damping > 0, for example damping={advice:.1g}"
                 )
+        return damping
 
     # --- spectrum -------------------------------------------------------------------------------------------------
 
@@ -237,11 +242,12 @@ class Curvature:
             scale: What G is multiplied by: the number of training examples, there.
             generator: Where the random numbers come from.
         """
-        if not scale > 0:
-            raise ValueError(f"scale={scale!r} must be a number > 0")
-        if n is not None and (not isinstance(n, int) or n < 0):
-            raise ValueError(f"n={n!r} must be a whole number >= 0, or None for one draw")
-        self._check_damping(damping, inverse=True)
+        checks.number("scale", scale, above=0)
+        if n is not None:
+            checks.integer("n", n, least=0)
+        if generator is not None:
+            checks.instance("generator", generator, torch.Generator, "a torch.Generator, or None")
+        damping = self._checked(damping, inverse=True)
         z = torch.randn(
             1 if n is None else n,
             self.layout.numel,
@@ -260,7 +266,7 @@ class Curvature:
         Args:
             layers: Names or patterns of layers or parameters. KFAC's and EKFAC's layers can only be taken whole.
         """
-        patterns = [layers] if isinstance(layers, str) else list(layers)
+        patterns = checks.patterns("layers", layers)
         chosen = [name for name in self.layout.names if matches(name, patterns)]
         if not chosen:
             raise ValueError(f"layers={layers!r} names no parameter. Parameters: {', '.join(self.layout.names)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ekfac import sealed
+from ekfac import checks, sealed
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.curvature.operators.dense import DensePart, LowRankPart, RowsPart
@@ -37,8 +38,13 @@ KINDS: dict[str, type[Part]] = {
 def save(
     path: str | os.PathLike[str], approximation: str, layout: Layout, parts: Sequence[Part], examples: int
 ) -> None:
-    """Write the parts' tensors, and what is not a tensor as JSON in the file's header."""
-    save_file = _safetensors().save_file
+    """Write the parts' tensors, and what is not a tensor as JSON in the file's header.
+
+    Raises:
+        OSError: If the file cannot be written; what was there before is still there.
+    """
+    checks.instance("path", path, (str, os.PathLike), "a file's name")
+    module = _safetensors()
     names = {kind: name for name, kind in KINDS.items()}
     tensors: dict[str, Tensor] = {}
     described = []
@@ -58,7 +64,14 @@ def save(
     }
     metadata = {"format": FORMAT, "curvature": json.dumps(header), "checksum": sealed.BLANK}
     with sealed.beside(path) as part_file:
-        save_file(tensors, part_file, metadata=metadata)
+        try:
+            module.save_file(tensors, part_file, metadata=metadata)
+        except module.SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), os.fspath(path)) from error
         with part_file.open("r+b") as stream:
             at = sealed.place(_header(stream))
             assert at is not None
@@ -72,6 +85,8 @@ def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str,
         FileNotFoundError: If there is no such file.
         ValueError: If it is damaged, or not such a file.
     """
+    checks.instance("path", path, (str, os.PathLike), "a file's name")
+    checks.device("device", device)
     module = _safetensors()
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {os.fspath(path)!r}")

@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ekfac import checks
+
 #: One flat tensor ``[P]`` or a stack of columns ``[P, K]``; or a dict of ``[*shape]``, stacked ``[K, *shape]``.
 Vector = Tensor | Mapping[str, Tensor]
 
@@ -57,13 +59,18 @@ class Layout:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """A dict of ``[*shape]`` or ``[K, *shape]`` to ``[P]`` or ``[K, P]``."""
+        checks.instance("the vector", tensors, Mapping, "a dict from parameter name to tensor")
         missing = [name for name in self.names if name not in tensors]
         unknown = [name for name in tensors if name not in self.names]
         if missing or unknown:
-            problem = f"misses {', '.join(missing)}" if missing else f"has unknown names: {', '.join(unknown)}"
+            problem = (
+                f"misses {', '.join(missing)}" if missing else f"has unknown names: {', '.join(map(str, unknown))}"
+            )
             raise ValueError(f"the vector {problem}. Expected the parameters {', '.join(self.names)}")
         stacks = set()
         for name, shape in zip(self.names, self.shapes, strict=True):
+            checks.instance(f"the vector's '{name}'", tensors[name], Tensor, f"a tensor of shape {shape}")
+            _check_real(f"the vector's '{name}'", tensors[name])
             extra = tensors[name].dim() - len(shape)
             if extra not in (0, 1) or tuple(tensors[name].shape[extra:]) != shape:
                 raise ValueError(
@@ -74,7 +81,9 @@ class Layout:
         if len(stacks) > 1:
             raise ValueError("some of the vector's tensors are stacked and others not, or not by the same number")
         lead = stacks.pop()
-        return torch.cat([tensors[name].reshape(*lead, -1) for name in self.names], -1)
+        return torch.cat(
+            [tensors[name].reshape(*lead, size) for name, size in zip(self.names, self.sizes, strict=True)], -1
+        )
 
     def read(self, v: Vector, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Restore]:
         """Any vector or stack as rows ``[K, P]``, and the way back to its form."""
@@ -83,13 +92,16 @@ class Layout:
             if flat.dim() == 1:
                 return flat[None], lambda rows: self.unflatten(rows[0])
             return flat, self.unflatten
-        if not isinstance(v, Tensor):
-            raise TypeError(
-                f"a vector must be a tensor or a dict from parameter name to tensor, not {type(v).__name__}"
-            )
+        checks.instance("the vector", v, Tensor, "a tensor or a dict from parameter name to tensor")
+        _check_real("the vector", v)
         if v.dim() not in (1, 2) or v.shape[0] != self.numel:
             raise ValueError(
                 f"the vector has shape {tuple(v.shape)}; expected ({self.numel},), or ({self.numel}, K) for K vectors"
             )
         v = v.to(device, dtype)
         return (v[None], lambda rows: rows[0]) if v.dim() == 1 else (v.mT, lambda rows: rows.mT)
+
+
+def _check_real(what: str, tensor: Tensor) -> None:
+    if tensor.is_complex():
+        raise ValueError(f"{what} is complex ({tensor.dtype}). Allowed: real numbers")

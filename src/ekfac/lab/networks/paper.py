@@ -25,6 +25,11 @@ def classifier(width: int = 50, batch_norm: bool = False) -> nn.Sequential:
     return _sigmoid_net([784, width, width, width, width, 10], batch_norm)
 
 
+def deep(width: int = 50, batch_norm: bool = False) -> nn.Sequential:
+    """784, eight sigmoid layers of 50, 10: plain and deep, so that a plateau has to be left. Not the paper's."""
+    return _sigmoid_net([784, *[width] * 8, 10], batch_norm)
+
+
 def _sigmoid_net(sizes: list[int], batch_norm: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
     for index, (size_in, size_out) in enumerate(itertools.pairwise(sizes)):

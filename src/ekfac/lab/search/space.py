@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import has_option, key
@@ -34,6 +35,7 @@ class Space:
         reach: Random points lie within this factor of their grid point, either way. With grid values a factor
             of 10 apart, sqrt(10) makes neighbouring cells meet.
         draw: Seed of the random points.
+        axes: Options of the optimizer, or other settings, each with the values to try; every combination is.
     """
 
     lrs: Sequence[float] = DECADES
@@ -43,6 +45,7 @@ class Space:
     random_points: int = RANDOM_POINTS
     reach: float = math.sqrt(10)
     draw: int = 0
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
@@ -76,10 +79,23 @@ def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
     for _ in range(space.random_points):
         points += [(size, near(lr), near(damping)) for size, lr, damping in grid]
     found = [
-        replace(base, batch_size=size, lr=lr, damping=damping, seed=seed).resolved()
-        for (size, lr, damping), seed in itertools.product(points, space.seeds)
+        replace(on_axes(base, values), batch_size=size, lr=lr, damping=damping, seed=seed).resolved()
+        for (size, lr, damping), values, seed in itertools.product(points, combinations(space.axes), space.seeds)
     ]
     return unique(found)
+
+
+def combinations(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return every combination of the axes' values; one that sets nothing where there are no axes."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def on_axes(base: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return a setting with these values: fields by their name, all else as options of the optimizer."""
+    own = {item.name for item in fields(base)}
+    changed = replace(base, **{name: value for name, value in values.items() if name in own})
+    rest = {name: value for name, value in values.items() if name not in own}
+    return replace(changed, options={**changed.options, **rest})
 
 
 def unique(configs: Sequence[TrainConfig]) -> list[TrainConfig]:

@@ -165,6 +165,12 @@ class Trials:
             return mine
         return None
 
+    def sign(self, trial: optuna.Trial, config: TrainConfig) -> None:
+        """Put a setting into a trial that was asked for, and this process's name on it."""
+        trial.set_user_attr("key", key(config))
+        trial.set_user_attr("setting", {**config.to_dict(), "device": "auto"})
+        trial.set_user_attr("worker", _sign())
+
     def _first(self, trial: FrozenTrial) -> int:
         same = [t for t in self.all() if t.user_attrs["key"] == trial.user_attrs["key"]]
         return min(t.number for t in same if t.state != TrialState.FAIL)

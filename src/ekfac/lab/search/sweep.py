@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial, TrialState
 
 from ekfac.lab.boundary import Stopped, stoppable
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.labels import key
+from ekfac.lab.labels import describe, key
 from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
+from ekfac.lab.search.ask import Search
 from ekfac.lab.search.plan import run_one, share_cores, stop_of
 from ekfac.lab.search.study import Trials, open_storage, setting, study_name
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run, load_run
+
+# Why a trial was closed that Ctrl-C cut; its setting is queued again by the same command.
+PAUSED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,21 @@ class Where:
 
 @dataclass(frozen=True)
 class State:
-    """How far a search has come: the number of trials in each state, and the best loss so far."""
+    """How far a search has come.
+
+    Attributes:
+        counts: The number of trials in each state; one that Ctrl-C cut is ``paused``.
+        diverged: How many diverged.
+        best: The lowest training loss so far.
+        seconds: What a trial took on average, of those that ran to their end here.
+        setting: The setting with that loss.
+    """
 
     counts: Mapping[str, int]
     diverged: int
     best: float | None
+    seconds: float | None = None
+    setting: str = ""
 
     @property
     def over(self) -> int:
@@ -52,13 +68,28 @@ class State:
 
 def state(studies: Sequence[Trials]) -> State:
     """Count the trials of several studies."""
-    trials = [trial for study in studies for trial in study.all()]
-    losses = [t.value for t in trials if t.state.name == "COMPLETE" and t.value is not None]
-    return State(
-        Counter(trial.state.name.lower() for trial in trials),
-        sum(bool(trial.user_attrs.get("diverged")) for trial in trials),
-        min(losses, default=None),
-    )
+    counts: Counter[str] = Counter()
+    best: tuple[float, FrozenTrial] | None = None
+    diverged, spent = 0, []
+    for study in studies:
+        trials = study.all()
+        settled = {t.user_attrs.get("key") for t in trials if t.state != TrialState.FAIL}
+        for trial in trials:
+            name = trial.state.name.lower()
+            if trial.state == TrialState.FAIL:
+                if trial.user_attrs.get("key") in settled:
+                    continue  # tried again since
+                name = "paused" if trial.user_attrs.get("error") == PAUSED else name
+            counts[name] += 1
+            diverged += bool(trial.user_attrs.get("diverged"))
+            if trial.state == TrialState.COMPLETE and trial.value is not None and math.isfinite(trial.value):
+                best = min(best or (math.inf, trial), (trial.value, trial), key=lambda pair: pair[0])
+            # What was taken in from elsewhere ended at the moment that it began here.
+            if trial.state == TrialState.COMPLETE and trial.duration and trial.duration.total_seconds() > 0.05:
+                spent.append(trial.duration.total_seconds())
+    seconds = sum(spent) / len(spent) if spent else None
+    setting_of = "" if best is None else describe(TrainConfig.from_dict(best[1].user_attrs["setting"]))
+    return State(counts, diverged, None if best is None else best[0], seconds, setting_of)
 
 
 def sweep(
@@ -69,6 +100,7 @@ def sweep(
     workers: int = 1,
     devices: Sequence[str] = (),
     prune: bool = False,
+    search: Search | None = None,
     on_start: Callable[[], None] = lambda: None,
     on_state: Callable[[State], None] = lambda found: None,
 ) -> dict[str, Trials]:
@@ -80,7 +112,8 @@ def sweep(
         name: The study's name; by default each task and method has one of its own.
         workers: How many processes run trials at the same time.
         devices: Devices that the workers take in turn; none: a GPU if there is one.
-        prune: End trials early that are behind the median of the others.
+        prune: End trials early that are behind the others.
+        search: How new settings are chosen beside those given, and by what rule trials are pruned.
         on_start: Called when nothing is left that could be refused.
         on_state: Is told now and then how far it has come.
 
@@ -98,6 +131,8 @@ def sweep(
     groups: dict[str, list[TrainConfig]] = {}
     for config in configs:
         groups.setdefault(name or study_name(config), []).append(config)
+    for label in search.base if search is not None else ():
+        groups.setdefault(label, [])
     studies = open_studies(where, list(groups))
     on_start()
     for label, study in studies.items():
@@ -106,9 +141,9 @@ def sweep(
     on_state(state(list(studies.values())))
     if workers == 1:
         tell = _Tell(studies, on_state)
-        work(where, list(groups), devices[0] if devices else None, prune, after=tell)
+        work(where, list(groups), devices[0] if devices else None, prune, after=tell, search=search)
     else:
-        _work_together(where, studies, workers, devices, prune, on_state)
+        _work_together(where, studies, workers, devices, prune, on_state, search)
     return studies
 
 
@@ -139,13 +174,14 @@ def _work_together(
     devices: Sequence[str],
     prune: bool,
     on_state: Callable[[State], None],
+    search: Search | None = None,
 ) -> None:
     # Spawned, not forked: neither CUDA nor a database connection survives a fork.
     context = multiprocessing.get_context("spawn")
     processes = []
     for number in range(workers):
         device = devices[number % len(devices)] if devices else None
-        arguments: tuple[Any, ...] = (where, list(studies), device, prune, workers, loaded_plugins())
+        arguments: tuple[Any, ...] = (where, list(studies), device, prune, workers, loaded_plugins(), search)
         processes.append(context.Process(target=_worker, args=arguments, name=f"worker {number + 1}"))
     for process in processes:
         process.start()
@@ -174,14 +210,20 @@ def _work_together(
 
 
 def _worker(
-    where: Where, names: Sequence[str], device: str | None, prune: bool, workers: int, plugins: Sequence[str]
+    where: Where,
+    names: Sequence[str],
+    device: str | None,
+    prune: bool,
+    workers: int,
+    plugins: Sequence[str],
+    search: Search | None,
 ) -> None:
     share_cores(workers)
     try:
         with stoppable():
             for plugin in plugins:
                 load_plugin(plugin)
-            work(where, names, device, prune)
+            work(where, names, device, prune, search=search)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -192,11 +234,17 @@ def work(
     device: str | None = None,
     prune: bool = False,
     after: Callable[[], None] = lambda: None,
+    search: Search | None = None,
 ) -> None:
     """Take waiting trials and run them until none is left, also those of a worker that died meanwhile."""
     studies = list(open_studies(where, names).values())
+    if search is not None:
+        for study in studies:
+            search.prepare(study)
     while True:
         taken = next(((s, trial) for s in studies if (trial := s.take()) is not None), None)
+        if taken is None and search is not None:
+            taken = next(((s, trial) for s in studies if (trial := search.ask(s)) is not None), None)
         if taken is not None:
             _run(*taken, where, device, prune)
             after()
@@ -220,7 +268,7 @@ def _run(trials: Trials, trial: optuna.Trial, where: Where, device: str | None, 
         trials.fail(trial, f"{type(error).__name__}: {error}")
         return
     if run.status == "interrupted":
-        trials.fail(trial, "interrupted")
+        trials.fail(trial, PAUSED)
         raise stop_of(run)
     reports.start(run)
     trials.finish(trial, run)

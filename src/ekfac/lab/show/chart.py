@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-MARKS = "sakerx*o+#"
+# For those whose own letters are all taken.
+SPARE = "*o+#%@&123456789"
 
 
 def chart(
@@ -37,7 +38,9 @@ def chart(
     x_low, x_high = min(x for x, _ in flat), max(x for x, _ in flat)
     y_low, y_high = min(y for _, y in flat), max(y for _, y in flat)
     grid = [[" "] * width for _ in range(height)]
-    for mark, points in zip(MARKS, curves.values(), strict=False):
+    letters = marks(curves)
+    for name, points in curves.items():
+        mark = letters[name]
         for column, y in _columns(points, x_low, x_high, width):
             row = round((y_high - y) / ((y_high - y_low) or 1) * (height - 1))
             grid[row][column] = mark
@@ -49,8 +52,31 @@ def chart(
     lines.append(" " * 9 + "+" + "-" * width)
     ends = f"{x_low:.4g}", f"{x_high:.4g}"
     lines.append(" " * 10 + ends[0] + x_label.center(width - len(ends[0]) - len(ends[1])) + ends[1])
-    lines.append(" " * 10 + "   ".join(f"{mark} {name}" for mark, name in zip(MARKS, curves, strict=False)))
+    entries = [f"{letters[name]} {name}" for name in curves]
+    lines += _wrapped(entries, width)
     return "\n".join(lines)
+
+
+def marks(names: Iterable[str]) -> dict[str, str]:
+    """Give every curve a letter of its own name: the first that is free, small before capital."""
+    found: dict[str, str] = {}
+    for name in names:
+        letters = [letter for letter in name if letter.isalnum() and letter.isascii()]
+        wanted = [form for letter in letters for form in (letter.lower(), letter.upper())]
+        taken = set(found.values())
+        found[name] = next((mark for mark in [*wanted, *SPARE] if mark not in taken), "?")
+    return found
+
+
+def _wrapped(entries: Sequence[str], width: int) -> list[str]:
+    """Put the legend's entries into lines that are no wider than the plot; a longer one is cut."""
+    lines: list[str] = []
+    for entry in (entry[:width] for entry in entries):
+        if lines and len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1] += "   " + entry
+        else:
+            lines.append(entry)
+    return [" " * 10 + line for line in lines]
 
 
 def _columns(points: Sequence[tuple[float, float]], x_low: float, x_high: float, width: int) -> list[tuple[int, float]]:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from ekfac.lab.show import demo
 from ekfac.lab.show.chart import chart
@@ -67,14 +68,16 @@ def progress(console: Console) -> Progress:
     return LiveProgress(console) if console.is_terminal else PlainProgress()
 
 
-def run_demo(console: Console, race: Callable[[Callable[[str, Run], None]], dict[str, Run]]) -> dict[str, Run]:
-    """Show a race as a table that is renewed after every epoch."""
+def run_demo(
+    console: Console, title: str, race: Callable[[Callable[[str, Run], None]], dict[str, Run]]
+) -> dict[str, Run]:
+    """Show a race as a chart and a table that are renewed after every epoch."""
     runs: dict[str, Run] = {}
-    with Live(_standing(runs), console=console, refresh_per_second=8, transient=True) as live:
+    with Live(_standing(runs, title, console), console=console, refresh_per_second=8, transient=True) as live:
 
         def on_epoch(name: str, run: Run) -> None:
             runs[name] = run
-            live.update(_standing(runs))
+            live.update(_standing(runs, title, console))
             if not console.is_terminal:
                 _say(console, name, run)
 
@@ -87,21 +90,29 @@ def _say(console: Console, name: str, run: Run) -> None:
     if last["epoch"] % 10 == 0 or run.status != "unfinished":
         loss = demo.points(run, "step")
         where = f"epoch {last['epoch']:>3}, step {last['step']:>5}, {last['seconds']:6.1f} s"
-        console.print(f"{name:<10} {where}: {loss[-1][1] if loss else float('nan'):8.2f} above the floor")
+        above = " above the floor" if floors(run) else ""
+        console.print(f"{name:<16} {where}: {loss[-1][1] if loss else float('nan'):8.4g}{above}")
 
 
-def _standing(runs: Mapping[str, Run]) -> Table:
-    table = Table(
-        title=f"auto-encoder of width {demo.WIDTH}, 4,000 digits: training loss above its floor", title_justify="left"
-    )
-    for name in ("optimizer", "epoch", "step", "seconds", "loss", ""):
-        table.add_column(name, justify="left" if name in ("optimizer", "") else "right")
+def _loss_name(runs: Mapping[str, Run]) -> str:
+    return "training loss" + (" above its floor" if any(floors(run) for run in runs.values()) else "")
+
+
+def _standing(runs: Mapping[str, Run], title: str, console: Console) -> RenderableType:
+    """Return the chart over time so far, and below it where everyone is."""
+    table = Table(title=title, title_justify="left")
+    for name in ("optimizer", "epoch", "step", "seconds", "loss"):
+        table.add_column(name, justify="left" if name == "optimizer" else "right")
     for name, run in runs.items():
         last, curve = run.history[-1], demo.points(run, "step")
-        loss = curve[-1][1] if curve else float("nan")
-        bar = "#" * min(40, round(loss / 10)) if loss == loss else "diverged"
-        table.add_row(name, str(last["epoch"]), str(last["step"]), f"{last['seconds']:.1f}", f"{loss:.2f}", bar)
-    return table
+        loss = f"{curve[-1][1]:.4g}" if curve and not last["diverged"] else "diverged"
+        table.add_row(name, str(last["epoch"]), str(last["step"]), f"{last['seconds']:.1f}", loss)
+    curves = {name: demo.points(run, "seconds") for name, run in runs.items()}
+    if console.height < len(runs) + 20 or not any(len(points) > 1 for points in curves.values()):
+        return table
+    rows = min(16, console.height - len(runs) - 12)
+    drawn = chart(curves, "seconds of training", _loss_name(runs), max(30, min(100, console.width - 12)), rows)
+    return Group(Text(drawn), table)
 
 
 def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
@@ -110,22 +121,22 @@ def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
     for x, label in (("step", "steps"), ("seconds", "seconds of training")):
         curves = {name: demo.points(run, x) for name, run in runs.items()}
         console.print()
-        text = chart(curves, label, "training loss above its floor")
+        text = chart(curves, label, _loss_name(runs), max(30, min(72, console.width - 12)))
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     table = Table(title="who came out ahead (1 is best)", title_justify="left")
     table.add_column("optimizer")
     for name in (
         f"loss after {result.steps} steps",
         "place",
-        f"loss after {result.seconds:.0f} s",
+        f"loss after {result.seconds:.3g} s",
         "place",
         "ms a step",
     ):
         table.add_column(name, justify="right")
     for s in sorted(result.standings, key=lambda s: s.place_by_step or 99):
-        by_step = ["diverged", "-"] if s.loss_by_step is None else [f"{s.loss_by_step:.2f}", str(s.place_by_step)]
-        by_time = ["diverged", "-"] if s.loss_by_time is None else [f"{s.loss_by_time:.2f}", str(s.place_by_time)]
-        table.add_row(s.name, *by_step, *by_time, f"{s.milliseconds:.0f}")
+        by_step = ["diverged", "-"] if s.loss_by_step is None else [f"{s.loss_by_step:.4g}", str(s.place_by_step)]
+        by_time = ["diverged", "-"] if s.loss_by_time is None else [f"{s.loss_by_time:.4g}", str(s.place_by_time)]
+        table.add_row(s.name, *by_step, *by_time, f"{s.milliseconds:.3g}")
     console.print()
     console.print(table)
     console.print(demo.sentence(result), highlight=False, soft_wrap=True)

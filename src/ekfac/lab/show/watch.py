@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ekfac.lab.labels import counted, describe
 from ekfac.lab.search.selection import Curve, by_method, curves
-from ekfac.lab.show.chart import MARKS, chart
+from ekfac.lab.show.chart import chart
 from ekfac.lab.show.looks import ordered
 from ekfac.lab.training.gather import find_runs
 from ekfac.lab.training.runs import Run
@@ -52,16 +52,23 @@ def view(runs: Sequence[Run], width: int = 100, height: int = 50) -> RenderableT
     tasks: dict[str, list[Run]] = {}
     for run in runs:
         tasks.setdefault(f"{run.config.task} on {run.config.dataset}", []).append(run)
-    for task, group in tasks.items():
-        best = dict(list(leaders(group).items())[: len(MARKS)])
+    # As many charts as the screen holds, of what changed last first; the others are named.
+    order = sorted(tasks, key=lambda task: -max(map(_changed, tasks[task])))
+    rows = min(CHART_ROWS, max(5, height - 17))
+    room = max(1, (height - 9) // (rows + 6))
+    for task in order[:room]:
+        group = tasks[task]
+        best = leaders(group)
         points = {
             name: list(zip(curve.mean("epoch"), curve.mean("train_loss") - curve.floor, strict=True))
             for name, curve in best.items()
         }
         what = "training loss" + (" above its floor" if any(curve.floor > 0 for curve in best.values()) else "")
-        parts.append(Text(f"{task}\n{chart(points, 'epoch', what, max(40, width - 14), CHART_ROWS)}\n"))
+        parts.append(Text(f"{task}\n{chart(points, 'epoch', what, max(40, width - 14), rows)}\n"))
+    if order[room:]:
+        parts.append(Text(f"not drawn for lack of room: {', '.join(order[room:])}", overflow="ellipsis", no_wrap=True))
     # What does not fit on the screen is cut off there, so the table takes what the charts have left.
-    left = height - len(parts) * (CHART_ROWS + 6) - 6
+    left = height - sum(str(part).count("\n") + 1 for part in parts) - 6
     return Group(*parts, _table(runs, max(3, left), width))
 
 

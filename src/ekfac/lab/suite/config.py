@@ -27,8 +27,9 @@ class Method:
         label: Its name in tables and pictures.
         optimizer: The optimizer's name in the lab.
         options: Its options.
-        lr: The learning rates that are tried; with ``relative``, as multiples of the optimizer's own.
-        relative: Whether they are; the factor 1 leaves the learning rate unset.
+        lr: The learning rates that are tried; with ``relative``, as multiples of the optimizer's own,
+            which stays unset: what it does with it over time stays too.
+        relative: Whether they are.
         schedules: ``"cosine"`` and ``"constant"``, both after the task's warm-up; ``"own"`` leaves the learning rate
             to the optimizer.
         decay: What the task's weight decay is multiplied by; ``None`` leaves it to the optimizer.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.suite.config import Method, Suite, TaskPlan
 
 
@@ -47,8 +45,8 @@ def make_job(suite: Suite, task: TaskPlan, method: Method, schedule: str, rate: 
     options = {**method.options, **task.methods.get(method.name, {}).get("options", {})}
     if method.decay is not None:
         options["weight_decay"] = method.decay * task.weight_decay
-    if not (method.relative and rate == 1):
-        options["lr"] = rate * own_rate(method.optimizer) if method.relative else rate
+    if not method.relative:
+        options["lr"] = rate
     settings = {
         "task": task.task,
         "settings": dict(task.settings),
@@ -61,14 +59,10 @@ def make_job(suite: Suite, task: TaskPlan, method: Method, schedule: str, rate: 
         "take": task.take,
         "optimizer": method.optimizer,
         "options": options,
+        "lr_factor": rate if method.relative else 1.0,
         "evaluations": suite.evaluations,
     }
     return Job(task.name, method.name, schedule, rate, seed, settings)
-
-
-def own_rate(optimizer: str) -> float:
-    """Return the learning rate that an optimizer has unless one is set."""
-    return float(inspect.signature(OPTIMIZERS.get(optimizer).build).parameters["lr"].default)
 
 
 def rates(task: TaskPlan, method: Method) -> tuple[float, ...]:

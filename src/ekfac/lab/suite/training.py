@@ -49,6 +49,7 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
     problem = TASKS.get(settings["task"])(Context(data_dir, device, job.seed), **settings["settings"])
     steps = settings["steps"] or max(1, round(settings["epochs"] * _epoch(problem, settings["task"])))
     optimizer = build_optimizer(settings["optimizer"], problem.model, settings["options"])
+    scale_rate(optimizer, settings["lr_factor"])
     if not settings["decay_vectors"]:
         spare_vectors(optimizer)
     try:
@@ -70,6 +71,17 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
         "versions": versions(),
         "machine": machine(),
     }
+
+
+def scale_rate(optimizer: Trains, times: float) -> None:
+    """Multiply an optimizer's own rate, as if its default were another.
+
+    Its groups' rate and its default change together: a rate that is set, or that differs from the default, would switch
+    off the course that the optimizer has for it.
+    """
+    for holder in (*optimizer.param_groups, getattr(optimizer, "defaults", {})):
+        if "lr" in holder:
+            holder["lr"] = holder["lr"] * times
 
 
 def _epoch(problem: Problem, task: str) -> int:

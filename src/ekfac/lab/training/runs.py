@@ -22,6 +22,7 @@ import torch
 from ekfac import sealed
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import LabError
+from ekfac.lab.training.board import Board
 from ekfac.lab.training.lock import Lock
 from ekfac.lab.training.records import check_about, check_record
 
@@ -124,7 +125,7 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoint_file = path / "checkpoint.pt"
         self.lock = Lock(path)
-        self._board: Any = None
+        self._board: Board | None = None
 
     def holds_run(self) -> bool:
         """Tell whether a run was started here."""
@@ -145,11 +146,8 @@ class RunFolder:
         content = {"format": FORMAT, "config": config.to_dict(), "about": dict(about)}
         sealed.write(self.config_file, sealed.dumps(content, indent=2))
         sealed.write(self.metrics_file, b"".join(sealed.dumps(record) for record in history))
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._board = SummaryWriter(str(self.path), purge_step=len(history))
+        with contextlib.suppress(ImportError), _named(self.path):
+            self._board = Board(self.path, purge_step=len(history))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append an epoch's record to metrics.jsonl and the TensorBoard events, on disk when this returns."""
@@ -166,15 +164,7 @@ class RunFolder:
                 raise
         if self._board is not None:
             with _named(self.path):
-                self._add_to_board(record)
-
-    def _add_to_board(self, record: Mapping[str, Any]) -> None:
-        for name, value in record.items():
-            scalars = {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-            for tag, scalar in scalars.items():
-                if isinstance(scalar, int | float) and not isinstance(scalar, bool):
-                    self._board.add_scalar(tag, scalar, record["epoch"])
-        self._board.flush()
+                self._board.add(record)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint; whoever is killed meanwhile still has the old one, whole."""
@@ -217,8 +207,7 @@ class RunFolder:
         """Close the TensorBoard events and give the folder back."""
         try:
             if self._board is not None:
-                with contextlib.suppress(OSError):  # what they lack is in metrics.jsonl
-                    self._board.close()
+                self._board.close()
         finally:
             self._board = None
             self.lock.release()

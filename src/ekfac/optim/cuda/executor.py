@@ -1,14 +1,17 @@
-"""Runs the parts of a step as fast as a GPU allows: whole steps as graphs, parallel streams, a host that never waits."""
+"""The parts of a step as fast as a GPU allows: whole steps as graphs, parallel streams, a host that never waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.curvature.layers.base import Call
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Replays
@@ -16,9 +19,10 @@ from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.executor import Answer, Executor
 from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics.sums import bytes_of
 
 if TYPE_CHECKING:
-    from ekfac.optim.engine import Engine
+    from ekfac.optim.engine import Apply, Engine
     from ekfac.optim.types import Rates, StepInputs
 
 T = TypeVar("T")
@@ -30,27 +34,24 @@ class CudaExecutor(Executor):
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         super().__init__(options, whole_steps)
         self.mask = NonFiniteMask()
-        self.side = SideStream(options.cuda_graphs)
+        self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
         self.step_graphs = StepGraphs(self)
+        n = options.numerics
         self.replays = {
-            "a refresh": Replays("a refresh", options.cuda_graphs),
-            "taking statistics": Replays("taking statistics", options.cuda_graphs, options.memory_limit),
+            "a refresh": Replays("a refresh", n.cuda_graphs),
+            "taking statistics": Replays("taking statistics", n.cuda_graphs, n.memory_limit),
         }
-        #: Bytes of the calls that are kept for the step.
-        self._kept = 0
 
     def graphs_possible(self, device: torch.device) -> bool:
         """Tell whether a CUDA graph may hold what happens on a device."""
         o = self.options
-        return o.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
+        return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
 
-    def replay(
-        self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Callable[[StepInputs, Rates], None]
-    ) -> bool:
+    def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         if not (self.whole_steps and self.graphs_possible(engine.partition.device)):
             return False
-        return self.step_graphs.step(engine, inputs, rates, compute)
+        return self.step_graphs.step(engine, inputs, rates, apply)
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
@@ -62,8 +63,14 @@ class CudaExecutor(Executor):
         finally:
             self.recorded = None
 
-    def parallel(self, parts: Sequence[Callable[[], T]], sizes: Sequence[int]) -> list[T]:
-        return self.streams(parts, sizes)
+    def parallel(self, function: Callable[[Block], T], blocks: Sequence[Block]) -> list[T]:
+        if not blocks:
+            return []
+        device, exact = blocks[0].key.device, self.options.refresh.deterministic
+        with no_autocast(device) if exact else tensor_cores(device):
+            if self.recorded is None:
+                return super().parallel(function, blocks)
+            return self.streams([partial(function, block) for block in blocks], list(map(widest, blocks)))
 
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
@@ -72,17 +79,9 @@ class CudaExecutor(Executor):
             return function(*tensors)
         return self.replays[what](key, function, *tensors)
 
-    def keeps_calls(self, calls: list[Call]) -> bool:
-        if not (self.whole_steps and self.graphs_possible(calls[0].d.device)):
-            return False
-        size = sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
-        if self._kept + size > self.options.memory_limit:
-            return False
-        self._kept += size
-        return True
-
-    def drop(self) -> None:
-        self._kept = 0
+    def keeps_calls(self, calls: list[Call], kept: int) -> bool:
+        possible = self.whole_steps and self.graphs_possible(calls[0].d.device)
+        return possible and kept + bytes_of(calls) <= self.options.numerics.memory_limit
 
     def beside(self, device: torch.device) -> AbstractContextManager[None]:
         return self.side.work(device)
@@ -98,7 +97,8 @@ class CudaExecutor(Executor):
         self.mask.expect(ok)
         return True, ok
 
-    def was_skipped(self) -> bool:
+    def settle(self) -> bool:
+        self.join()
         return self.mask.was_skipped()
 
     def answer(self, value: Tensor) -> Answer:
@@ -108,3 +108,13 @@ class CudaExecutor(Executor):
         self.step_graphs.forget()
         for replays in self.replays.values():
             replays.clear()
+
+
+def make_executor(options: EngineOptions, whole_steps: bool, device: torch.device) -> Executor:
+    """The executor for what is on a device."""
+    return (CudaExecutor if device.type == "cuda" else Executor)(options, whole_steps)
+
+
+def widest(block: Block) -> int:
+    """The numbers of the largest of a block's matrices: its gradient, A or B."""
+    return max(block.shape.numel, *block.factor_numbers())

@@ -15,6 +15,8 @@ from ekfac.optim.executor import Answer
 class PinnedAnswer(Answer):
     """A tensor on its way to the host."""
 
+    late = True
+
     def __init__(self, value: Tensor) -> None:
         super().__init__(torch.empty(value.shape, dtype=value.dtype, pin_memory=True))
         self.value.copy_(value, non_blocking=True)

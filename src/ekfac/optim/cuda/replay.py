@@ -24,7 +24,7 @@ def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
     Python's collector stands still: models and optimizers of an earlier training are often left to it, and their
     graphs, destroyed just now, would spoil this one. What other threads do, those that pin memory say, does not count.
-    When a recording fails, torch leaves its stream the current one, and its last error says only that there was another:
+    When recording fails, torch leaves its stream the current one, and its last error says only that there was another:
     the stream is put back, and the first error is raised.
     """
     stream, collects = torch.cuda.current_stream(), gc.isenabled()

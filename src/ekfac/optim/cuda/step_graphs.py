@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from ekfac.optim.types import KeptCalls, Rates, StepInputs
 
 if TYPE_CHECKING:
     from ekfac.optim.cuda.executor import CudaExecutor
-    from ekfac.optim.engine import Engine
+    from ekfac.optim.engine import Apply, Engine
 
 #: A step is recorded when it has been run this often.
 REPEATS = 2
@@ -39,9 +39,6 @@ REPEATS = 2
 LIMIT = 24
 #: And so many counted: steps that differ every time, by their damping say, are never recorded.
 SEEN = 100
-
-#: Does a step on the device, from its inputs to new parameters.
-Compute = Callable[[StepInputs, Rates], None]
 
 
 @dataclass
@@ -70,7 +67,7 @@ class StepGraphs:
         self._own: OwnStream | None = None
         self.replays = 0
 
-    def step(self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Compute) -> bool:
+    def step(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Do the device's part of a step by replaying it; False where it has to be run."""
         applied = engine.schedule.applied_steps
         if applied < 1 or not (is_plain(engine, inputs) and fits_damping(engine, rates)):
@@ -92,7 +89,7 @@ class StepGraphs:
             self._seen[key] += 1
             if self._seen[key] <= REPEATS or len(self._recorded) >= LIMIT:
                 return False
-            recorded = self._record(engine, inputs, rates, compute)
+            recorded = self._record(engine, inputs, rates, apply)
             if recorded is None:
                 self._refused.add(key)
                 return False
@@ -111,15 +108,15 @@ class StepGraphs:
         self._places.clear()
         self._pool = self._own = None
 
-    def run(self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Compute) -> None:
+    def run(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> None:
         """Do a step without the host: what is recorded."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
         engine.collector.take_calls(inputs)
-        compute(inputs, rates)
+        apply(inputs, engine.directions(inputs, rates), rates)
 
     @torch.no_grad()
-    def _record(self, engine: Engine, inputs: StepInputs, rates: Rates, compute: Compute) -> RecordedStep | None:
+    def _record(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> RecordedStep | None:
         device, known = engine.partition.device, dict(self._places)
         placed = at_places(inputs, known)
         groups = [
@@ -143,7 +140,7 @@ class StepGraphs:
                 self._executor.recording(device),
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
-                self.run(engine, working, placed_rates, compute)
+                self.run(engine, working, placed_rates, apply)
                 refreshed = self._executor.recorded or {}
                 residuals = torch.stack([r.double() for r in refreshed.values()]) if refreshed else None
             self._places, placed.ok = known, working.ok
@@ -178,12 +175,12 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     All parameters have gradients as backward left them, no basis is solved for, or refreshed where that takes much
     memory, and no layer waits to be verified.
     """
-    collector, schedule, partition = engine.collector, engine.schedule, engine.partition
+    collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
-        and not any(b in collector.fingerprints.unverified or schedule.solves(b) for b in partition.covered)
-        and (refreshes_are_small(engine) or not any(any(schedule.iterations_within(b)) for b in partition.covered))
+        and not (inputs.solves or any(b in collector.fingerprints.unverified for b in partition.covered))
+        and (refreshes_are_small(engine) or not inputs.warm)
         and all(p in inputs.gradients for p in partition.parameters)
         and not any(map(collector.watch.touched, partition.parameters))
         and all(b in collector.capture.fired for b in partition.covered)
@@ -193,15 +190,15 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
 def refreshes_are_small(engine: Engine) -> bool:
     """Tell whether a graph may refresh bases: it keeps what that takes, some eight float64 matrices a stream."""
     most = max((max(block.factor_numbers()) for block in engine.partition.covered), default=0)
-    return engine.schedule.maskable and 8 * 8 * most <= engine.options.memory_limit
+    return engine.schedule.maskable and 8 * 8 * most <= engine.options.numerics.memory_limit
 
 
 def fits_damping(engine: Engine, rates: Rates) -> bool:
     """Tell whether inverses, where there are any, were made for the damping that stands in the groups now."""
     if engine.method.damping_is_free:
         return True
-    state = engine.partition.peek
-    return all(state(b).inverted_at == rates.of(b.key).damping for b in engine.partition.covered)
+    states = engine.partition.states
+    return all(states[b.key].inverted_at == rates.of(b.key).damping for b in engine.partition.covered)
 
 
 def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
@@ -218,7 +215,7 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
         for block, s in inputs.sums.items()
     )
     places = tuple((p.data_ptr(), g.stride()) for p, g in inputs.gradients.items())
-    refreshes = tuple(map(engine.schedule.iterations_within, engine.partition.covered))
+    refreshes = tuple((block.name, iterations) for block, iterations in inputs.warm.items())
     return inputs.n, groups, rates.fixed, calls, sums, places, refreshes
 
 
@@ -244,6 +241,8 @@ def at_places(inputs: StepInputs, known: dict[Hashable, Tensor]) -> StepInputs:
         {block: gathered.at(sums) for block, gathered in inputs.sums.items()},
         inputs.n,
         inputs.n_statistics,
+        warm=inputs.warm,
+        mean=inputs.mean,
     )
 
 

@@ -23,17 +23,6 @@ REMEDY = (
 )
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise if parameters are sharded; ``fully_shard`` also replaces those of a model that is in use."""
-    for name, p in model.named_parameters():
-        if hasattr(p, "device_mesh"):  # of a DTensor, whose class takes long to import
-            raise ValueError(
-                f"parameter '{name}' is a DTensor of shape {tuple(p.shape)}: fully_shard or tensor parallel. "
-                "Allowed: whole parameters on every rank, under DistributedDataParallel or averaged by hand; factors, "
-                "bases and moments are then shared between ranks (process_group=)"
-            )
-
-
 def digest(value: Any) -> float:
     """A number of 48 bits, which float64 holds exactly, that tells plain data apart."""
     return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big"))

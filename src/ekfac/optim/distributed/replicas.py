@@ -8,8 +8,7 @@ replicas are equal to the bit with any number of threads, on unlike processors, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,14 +26,13 @@ from ekfac.optim.distributed.agreement import (
     structure_of,
 )
 from ekfac.optim.distributed.states import keep_own
-from ekfac.optim.statistics.collector import widest
-from ekfac.optim.statistics.gradients import largest_magnitudes
+from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
 from ekfac.optim.statistics.partition import members
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.types import Direction, Rates, StepInputs
 
 if TYPE_CHECKING:
-    from ekfac.optim.engine import Engine
+    from ekfac.optim.engine import Apply, Engine
 
 T = TypeVar("T")
 
@@ -66,45 +64,40 @@ class Replicas:
 
     # --- before a step --------------------------------------------------------------------------------------------
 
-    def step(self, rates: Rates, compute: Callable[[StepInputs, Rates], None]) -> bool | None:
+    def step(self, rates: Rates, apply: Apply) -> bool | None:
         """Take a step together with all other processes; returns what :meth:`Engine.step` does."""
         engine, collector = self._engine, self._engine.collector
         self._check_model()
-        inputs: StepInputs | None = None
-        sizes: list[Tensor] = []
-        left: list[Tensor] = []
-        finite = True
+        inputs, finite = None, True
         try:
             inputs = collector.inputs()
             if inputs is not None:
-                sizes, left = collector.watch.sizes(list(inputs.gradients))
-                finite = engine.executor.check_finite(sizes, wait=True)[0]
+                collector.watch.sizes(inputs)
+                finite = engine.executor.check_finite(list(inputs.sizes.values()), wait=True)[0]
         except Exception as error:
             self.failure = self.failure or error
-        call = self._call({} if inputs is None else inputs.gradients, finite)
+        if inputs is None:
+            due = engine.schedule.due(engine.partition.covered)
+            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size)
+        call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
             return None
         if not call.examples:
-            raise collector.no_examples()
+            raise RuntimeError(NO_EXAMPLES)
         if not call.finite:
             engine.skip()
             return False
         if engine.schedule.applied_steps % COMPARE_EVERY == 0:
             compare_parameters(self.processes, dict(engine.model.named_parameters()))
-        if inputs is None:
-            inputs = StepInputs({}, collector.calls, collector.sums)
-        here = list(inputs.gradients)
         fetched = self._fetch_gradients(inputs, call)
-        known = dict(zip([*here, *fetched], [*sizes, *largest_magnitudes([inputs.gradients[p] for p in fetched])],
-                         strict=True))  # fmt: skip
-        collector.collect(inputs, known)
+        collector.collect(inputs)
         self._verify(inputs, call)
-        inputs.rescaled = collector.watch.rescaling(here, sizes, left, collector.loss_scale())
+        inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        compute(inputs, rates)
+        apply(inputs, engine.directions(inputs, rates), rates)
         whole = engine.executor.whole_steps
-        self._hand_round_results({p: p if whole else inputs.gradients[p] for p in inputs.gradients})
+        self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
         if not whole:
             for p in fetched:
                 p.grad = inputs.gradients[p]
@@ -117,14 +110,17 @@ class Replicas:
             check_structure(self.processes, structure, partition.device)
             self._checked = self.processes.size, partition.offered
 
-    def _call(self, gradients: dict[nn.Parameter, Tensor], finite: bool) -> RollCall:
+    def _call(self, inputs: StepInputs, finite: bool) -> RollCall:
         """Agree on the step, and learn how others' warm refreshes went."""
         engine, partition = self._engine, self._engine.partition
         if self._flags:  # of the last step, on a GPU
             self._raise_if_failed()
-        states = {block.key: partition.peek(block) for block in partition.covered if self.owners.mine(block)}
-        near: list[bool | None] = [states[p].get("near") if p in states else None for p in partition.offered]
+        mine = {block.key for block in partition.covered if self.owners.mine(block)}
+        near: list[bool | None] = [
+            partition.states.get(p, {}).get("near") if p in mine else None for p in partition.offered
+        ]
         silent = [name for name, p in engine.model.named_parameters() if p in partition.silent]
+        touched = set(inputs.touched)
         call = roll_call(
             self.processes,
             partition.device,
@@ -132,8 +128,8 @@ class Replicas:
             at=(engine.schedule.applied_steps, [p.requires_grad for p in partition.offered], silent),
             finite=finite,
             examples=engine.collector.capture.examples > 0,
-            gradients=[p in gradients for p in partition.offered],
-            touched=[engine.collector.watch.touched(p) for p in partition.offered],
+            gradients=[p in inputs.gradients for p in partition.offered],
+            touched=[p in touched for p in partition.offered],
             near=near,
         )
         self._raise_together(call.failed)
@@ -156,7 +152,7 @@ class Replicas:
             return
         touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
         try:
-            collector.fingerprints.verify(inputs, touched.__contains__, collector.loss_scale())
+            collector.fingerprints.verify(inputs, touched, collector.loss_scale())
         except RuntimeError as error:
             self.failure = error
         first = self.processes.rank if self.failure is not None else self.processes.size
@@ -182,6 +178,7 @@ class Replicas:
             wanted.setdefault(holder, []).append(inputs.gradients[p])
         if wanted:
             self.processes.hand_round(wanted)
+            inputs.sizes.update(zip(fetched, largest_magnitudes([inputs.gradients[p] for p in fetched]), strict=True))
         inputs.gradients = {p: inputs.gradients[p] for p in self._engine.partition.parameters if p in inputs.gradients}
         return fetched
 
@@ -202,37 +199,34 @@ class Replicas:
 
     def directions(self, blocks: list[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Algorithm 1 for the blocks that this process owns; of the others only what all have to know."""
-        engine, partition, schedule = self._engine, self._engine.partition, self._engine.schedule
-        renewed = [b for b in blocks if schedule.renews(b)]
-        solved = {b for b in renewed if schedule.solves(b)}
+        engine, partition = self._engine, self._engine.partition
+        renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
         mine = [b for b in blocks if self.owners.mine(b)]
-        self._run([(b, partial(engine.compute_eigenbasis, b, inputs, rates)) for b in renewed if b in set(mine)])
+        self._run(lambda b: engine.compute_eigenbasis(b, inputs, rates), [b for b in mine if b in set(renewed)])
         for block in renewed:
             if not self.owners.mine(block):
-                state = partition.state(block)
-                if block in solved:
+                if block in inputs.solves:
+                    state = partition.state(block)
                     state.strayed = 0
                     state.pop("near", None)
                 partition.note_elsewhere(members(block), ready=True)
         if engine.method.needs_examples and renewed:
             self.hand_round_bases(renewed)
             self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
-        parts = [(b, partial(engine.direction, b, inputs, rates)) for b in mine]
-        found = self._run(parts)
-        return self._with_products([found.get(b) or engine.no_direction(b, inputs) for b in blocks])
+        found = self._run(lambda b: engine.direction(b, inputs, rates), mine)
+        return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
 
-    def _run(self, parts: Sequence[tuple[Block, Callable[[], T]]]) -> dict[Block, T]:
-        """Run independent parts; one that fails is left out, and all processes hear of it at the end of the step."""
+    def _run(self, function: Callable[[Block], T], blocks: list[Block]) -> dict[Block, T]:
+        """Call a function of each block; one that fails is left out, and all hear of it at the end of the step."""
 
-        def guarded(part: Callable[[], T]) -> T | None:
+        def guarded(block: Block) -> T | None:
             try:
-                return part()
+                return function(block)
             except Exception as error:
                 self.failure = self.failure or error
                 return None
 
-        blocks = [block for block, _ in parts]
-        found = self._engine.executor.parallel([partial(guarded, part) for _, part in parts], list(map(widest, blocks)))
+        found = self._engine.executor.parallel(guarded, blocks)
         return {block: one for block, one in zip(blocks, found, strict=True) if one is not None}
 
     def _with_products(self, directions: list[Direction]) -> list[Direction]:
@@ -247,7 +241,7 @@ class Replicas:
                 row[1:].copy_(direction.products.reshape(-1))
         self.processes.sum(rows)
         return [
-            Direction(d.block, d.steps, d.gradient, d.moving, row[1:].view(2, 3) if known else None)
+            Direction(d.block, d.steps, d.gradient, row[1:].view(2, 3) if known else None)
             for d, row, known in zip(directions, rows, (rows[:, 0] > 0).tolist(), strict=True)
         ]
 
@@ -259,7 +253,7 @@ class Replicas:
             basis = engine.method.basis(block, engine.partition.state(block))
             assert basis is not None
             for calls, count in sums.held:
-                sums.add_scaling(scaling_sum(block, calls, count, basis, engine.options.memory_limit))
+                sums.add_scaling(scaling_sum(block, calls, count, basis, engine.options.numerics.memory_limit))
             sums.held = []
             sums.scaling = no_scaling(block) if sums.scaling is None else sums.scaling.contiguous()
             found[block] = [sums.scaling]
@@ -288,14 +282,14 @@ class Replicas:
             found.setdefault(self.owners.of(block), []).extend(of_block)
         return found
 
-    def refresh(self, due: list[tuple[Block, tuple[int, int]]], rates: Rates) -> None:
+    def refresh(self, due: dict[Block, tuple[int, int]], rates: Rates) -> None:
         """Refresh the bases that are due between two steps, warm, each by its owner."""
         engine = self._engine
         with engine.executor.beside(engine.partition.device):
-            self._run([(b, partial(engine.warm_refresh, b, n, rates)) for b, n in due if self.owners.mine(b)])
+            self._run(lambda b: engine.warm_refresh(b, due[b], rates), list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()
-            self.hand_round_bases([b for b, _ in due])
+            self.hand_round_bases(due)
 
     # --- after it -------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class WholeState:
 
 def whole_state(engine: Engine) -> WholeState:
     """Gather the state of all owners; every process has to call this, and gets all of it."""
+    engine.settle(wait=True)
     engine.replicas.together()
     partition, owners, processes = engine.partition, engine.partition.owners, engine.options.processes
     refresher, watch = engine.refresher, engine.collector.watch
@@ -57,7 +58,7 @@ def whole_state(engine: Engine) -> WholeState:
         for place, state in places.items()
         if owners.size == 1 or owners.of_parameter(place[1][0]) == processes.rank
     }
-    counters = Counter({"refreshes": refresher.refreshes, "warm_refreshes": refresher.warm_refreshes})
+    counters = Counter({"refreshes": refresher.refreshes, "warm_refreshes": engine.schedule.warm_refreshes})
     counters.update({SOLVER + rung: n for rung, n in refresher.fallbacks.items()})
     drift = 0.0 if refresher.drift is None else float(refresher.drift)
     if processes.size == 1:
@@ -98,15 +99,15 @@ def keep_own(engine: Engine) -> None:
             continue
         if p in blocks:
             block = blocks[p]
-            state = partition.peek(block)
-            ready = block.covered and engine.method.ready(state)
+            state = partition.state(block)
+            ready = block.covered and hasattr(state, engine.method.derived)
             partition.note_elsewhere(members(block), factors="A" in state, ready=ready)
             partition.states[p] = type(state)({name: state[name] for name in kept if name in state})
         else:
             partition.states.pop(p, None)
     for (covered, key), state in list(partition.put_away.items()):
         if owners.of_parameter(key[0]) != engine.options.processes.rank:
-            ready = covered and engine.method.ready(state)
+            ready = covered and hasattr(state, engine.method.derived)
             partition.note_elsewhere((covered, key), factors="A" in state, ready=ready)
             partition.put_away[covered, key] = type(state)({name: state[name] for name in kept if name in state})
 
@@ -114,8 +115,9 @@ def keep_own(engine: Engine) -> None:
 def block_states(engine: Engine) -> dict[nn.Parameter, BlockState]:
     """The state of every block, by its first parameter; gathered where processes share them."""
     if not engine.replicas.together():
-        return {block.key: engine.partition.peek(block) for block in engine.partition.blocks}
-    states = whole_state(engine).states
+        states: Any = engine.partition.states
+    else:
+        states = whole_state(engine).states
     return {b.key: engine.method_of(b).state_class(states.get(b.key)) for b in engine.partition.blocks}
 
 

@@ -20,6 +20,7 @@ class Method(Protocol[S]):
 
     Attributes:
         kind: What checkpoints call the method.
+        derived: The field of the state that is there once something was derived from the factors.
         approximation: What an operator of its curvature is called, "ekfac" or "kfac".
         needs_examples: Whether it needs s* of a step's examples.
         squares_penalty: Whether an L2 penalty counts as part of the gradient whose square is taken.
@@ -29,6 +30,7 @@ class Method(Protocol[S]):
     """
 
     kind: str
+    derived: str
     approximation: str
     needs_examples: bool
     squares_penalty: bool
@@ -39,9 +41,6 @@ class Method(Protocol[S]):
     @property
     def state_class(self) -> type[BlockState]:
         """What it keeps of a block."""
-
-    def ready(self, state: S) -> bool:
-        """Tell whether what is derived from the factors has been computed before."""
 
     def numbers(self, block: Block) -> int:
         """Count the numbers that are kept for a block between steps, momentum and counts left out."""

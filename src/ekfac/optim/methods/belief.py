@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ekfac import checks
-from ekfac.optim.methods.rules import TorchRule, blend, bounded, counted
+from ekfac.optim.methods.rules import TorchRule, betas_of, blend, bounded, counted, remaining
 from ekfac.optim.types import BlockStep, EigenState
 
 
@@ -40,6 +40,9 @@ class Belief(TorchRule):
     floor: float = 0.05
     spike: float = 10.0
 
+    lr = 0.004
+    weight_decay = 0.3
+    warms_up = True
     moments = ("m",)
 
     def __post_init__(self) -> None:
@@ -49,8 +52,8 @@ class Belief(TorchRule):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
-        beta1, beta2 = self._betas(step)
-        if "m" not in state:
+        beta1, beta2 = betas_of(self.betas, step)
+        if not hasattr(state, "m"):
             state.m = torch.zeros_like(step.g)
         count = counted(state, step.g, step.ok)
         first = count <= 1
@@ -65,23 +68,15 @@ class Belief(TorchRule):
         blend(state.s, bounded(square), 1 - beta2, step.ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        beta1, beta2 = self._betas(step)
+        beta1, beta2 = betas_of(self.betas, step)
         root = (state.s / remaining(beta2, state.count).to(state.s)).sqrt_().add_(self.eps)
         x = (state.m / remaining(beta1, state.count).to(state.m)).div_(root)
-        return x / root_mean_square(x).clamp(min=1)
+        x = x / root_mean_square(x).clamp(min=1)
+        return x if step.ok is None else x * step.ok.to(x)
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
-        return s / remaining(self.betas[1], state.count).to(s) if "count" in state else s
-
-    def _betas(self, step: BlockStep) -> tuple[float | Tensor, float]:
-        given = step.rates.betas
-        return self.betas if given is None else given
-
-
-def remaining(beta: float | Tensor, count: Tensor) -> Tensor:
-    """1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
-    return (1 - beta**count).clamp(min=1 - beta)
+        return s / remaining(self.betas[1], state.count).to(s) if hasattr(state, "count") else s
 
 
 def bound(g: Tensor, square: Tensor) -> Tensor:

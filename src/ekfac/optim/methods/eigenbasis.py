@@ -24,6 +24,7 @@ class EigenMethod:
     """
 
     kind = "eigenbasis"
+    derived = "S_A"
     damping_is_free = True
     masks_refreshes = True
 
@@ -36,10 +37,6 @@ class EigenMethod:
         self.squares_penalty = rule.squares_penalty
         self.compares_gradients = rule.compares_gradients
 
-    def ready(self, state: EigenState) -> bool:
-        """Tell whether there is a basis."""
-        return "S_A" in state
-
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
         own = (1 + len(self.rule.moments)) * block.shape.numel
@@ -47,7 +44,10 @@ class EigenMethod:
 
     def basis(self, block: Block, state: EigenState) -> Basis | None:
         """Return the basis in a block's state; None for a parameter without a Kronecker block."""
-        return state.basis(block.shape) if block.covered else None
+        if not block.covered:
+            return None
+        kept = state.__dict__
+        return Basis(block.shape, kept.get("U_A"), kept.get("U_B"), state.S_A, state.S_B)
 
     # --- a new basis ----------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class EigenMethod:
         self, block: Block, state: EigenState, A: Tensor, B: Tensor, damping: float, refresher: Refresher
     ) -> None:
         """Solve for a new basis and carry the rule's state there, or start it there."""
-        old = self.basis(block, state) if self.ready(state) else None
+        old = self.basis(block, state) if hasattr(state, self.derived) else None
         new, state.failed_refreshes = refresher.solve(block, A, B, old, state.failed_refreshes)
         self._change_basis(state, old, new)
 
@@ -64,7 +64,8 @@ class EigenMethod:
         iterations: tuple[int, int], ok: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Bring the basis nearer to the factors' own and carry the rule's state along."""
-        old = state.basis(block.shape)
+        old = self.basis(block, state)
+        assert old is not None
         self._change_basis(state, old, refresher.warm(block, A, B, old, iterations, ok), ok)
 
     def _change_basis(self, state: EigenState, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
@@ -85,16 +86,22 @@ class EigenMethod:
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
         """g = U_B^T G U_A, and the same of the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
-        step.g = step.seen = into_basis(step.gradient, basis)
+        if isinstance(step.gradient, Rows):
+            assert basis is not None
+            step.g = step.gradient.in_basis(basis)
+        else:
+            step.g = step.gradient if basis is None else basis.project(step.gradient)
+        step.seen = step.g
         if step.ratio is not None:
             step.seen = step.g * step.ratio
         elif step.left is not None:
-            step.seen = into_basis(step.left, basis)
-        step.damped = lambda s: self.damp(s, step.rates.damping, basis)
+            step.seen = step.left if basis is None else basis.project(step.left)
+        epsilon = step.rates.damping  # not the step itself: a cycle would keep its tensors
+        step.damped = lambda s: self.damp(s, epsilon, basis)
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
         """Let the rule take in the gradient as backward left it."""
-        if "s" not in state:  # a parameter that no layer covers, at its first gradient
+        if not hasattr(state, "s"):  # a parameter that no layer covers, at its first gradient
             self.rule.start(state, squared(step.seen, step.n))
         self.rule.observe(state, step)
 
@@ -110,18 +117,20 @@ class EigenMethod:
 
     def quadratic_form(self, block: Block, state: EigenState, D: Tensor) -> Tensor:
         """d^T C d: the sum of s x^2 in the basis."""
-        x = into_basis(D, self.basis(block, state))
+        basis = self.basis(block, state)
+        x = D if basis is None else basis.project(D)
         return (self.rule.second_moment(state) * x.square()).sum()
 
     def part(self, block: Block, state: EigenState) -> Part | None:
         """Return a copy of basis and scaling; None before the first."""
         names = tuple(block.parameter_names.values())
-        if "s" not in state:
+        if not hasattr(state, "s"):
             return None
         s = self.rule.second_moment(state).clone()
         if not block.covered:
             return DiagonalPart(block.name, names, s.reshape(-1))
-        basis = state.basis(block.shape)
+        basis = self.basis(block, state)
+        assert basis is not None
         U_A, U_B = (None if U is None else U.clone() for U in (basis.U_A, basis.U_B))
         copied = Basis(block.shape, U_A, U_B, basis.S_A.clone(), basis.S_B.clone())
         return EigenPart(block.name, names, copied, s, order_of(block))
@@ -139,11 +148,3 @@ class EigenMethod:
         self.rule.start(state, b.kronecker() if self.rule.follows_factors else part.s.clone())
         if self.needs_examples:
             state.count.fill_(1)  # so that the seed counts as one step's s*, and is averaged with the next
-
-
-def into_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
-    """U_B^T G U_A, of the gradient or of the rows that it is a sum of, whichever was found to be cheaper."""
-    if basis is None:
-        assert isinstance(gradient, Tensor)
-        return gradient
-    return gradient.in_basis(basis) if isinstance(gradient, Rows) else basis.project(gradient)

@@ -29,6 +29,7 @@ class InverseMethod:
     """
 
     kind = "inverse"
+    derived = "inverse_A"
     approximation = "kfac"
     state_class = InverseState
     needs_examples = False
@@ -40,10 +41,6 @@ class InverseMethod:
     def __init__(self, pi_correction: bool) -> None:
         self.pi_correction = pi_correction
         self.keeps_factors = False
-
-    def ready(self, state: InverseState) -> bool:
-        """Tell whether the factors have been inverted."""
-        return "inverse_A" in state
 
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors and inverses, under SUA one more for the bias."""
@@ -69,8 +66,8 @@ class InverseMethod:
             self._invert(block, state, A, B, float(damping), refresher, wait=False)
 
     def _invert(
-        self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float, refresher: Refresher | None = None,
-        wait: bool = True,
+        self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float,
+        refresher: Refresher | None = None, wait: bool = True,
     ) -> None:  # fmt: skip
         started = time.perf_counter()
         pi = pi_of(A, B) if self.pi_correction else A.new_ones(len(A))

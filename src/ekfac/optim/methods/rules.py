@@ -2,7 +2,7 @@
 
 A rule is a dataclass whose fields are its options, with its own defaults; what it learns is in the block's state. All
 rules follow one protocol, so the engine does not know which one is in use. A new rule is one class, which may be given
-as it is, ``EKFAC(model, scaling=Mine())``, and one line in ``RULES`` if it is to have a name.
+as it is, ``EKFAC(model, scaling=Mine())``, and one line in :mod:`ekfac.optim.methods.factory` if it is to have a name.
 
 State is changed in place, by :func:`blend`, :func:`overwrite` and :func:`counted`, and nothing waits for the device:
 so a CUDA graph can hold the step, and a step with a gradient that is not finite changes nothing (``step.ok``).
@@ -35,6 +35,11 @@ class Rule(ABC):
     squares_penalty: ClassVar[bool] = False
     #: Whether the rule compares the gradient with the last direction.
     compares_gradients: ClassVar[bool] = False
+    #: lr and weight decay where none is given (docs/tuning.md has the evidence); with ``warms_up`` that lr
+    #: rises at first and then falls.
+    lr: ClassVar[float] = 0.01
+    weight_decay: ClassVar[float] = 0.0
+    warms_up: ClassVar[bool] = False
     #: Names of means that live in the basis and are carried to the next one.
     moments: ClassVar[tuple[str, ...]] = ()
 
@@ -87,16 +92,16 @@ def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | No
 
 def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = None) -> None:
     """Write a tensor over the one that is there: a CUDA graph holds on to its address. Not where ``ok`` is 0."""
-    there = state.get(name)
+    there = state.__dict__.get(name)
     if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
         there.copy_(value if ok is None else torch.where(ok > 0, value, there))
     else:
-        state[name] = value
+        setattr(state, name, value)
 
 
 def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
     """Count a step on the device; returns how many have been counted."""
-    if "count" not in state:
+    if not hasattr(state, "count"):
         state.count = torch.zeros((), dtype=torch.float64, device=like.device)
     return state.count.add_(1.0 if ok is None else ok)
 
@@ -111,13 +116,23 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
-def mean_gradient(state: EigenState, step: BlockStep, beta: float, count: Tensor) -> Tensor:
+def betas_of(own: tuple[float, float], step: BlockStep) -> tuple[float | Tensor, float]:
+    """The decays of the step's parameter group, where schedulers change them; the rule's own where it has none."""
+    return own if step.rates.betas is None else step.rates.betas
+
+
+def remaining(beta: float | Tensor, count: Tensor) -> Tensor:
+    """1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
+    return (1 - beta**count).clamp(min=1 - beta)
+
+
+def mean_gradient(state: EigenState, step: BlockStep, beta: float | Tensor, count: Tensor) -> Tensor:
     """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
     g, ok = step.g, step.ok
-    if "m" not in state:
+    if not hasattr(state, "m"):
         state.m = torch.zeros_like(g)
     blend(state.m, g, 1 - beta, ok)
-    weight = (1 - beta**count).clamp(min=1 - beta)
+    weight = remaining(beta, count)
     return state.m / weight.to(g) if ok is None else state.m * (ok / weight).to(g)
 
 
@@ -217,9 +232,9 @@ class Anchored(Running):
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         g, n = step.g, step.n
         root = step.damped(state.s).sqrt_()
-        if "m" in state:
+        if hasattr(state, "m"):
             step.products = products(g, state.m, root)
-        mean = mean_gradient(state, step, self.betas[0], counted(state, g, step.ok))
+        mean = mean_gradient(state, step, betas_of(self.betas, step)[0], counted(state, g, step.ok))
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
 
 
@@ -261,18 +276,19 @@ class Adam(TorchRule):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
-        blend(state.s, squared(step.seen), 1 - self.betas[1], step.ok)
+        blend(state.s, squared(step.seen), 1 - betas_of(self.betas, step)[1], step.ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
+        beta1, beta2 = betas_of(self.betas, step)
         count = counted(state, step.g, step.ok)
-        mean = mean_gradient(state, step, self.betas[0], count)
-        root = (1 - self.betas[1] ** count).clamp(min=1 - self.betas[1]).sqrt().to(step.g)
+        mean = mean_gradient(state, step, beta1, count)
+        root = remaining(beta2, count).sqrt().to(step.g)
         return mean / (state.s.sqrt() / root).add_(self.eps)
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
         if "count" in state:
-            s = s / (1 - self.betas[1] ** state.count).clamp(min=1 - self.betas[1]).to(s)
+            s = s / remaining(self.betas[1], state.count).to(s)
         return s
 
 
@@ -305,14 +321,3 @@ class Adagrad(TorchRule):
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         return step.g / state.s.sqrt().add_(self.eps)
-
-
-RULES: dict[str, type[Rule]] = {
-    "anchored": Anchored,
-    "running": Running,
-    "per_example": PerExample,
-    "kronecker": Kronecker,
-    "adam": Adam,
-    "rmsprop": RMSProp,
-    "adagrad": Adagrad,
-}

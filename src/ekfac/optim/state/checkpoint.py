@@ -130,10 +130,10 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.schedule.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
     partition.generation += 1
-    refresher.forget()
+    engine.schedule.pending = []
     first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum
     refresher.refreshes = saved["refreshes"] if first else 0
-    refresher.warm_refreshes = saved["warm_refreshes"] if first else 0
+    engine.schedule.warm_refreshes = saved["warm_refreshes"] if first else 0
     refresher.drift = torch.tensor(saved["residual_drift"])
     refresher.fallbacks.clear()
     refresher.fallbacks.update(saved["fallbacks"] if first else {})

@@ -14,7 +14,7 @@ from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
 from ekfac.optim.distributed.states import block_states, keep_own
 from ekfac.optim.engine import Engine
-from ekfac.optim.statistics.averages import factors_of
+from ekfac.optim.types import factors_of
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def seed(engine: Engine, operator: Curvature) -> None:
         )
     engine.settle(wait=True)
     engine.collector.drop()
-    engine.refresher.forget()
+    engine.schedule.pending = []
     engine.partition.generation += 1
     for block, part in matched:
         _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))

@@ -19,7 +19,7 @@ def engine_stats(engine: Engine) -> dict[str, float]:
         "skipped_steps": float(engine.skipped_steps),
         "captured_bytes": float(engine.collector.capture.held.peak),
         "refreshes": float(refresher.refreshes),
-        "warm_refreshes": float(refresher.warm_refreshes),
+        "warm_refreshes": float(engine.schedule.warm_refreshes),
         "refresh_seconds": refresher.seconds,
         "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
     }

@@ -7,31 +7,31 @@ calls better they are kept for it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ekfac import checks
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
-from ekfac.optim.distributed.agreement import refuse_sharded
+from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.factored_gradient import Rows, may_use_rows, rows_are_cheaper, rows_of
+from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
-from ekfac.optim.statistics.gradients import GradientWatch
+from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes
-from ekfac.optim.types import BlockStep, KeptCalls, Rates, StepInputs, as_scalar
+from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes, shortened, trace
+from ekfac.optim.types import BlockState, KeptCalls, StepInputs
 
 
 class Collector:
@@ -43,6 +43,7 @@ class Collector:
         partition: The blocks.
         schedule: Knows what the step will need of each.
         executor: Runs what takes the statistics.
+        moved: Called when the model is found on another kind of device.
     """
 
     def __init__(
@@ -52,24 +53,31 @@ class Collector:
         partition: Partition,
         schedule: Schedule,
         executor: Executor,
+        moved: Callable[[], None],
     ) -> None:
-        self._options = options
+        self.options = options
         self._method = method
         self._partition = partition
         self._schedule = schedule
         self.executor = executor
+        self._moved = moved
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self._accumulators: dict[nn.Parameter, Node] = {}
-        self.fingerprints = Fingerprints(options.processes)
+        self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
+        #: Bytes of those that are kept for a CUDA graph.
+        self._kept = 0
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
+        #: Whether low coverage has been told, if there was any to tell.
+        self._told_coverage = False
         self.capture = Capture(
             partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
-            options.batch_dim,
+            options.batch.dim, options.batch.count,
+            per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.watch = GradientWatch([], options.processes)
 
@@ -91,7 +99,10 @@ class Collector:
         if self._partition.is_frozen():
             return False
         if not self._partition.is_current():
+            kind = self._partition.kind
             self.set_parameters(self._partition.offered)
+            if kind != self._partition.kind:
+                self._moved()
         self.watch.before_forward()
         if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
             self.drop()
@@ -119,7 +130,7 @@ class Collector:
             self._method.needs_examples
             or self._schedule.takes_factors(block)
             or block in self.fingerprints.unverified
-            or self._may_use_rows(block)
+            or self.may_use_rows(block)
         )
 
     @torch.no_grad()
@@ -131,7 +142,7 @@ class Collector:
             self.calls.setdefault(block, []).append((calls, n))
             self._hold(calls)
             return
-        if self._may_use_rows(block):  # rows of several batches are of no use to the step
+        if self.may_use_rows(block):  # rows of several batches are of no use to the step
             for earlier, count in self.calls.pop(block, []):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 for call in earlier:
@@ -144,26 +155,31 @@ class Collector:
             self.capture.held.add(call.x)
             self.capture.held.add(call.d)
 
-    def _may_use_rows(self, block: Block) -> bool:
-        return may_use_rows(block, self._options) and not self.capture.aside
+    def may_use_rows(self, block: Block) -> bool:
+        """Tell whether the gradient of a block can be known to be the product of its rows."""
+        return may_use_rows(block, self.options) and not self.capture.aside
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
         if self.capture.aside or len(calls) > 1:
             return False
-        if self._may_use_rows(block):
+        if self.may_use_rows(block):
             if block in self.calls or block in self.sums:
                 return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
-        return block not in self.fingerprints.unverified and self.executor.keeps_calls(calls)
+        fits = not block.layer.scattered and self.executor.keeps_calls(calls, self._kept)
+        if block in self.fingerprints.unverified or not fits:
+            return False
+        self._kept += bytes_of(calls)
+        return True
 
     def _take(
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
     ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
         gathered = sums.setdefault(block, BlockSums())
-        memory = self._options.memory_limit
+        memory = self.options.numerics.memory_limit
         if self._schedule.takes_factors(block):
             gathered.add_factors(self._factor_sums(block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.aside:
@@ -175,21 +191,22 @@ class Collector:
                 self._hold(calls)
             else:
                 self.executor.join()
-                basis = self._method.basis(block, self._partition.state(block))
+                basis = self._method.basis(block, self._partition.states[block.key])
                 assert basis is not None
                 gathered.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
 
     def _factor_sums(self, block: Block, calls: list[Call], n: int, replay: bool) -> FactorSums:
-        o = self._options
+        o = self.options
 
         def taken(*tensors: Tensor) -> tuple[Any, ...]:
             given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
-            sampled = not o.deterministic and block.dtype == torch.float32
-            sums = statistics.factor_sums(block, given, n, o.sharing, o.memory_limit, sampled=sampled)
+            sampled = not o.refresh.deterministic and block.dtype == torch.float32
+            limit = o.numerics.memory_limit
+            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, limit, sampled=sampled)
             return sums.A, sums.terms, sums.B
 
         tensors = [t for call in calls for t in (call.x, call.d)]
-        if not replay:
+        if not replay or block.layer.scattered:
             return FactorSums(*taken(*tensors))
         key = (block, n, *((c.layer, c.layer.mode) for c in calls))
         return FactorSums(*self.executor.call("taking statistics", key, taken, *tensors))
@@ -201,7 +218,7 @@ class Collector:
         for p, _ in saved:
             p.grad = None
         if not self.separate:
-            self.sums, self.calls, self.separate = {}, {}, True
+            self.sums, self.calls, self.separate, self._kept = {}, {}, True, 0
         self.watch.enabled = False
         try:
             with self.capture.statistics_aside():
@@ -215,9 +232,8 @@ class Collector:
         """Forget what was captured and not used."""
         self.capture.drop()
         self.watch.forget()
-        self.executor.drop()
         self._accumulators = {}  # not for longer than a step: they hold on to the stream on which they were made
-        self.sums, self.calls, self.separate = {}, {}, False
+        self.sums, self.calls, self.separate, self._kept = {}, {}, False, 0
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
@@ -231,72 +247,69 @@ class Collector:
         """What the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         if not gradients or not self.capture.examples:
-            refuse_sharded(self._partition.model)
+            checks.whole(self._partition.model)
         if not gradients:
             self.drop()
             return None
-        self._check_gradients(gradients)
-        self.capture.finish()
-        self._check_captured(gradients)
-        n = float(self.capture.examples)
-        return StepInputs(gradients, self.calls, self.sums, n, n)
-
-    def _check_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         for p, gradient in gradients.items():
             if gradient.layout != torch.strided:
                 name = next((name for name, q in self._partition.model.named_parameters() if q is p), "?")
                 raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
-
-    def _check_captured(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """A layer that has a gradient but was never seen to fire is reported, and gets the diagonal method."""
-        alone = self._options.processes.size == 1
-        if self.capture.examples == 0 and alone:
-            raise self.no_examples()
-        missing = [
-            b
-            for b in self._partition.covered
-            if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
+        if not self._told_coverage:
+            self._told_coverage = True
+            if (text := low_coverage(self._partition.blocks)) is not None:
+                warnings.warn(text, UserWarning, stacklevel=2)
+        self.capture.finish()
+        processes, covered = self.options.processes.size, self._partition.covered
+        if self.capture.examples == 0 and processes == 1:
+            raise RuntimeError(NO_EXAMPLES)
+        silent = [
+            b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
-        if not missing or not alone:
-            return
+        if silent and processes == 1:
+            self._give_up_on(silent)
+        n, mean = float(self.capture.examples), 1.0
+        if self.options.batch.reduction == "sum" and n:
+            mean = processes / n
+        solves, warm = self._schedule.due(covered)
+        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
+
+    def _give_up_on(self, silent: list[Block]) -> None:
+        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
         warnings.warn(
             "these layers have gradients but their forward was never called, so they get the diagonal method: "
-            + ", ".join(b.name for b in missing),
+            + ", ".join(b.name for b in silent),
             RuntimeWarning,
             stacklevel=2,
         )
-        self._partition.silent.update(p for b in missing for p in b.parameters.values())
+        self._partition.silent.update(p for b in silent for p in b.parameters.values())
         self.set_parameters(self._partition.offered)
 
-    def no_examples(self) -> RuntimeError:
-        """What is wrong where there are gradients but nothing was captured."""
-        return RuntimeError(
-            "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
-            "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
-        )
-
-    def collect(self, inputs: StepInputs, sizes: dict[nn.Parameter, Tensor]) -> None:
+    def collect(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept, and sum all of them over processes.
 
         A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused.
         """
-        self.take_calls(inputs)
+        if inputs.calls:
+            self.take_calls(inputs)
         if self.separate:
             inputs.n_statistics = float(self.capture.examples_aside)
-        partition = self._partition
-        if self._options.processes.size > 1:
+        if inputs.processes > 1:
             counts = [self.capture.examples, int(inputs.n_statistics)]
-            expected = {b: self._expected(b) for b in partition.covered}
-            totals = reduce_over_processes(partition.owners, inputs.sums, expected, counts, partition.device)
+            expected = {b: self._expected(b) for b in self._partition.covered}
+            owners = self._partition.owners
+            totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
             inputs.n, inputs.n_statistics = totals
-            for block in partition.covered:
-                if not partition.owners.mine(block):
-                    partition.note_elsewhere(members(block), factors=expected[block].factors)
-        for block in partition.covered:
-            gathered = inputs.sums.get(block)
-            if partition.has_factors(block) or (gathered is not None and gathered.factors is not None):
+            elsewhere = [b for b, what in expected.items() if what.factors and not owners.mine(b)]
+            self._partition.factors_elsewhere.update(map(members, elsewhere))
+            if self.options.batch.reduction == "sum":
+                inputs.mean = inputs.processes / inputs.n
+        for block in self._partition.covered:
+            gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
+            here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
+            if here or members(block) in self._partition.factors_elsewhere:
                 continue
-            if any(bool(sizes[p] > 0) for p in block.parameters.values() if p in sizes):
+            if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
                 raise RuntimeError(
                     f"layer '{block.name}' has a gradient, but no backward pass that was captured has come to it yet: "
                     f"let the loss inside opt.statistics() reach it, or exclude=['{block.name}']"
@@ -310,77 +323,77 @@ class Collector:
             for calls, n in inputs.calls[block]:
                 self._take(inputs.sums, block, calls, n, hold=True, replay=False)
 
-        blocks = list(inputs.calls)
-        self.executor.parallel([partial(take, block) for block in blocks], list(map(widest, blocks)))
+        self.executor.parallel(take, list(inputs.calls))
 
     def _expected(self, block: Block) -> Expected:
         scaling = self._method.needs_examples and not self._schedule.renews(block)
         unverified = block in self.fingerprints.unverified and not self.separate
         return Expected(self._schedule.takes_factors(block), scaling, unverified)
 
-    def verify(self, inputs: StepInputs, sizes: list[Tensor], left: list[Tensor]) -> None:
+    def verify(self, inputs: StepInputs) -> None:
         """Check that gradients are those that passed through the calls, and find what was done to them since."""
-        scale = self.loss_scale()
-        self.fingerprints.verify(inputs, self.watch.touched, scale)
-        inputs.rescaled = self.watch.rescaling(list(inputs.gradients), sizes, left, scale)
+        if self.fingerprints.unverified:
+            self.fingerprints.verify(inputs, set(inputs.touched), self.loss_scale())
+        if inputs.touched:
+            inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:
         """What a GradScaler has multiplied the loss by."""
-        scaler = self._options.grad_scaler
+        scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
         return scaler.scale(torch.ones((), device=self._partition.device))
 
     # --- within the step ------------------------------------------------------------------------------------------
 
-    def delta_square(self, n: float | Tensor) -> float | Tensor:
+    def delta_square(self, inputs: StepInputs) -> float | Tensor:
         """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
 
         Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
         W processes it is N / W times. Under a sum it is the captured gradient itself.
         """
-        scale = self.loss_scale()
-        if self._options.loss_reduction == "sum":
+        n, w = inputs.n_statistics, inputs.processes
+        scale = 1.0 if self.options.grad_scaler is None else self.loss_scale()
+        if self.options.batch.reduction == "sum":
             return 1 / (n * scale * scale)
-        w = self._options.processes.size
         return n / (w * w * scale * scale)
 
-    def rows(self, block: Block, inputs: StepInputs, rates: Rates) -> Rows | None:
-        """The captured h and delta in place of ``.grad``, where it is certain that ``.grad`` is their product.
+    def update_factors(self, inputs: StepInputs) -> None:
+        """Take a step's sums into A and B, which average over steps, each batch weighted by its N.
 
-        Nobody may have touched it, it must come from this one backward pass, and it must have the rows' fingerprint.
+        Numerators and denominator are kept apart.
         """
-        kept = inputs.calls.get(block)
-        if kept is None or len(kept) > 1 or not self._may_use_rows(block) or not self.watch.single_pass:
-            return None
-        parameters = list(block.parameters.values())
-        if any(p in inputs.rescaled or p not in inputs.gradients for p in parameters):
-            return None
-        if any(rates.of(p).maximize or rates.of(p).l2 for p in parameters):
-            return None
-        (call,), n = kept[0]
-        rows = rows_of(block, call, n)
-        return rows if self.fingerprints.agree(block, rows, [inputs.gradients[p] for p in parameters]) else None
-
-    def scaling(self, block: Block, inputs: StepInputs, step: BlockStep) -> Tensor | None:
-        """Algorithm 1, ComputeScalings: s* of this step's examples, in the basis that is now in use."""
-        if not (block.covered and self._method.needs_examples):
-            return None
-        sums = inputs.sums.setdefault(block, BlockSums())
-        if sums.held:
-            assert step.basis is not None
-            if isinstance(step.gradient, Rows) and step.gradient.one_each:
-                sums.add_scaling(step.gradient.scaling_sum(step.basis))
+        n, ok, decay = inputs.n_statistics, inputs.ok, self.options.refresh.factor_decay
+        square = self.delta_square(inputs)
+        totals: list[Tensor] = []
+        batch: list[Tensor] = []
+        for block, gathered in inputs.sums.items():
+            f = gathered.factors
+            if f is None:
+                continue
+            state: BlockState | None = self._partition.states.get(block.key)
+            if state is None:
+                state = self._partition.state(block)
+            weight: float | Tensor = n
+            terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
+            if isinstance(terms, Tensor):
+                weight, terms = n * (terms > 0), terms.clamp(min=1)
+            by_A, by_B = weight / terms, weight * square
+            A = f.A.mul_(by_A.to(f.A) if isinstance(by_A, Tensor) else by_A)
+            B = f.B.mul_(by_B.to(f.B) if isinstance(by_B, Tensor) else by_B)
+            W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
+            if not self.options.refresh.deterministic and hasattr(state, "A"):
+                A, B = (shortened(new, old, W, state.factor_weight) for new, old in ((A, state.A), (B, state.B)))
+            # An input so large that its square is not finite would stay in the average for ever.
+            bad = ~torch.isfinite(trace(A) + trace(B))
+            bad = bad if inputs.bad is None else bad | inputs.bad
+            if bad.device.type != "cpu" or bad:
+                A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
+            if not hasattr(state, "A"):
+                state.A, state.B, state.factor_weight = A, B, W.clone()
             else:
-                memory = self._options.memory_limit
-                for calls, count in sums.held:
-                    sums.add_scaling(statistics.scaling_sum(block, calls, count, step.basis, memory))
-            sums.held = []
-        if sums.scaling is None:
-            return None
-        return inputs.masked(sums.scaling * as_scalar(self.delta_square(inputs.n_statistics), sums.scaling))
-
-
-def widest(block: Block) -> int:
-    """The numbers of the largest of a block's matrices: its gradient, A or B."""
-    return max(block.shape.numel, *block.factor_numbers())
+                totals += [state.A, state.B, state.factor_weight]
+                batch += [A, B, W]
+        if totals:
+            torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
+            torch._foreach_add_(totals, batch)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns
-from ekfac.curvature.layers.base import Call, LinearLayer
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.layers.linear import LinearLayer
+from ekfac.curvature.statistics import rows_if_unaligned
 from ekfac.optim.options import EngineOptions
 
 
@@ -49,15 +51,17 @@ class Rows:
 
 def rows_of(block: Block, call: Call, n: int) -> Rows:
     """The rows of a call over n examples."""
-    h, delta = call.layer.positions(call.x.to(block.dtype), call.d.to(block.dtype), n)
-    return Rows(h.flatten(0, 1).transpose(0, 1), delta.flatten(0, 1).transpose(0, 1), one_each=h.shape[1] == 1)
+    rows = rows_if_unaligned(call, n)
+    h, delta = call.layer.positions(call.x.to(block.dtype), call.d.to(block.dtype), rows)
+    one_each = rows == n and h.shape[1] == 1
+    return Rows(h.flatten(0, 1).transpose(0, 1), delta.flatten(0, 1).transpose(0, 1), one_each)
 
 
 def may_use_rows(block: Block, options: EngineOptions) -> bool:
     """Whether the gradient of a block can be known to be the product of its rows."""
     return (
         block.key.device.type == "cpu"
-        and options.loss_reduction == "mean"
+        and options.batch.reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
         and options.processes.size == 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Set
 
 from torch import Tensor, nn
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
-from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.types import StepInputs
 
@@ -18,14 +17,9 @@ TRIES = 20
 
 
 class Fingerprints:
-    """Compares ``.grad`` with what the layers' calls account for.
+    """Compares ``.grad`` with what the layers' calls account for."""
 
-    Args:
-        processes: Those that ``.grad`` is the average of.
-    """
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
         #: How often somebody had touched the gradients of a block before they could be compared.
@@ -44,12 +38,12 @@ class Fingerprints:
         found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
         return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
 
-    def verify(self, inputs: StepInputs, touched: Callable[[nn.Parameter], bool], loss_scale: float | Tensor) -> None:
+    def verify(self, inputs: StepInputs, touched: Set[nn.Parameter], loss_scale: float | Tensor) -> None:
         """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block.
 
         Args:
             inputs: What the step has gathered.
-            touched: Whether a gradient has been changed since backward left it, on any process.
+            touched: Parameters whose gradients were changed since backward left them, on any process.
             loss_scale: What a GradScaler has multiplied the loss by.
         """
         for block in list(self.unverified):
@@ -57,14 +51,14 @@ class Fingerprints:
             if of_calls is None:
                 continue
             parameters = list(block.parameters.values())
-            if any(p not in inputs.gradients or touched(p) for p in parameters):
+            if any(p not in inputs.gradients or p in touched for p in parameters):
                 self._touched[block] += 1
                 if self._touched[block] == TRIES:
                     self.unverified.discard(block)
                 continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
             gradients = [inputs.gradients[p] * loss_scale for p in parameters]
-            if fingerprint.differs(block, gradients, of_calls / self._processes.size, self.vectors(block)):
+            if fingerprint.differs(block, gradients, of_calls / inputs.processes, self.vectors(block)):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "

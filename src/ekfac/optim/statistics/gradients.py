@@ -17,7 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
 from ekfac.optim.distributed.processes import Processes
-from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
+from ekfac.optim.types import BlockStep, Rates, StepInputs
+
+#: What is wrong where there are gradients but nothing was captured.
+NO_EXAMPLES = (
+    "step() found gradients but no captured examples. Call the model that was given to the optimizer (not a copy), "
+    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
+)
 
 
 class GradientWatch:
@@ -97,40 +103,43 @@ class GradientWatch:
         left = self._left.get(parameter)
         return left is not None and (left[1] is not parameter.grad or left[2] != parameter.grad._version)
 
-    def sizes(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-        """The largest magnitude of each ``.grad`` as it stands, and as backward left it."""
-        changed = [p for p in parameters if p not in self._left or self.touched(p)]
-        now = dict(zip(changed, largest_magnitudes([p.grad for p in changed if p.grad is not None]), strict=True))
-        current = [now[p] if p in now else self._left[p][0] for p in parameters]
-        left = [self._left[p][0] if p in self._left else now[p] for p in parameters]
-        return current, left
+    def sizes(self, inputs: StepInputs) -> None:
+        """Find the largest magnitude of each ``.grad`` as it stands and as backward left it, and which were touched."""
+        changed = []
+        for p, gradient in inputs.gradients.items():
+            known = self._left.get(p)
+            if known is None:
+                changed.append(p)
+                continue
+            size, left, version = known
+            inputs.sizes[p] = inputs.left[p] = size
+            if left is not p.grad or version != gradient._version:
+                changed.append(p)
+                inputs.touched.append(p)
+        if changed:
+            now = largest_magnitudes([inputs.gradients[p] for p in changed])
+            inputs.sizes.update(zip(changed, now, strict=True))
+            for p in changed:
+                inputs.left.setdefault(p, inputs.sizes[p])
 
-    def rescaling(
-        self, live: list[nn.Parameter], sizes: list[Tensor], left: list[Tensor], loss_scale: float | Tensor
-    ) -> dict[nn.Parameter, Tensor]:
+    def rescaling(self, inputs: StepInputs, loss_scale: float | Tensor) -> dict[nn.Parameter, Tensor]:
         """For gradients that were touched since backward: how much larger they were when it left them.
 
         Where that is not the same for the largest entry and for the length, the gradient was not rescaled but clipped
         entry by entry, masked or replaced, and stands for itself.
         """
-        ratios = {
-            p: _ratio(before, now, loss_scale)
-            for p, now, before in zip(live, sizes, left, strict=True)
-            if self.touched(p)
-        }
+        ratios = {p: _ratio(inputs.left[p], inputs.sizes[p], loss_scale) for p in inputs.touched}
         self.lengths_wanted |= bool(ratios)
         known = [p for p in ratios if p in self._lengths]
-        lengths = torch._foreach_norm([p.grad for p in known if p.grad is not None]) if known else ()
+        lengths = torch._foreach_norm([inputs.gradients[p] for p in known]) if known else ()
         for p, length in zip(known, lengths, strict=True):
             apart = (_ratio(self._lengths[p], length, loss_scale) / ratios[p] - 1).abs()
             ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
-        if self._processes.size > 1:
+        if inputs.processes > 1:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
-            noted = dict(zip(live, left, strict=True))
-            apart = differ_between_processes(
-                self._processes, [noted.get(p) for p in self._parameters], self._parameters[0].device
-            )
+            left = [inputs.left.get(p) for p in self._parameters]
+            apart = differ_between_processes(self._processes, left, self._parameters[0].device)
             for p, by_hand in zip(self._parameters, apart, strict=True):
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
@@ -141,38 +150,43 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
     return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
-def block_step(
-    block: Block, inputs: StepInputs, rates: Rates, mean: float | Tensor, squares_penalty: bool
-) -> BlockStep:
+def block_step(block: Block, inputs: StepInputs, rates: Rates, squares_penalty: bool) -> BlockStep:
     """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
 
-    The first is ``.grad`` as it stands, times ``mean`` (1 / N under a sum loss), with L2 penalty and sign. If it was
-    rescaled as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient
-    as backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules
-    square the penalty too (``squares_penalty``).
+    The first is ``.grad`` as it stands, as that of a mean over examples, with L2 penalty and sign. If it was rescaled
+    as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient as
+    backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules square
+    the penalty too (``squares_penalty``).
     """
-    rescaled, parameters = inputs.rescaled, list(block.parameters.values())
-    own = [rates.of(p) for p in parameters]
-    given = [inputs.gradients.get(p) for p in parameters]
-    gradients = [
-        torch.zeros_like(p) if g is None else g.to(block.dtype) for p, g in zip(parameters, given, strict=True)
-    ]
-    if isinstance(mean, Tensor) or mean != 1:
-        gradients = [g * as_scalar(mean, g) for g in gradients]
-    G = block.stack(gradients)
+    rescaled, parameters, mean, dtype = inputs.rescaled, block.parameters, inputs.mean, block.dtype
+    stack, groups = block.layer.stack, {role: rates.groups[rates.group_of[p]] for role, p in parameters.items()}
+    gradients = {}
+    for role, p in parameters.items():
+        given = inputs.gradients.get(p)
+        g = (torch.zeros_like(p) if given is None else given).to(dtype)
+        if isinstance(mean, Tensor) or mean != 1:
+            g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
+        gradients[role] = g
+    G = stack(gradients)
     ratio = left = None
-    if len(parameters) == 1 and parameters[0] in rescaled:
-        ratio = rescaled[parameters[0]].to(block.dtype)
-    elif any(p in rescaled for p in parameters):
-        left = block.stack(g * rescaled.get(p, 1.0) for p, g in zip(parameters, gradients, strict=True))
-    if any(o.maximize or o.l2 for o in own):
+    if rescaled:
+        own = {role: rescaled[p] for role, p in parameters.items() if p in rescaled}
+        if own and len(parameters) == 1:
+            ratio = next(iter(own.values())).to(dtype)
+        elif own:
+            left = stack({role: g * own.get(role, 1.0) for role, g in gradients.items()})
+    if any(group.maximize or group.l2 for group in groups.values()):
         whole = left if left is not None else G if ratio is None else G * ratio
-        penalty = block.stack(o.l2 * p.to(block.dtype) for o, p in zip(own, parameters, strict=True))
-        sign = block.stack(torch.full_like(g, -1.0 if o.maximize else 1.0) for o, g in zip(own, gradients, strict=True))
+        penalty = stack({role: groups[role].l2 * p.to(dtype) for role, p in parameters.items()})
+        sign = stack(
+            {role: torch.full_like(g, -1.0 if groups[role].maximize else 1.0) for role, g in gradients.items()}
+        )
         G = sign * G + penalty
         left, ratio = (sign * whole + penalty if squares_penalty else whole), None
-    ratio, left = (None if t is None else inputs.masked(t) for t in (ratio, left))
-    return BlockStep(inputs.masked(G), inputs.n, rates.of(block.key), inputs.ok, ratio, left)
+    if inputs.bad is not None:
+        G = G.masked_fill(inputs.bad, 0.0)
+        ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
+    return BlockStep(G, inputs.n, rates.groups[rates.group_of[block.key]], inputs.ok, ratio, left)
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:

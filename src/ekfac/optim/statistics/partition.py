@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.optim.distributed.owners import Owners
-from ekfac.optim.options import EngineOptions
+from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
 Members = tuple[bool, tuple[nn.Parameter, ...]]
@@ -21,25 +21,25 @@ class Partition:
 
     Args:
         model: The model.
-        options: What is covered.
+        coverage: What is covered.
         state: Where each block keeps its tensors, by its first parameter: torch's ``optimizer.state``.
         state_class: What a block's state is.
-        numbers: How many numbers are kept for a block.
+        owners: Which process keeps it.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        options: EngineOptions,
+        coverage: Coverage,
         state: MutableMapping[Tensor, Any],
         state_class: Callable[[Block], type[BlockState]],
-        numbers: Callable[[Block], int],
+        owners: Owners,
     ) -> None:
         self.model = model
         self.states = state
-        self._options = options
+        self._coverage = coverage
         self._state_class = state_class
-        self.owners = Owners(options.processes, numbers)
+        self.owners = owners
         #: Blocks of other processes whose factors, and whose bases, are known there.
         self.factors_elsewhere: set[Members] = set()
         self.ready_elsewhere: set[Members] = set()
@@ -60,7 +60,9 @@ class Partition:
         #: Blocks as they have been at some time, and the state of those that are frozen now.
         self._known: dict[Members, Block] = {}
         self.put_away: dict[Members, BlockState] = {}
-        self._layout: tuple[bool, ...] = ()
+        self._layout: tuple[object, ...] = ()
+        #: The kind of device that the parameters were on when they were assigned.
+        self.kind = ""
 
     @property
     def device(self) -> torch.device:
@@ -71,16 +73,16 @@ class Partition:
 
     def blocks_of(self, parameters: Iterable[nn.Parameter], frozen: bool = False) -> list[Block]:
         """The blocks that these parameters would be assigned to; with ``frozen``, if none of them were frozen."""
-        o = self._options
+        c = self._coverage
         return find_blocks(
             self.model,
             parameters,
-            include=o.include,
-            exclude=o.exclude,
-            sua=o.sua,
-            max_factor_dim=o.max_factor_dim,
-            identity=o.basis == "identity",
-            unsupported="diagonal" if frozen else o.unsupported,
+            include=c.include,
+            exclude=c.exclude,
+            sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
+            max_factor_dim=c.max_factor_dim,
+            identity=c.basis == "identity",
+            unsupported="diagonal" if frozen else c.unsupported,
             silent=() if frozen else self.silent,
             frozen=frozen,
         )
@@ -99,24 +101,28 @@ class Partition:
             if block not in blocks:
                 self.put_away[members(block)] = self._pop(block)
         for block in blocks:
+            block.__dict__.pop("dtype", None)  # the model may have been cast since
             if members(block) in self.put_away:
                 self.state(block).update(self.put_away.pop(members(block)))
             elif not fits(block, self.states.get(block.key, {})):
                 self._pop(block)
+            elif self.states.get(block.key):
+                self.state(block)
         self.offered = offered
-        self.parameters = [p for p in offered if p.requires_grad]
+        self.parameters = [p for p in offered if p.requires_grad and p.numel()]  # an empty one has nothing to train
         self.everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
         self.blocks = blocks
         self.generation += 1
         self.covered = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
         self.layer_of = layers_in_order(self.model)
-        self._layout = tuple(p.requires_grad for p in offered)
+        self._layout = layout_of(offered)
+        self.kind = self.device.type
         self.assign_owners()
         return new
 
     def assign_owners(self) -> None:
         """Give every parameter an owner among the processes that train together."""
-        size = self._options.processes.size
+        size = self.owners.processes.size
         if size != self.owners.size > 1:
             raise RuntimeError(
                 f"the process group had {self.owners.size} ranks, which share this optimizer's state, and now has "
@@ -130,30 +136,24 @@ class Partition:
         return not any(p.requires_grad for p in self.offered)
 
     def is_current(self) -> bool:
-        """Tell whether the same parameters are frozen as when they were assigned."""
-        return tuple(p.requires_grad for p in self.offered) == self._layout
+        """Tell whether parameters are frozen, cast and placed as when they were assigned."""
+        return layout_of(self.offered) == self._layout
 
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self, block: Block) -> Any:
-        """A block's state; an empty one is kept from now on."""
-        state = self.peek(block)
-        self.states[block.key] = state
-        return state
-
-    def peek(self, block: Block) -> Any:
-        """A block's state; where there is none yet, an empty one that is not kept."""
+        """A block's state, kept from now on if there was none."""
         found = self.states.get(block.key)
-        if isinstance(found, BlockState):
-            return found
-        state = self._state_class(block)(found)
-        if found:  # from a checkpoint, or the momentum alone
-            self.states[block.key] = state
-        return state
+        if not isinstance(found, BlockState):  # from a checkpoint, or the momentum alone
+            found = self.states[block.key] = self._state_class(block)(found)
+        return found
 
-    def has_factors(self, block: Block) -> bool:
-        """Tell whether A and B of a block are known, here or at its owner."""
-        return "A" in self.peek(block) or members(block) in self.factors_elsewhere
+    def take_states(self, states: MutableMapping[Tensor, Any]) -> None:
+        """Keep state in another mapping from now on, whose entries may be plain dicts."""
+        self.states = states
+        for block in self.blocks:
+            if states.get(block.key):
+                self.state(block)
 
     def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
         """Note what another process now has of a block that it owns."""
@@ -164,11 +164,17 @@ class Partition:
 
     def _pop(self, block: Block) -> BlockState:
         """Take a block's state away; momentum, which belongs to the parameter, stays."""
-        state: BlockState = self.peek(block)
-        self.states.pop(block.key, None)
+        state: BlockState = self.state(block)
+        del self.states[block.key]
         if "momentum_buffer" in state:
-            self.states[block.key] = {"momentum_buffer": state.pop("momentum_buffer")}
+            self.states[block.key] = self._state_class(block)({"momentum_buffer": state.pop("momentum_buffer")})
         return state
+
+
+def layout_of(parameters: list[nn.Parameter]) -> tuple[object, ...]:
+    """What the assignment of parameters to blocks takes for granted."""
+    found = [(p.requires_grad, p.dtype) for p in parameters]
+    return (*(p.device for p in parameters[:1]), *found)
 
 
 def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:

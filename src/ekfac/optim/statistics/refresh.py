@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections import Counter
@@ -20,14 +19,11 @@ from ekfac.curvature.eigensolvers import (
     orthogonal_iteration,
     rayleigh,
 )
-from ekfac.optim.executor import Answer, Executor
+from ekfac.optim.executor import Executor
+from ekfac.optim.statistics.schedule import NOTHING, Schedule
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
-#: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
-TOLERANCE = 0.5
-#: Stands for the residual where no side was iterated.
-NOTHING = -1.0
 
 
 class Refresher:
@@ -35,18 +31,17 @@ class Refresher:
 
     Args:
         executor: Runs what a warm refresh computes.
+        schedule: Is told how warm refreshes went.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, schedule: Schedule) -> None:
         self.executor = executor
+        self._schedule = schedule
         self.fallbacks: Counter[str] = Counter()
         self.refreshes = 0
-        self.warm_refreshes = 0
         self.seconds = 0.0
         self.drift: Tensor | None = None
         self._warned: set[str] = set()
-        #: Residuals of warm refreshes, one a block, that the host has not read.
-        self.pending: list[tuple[list[Block], Answer]] = []
 
     # --- in full ----------------------------------------------------------------------------------------------------
 
@@ -141,33 +136,9 @@ class Refresher:
             return WarmBasis(U, rayleigh(matrix, U).clamp(min=0), far, torch.zeros_like(far, dtype=torch.bool))
 
     def enqueue(self, blocks: list[Block], residuals: Tensor) -> None:
-        """Count warm refreshes, and have the host read their residuals when these are there.
+        """Have the host read the residuals of warm refreshes when these are there.
 
         One is NaN where the basis was left as it was, and NOTHING where no side was iterated.
         """
-        self.warm_refreshes += len(blocks)
         self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max())
-        self.pending.append((blocks, self.executor.answer(residuals)))
-
-    def poll(self, wait: bool = False) -> list[tuple[Block, bool]]:
-        """Blocks whose warm refresh is over, and whether it has brought the basis near the factors' own.
-
-        Args:
-            wait: Wait for answers that are not there yet, so that all processes have them at the same step.
-        """
-        waiting, found = [], []
-        for blocks, answer in self.pending:
-            if not answer.ready(wait):
-                waiting.append((blocks, answer))
-                continue
-            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
-                if math.isnan(residual):
-                    self.warm_refreshes -= 1
-                elif residual != NOTHING:
-                    found.append((block, residual <= TOLERANCE))
-        self.pending = waiting
-        return found
-
-    def forget(self) -> None:
-        """Drop answers that the host has not read."""
-        self.pending = []
+        self._schedule.pending.append((blocks, self.executor.answer(residuals)))

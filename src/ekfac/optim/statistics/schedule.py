@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.blocks import Block
-from ekfac.optim.methods.base import Method
+from ekfac.optim.executor import Answer
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.partition import Partition, members
+from ekfac.optim.types import BlockState
+
+if TYPE_CHECKING:
+    from ekfac.optim.methods.base import Method
 
 #: So many first steps refresh all bases, with the step's own batch among the factors: while these still gain rank, a
 #: basis that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each
@@ -29,6 +35,13 @@ INTERVAL = 50
 WIDE_SIDE = 1024
 #: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
 TRIES = 3
+#: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
+TOLERANCE = 0.5
+#: Stands for what it leaves where no side was iterated.
+NOTHING = -1.0
+
+#: Stands for the state of a block that has none yet.
+NOTHING_YET = BlockState()
 
 
 @dataclass(frozen=True)
@@ -44,19 +57,6 @@ class Intervals:
 
     every: int
     deterministic: bool
-
-    def solves(self, applied: int) -> bool:
-        """Whether the step after this many applied ones begins with a full solve of all bases."""
-        return self.deterministic and applied % self.every == 0
-
-    def warm_within(self, applied: int, stretch: int = 1) -> bool:
-        """Whether the step after this many applied ones refreshes a side, warm, before it uses it.
-
-        Args:
-            applied: How many steps have been applied.
-            stretch: How many times longer the side's interval is.
-        """
-        return not self.deterministic and applied in early_steps(self.every, stretch)
 
     def warm_after(self, applied: int, index: int, blocks: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
         """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
@@ -114,74 +114,112 @@ class Schedule:
 
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
         self.applied_steps = 0
+        self.warm_refreshes = 0
+        #: What warm refreshes have left off the diagonal, one number a block, and the host has not read.
+        self.pending: list[tuple[list[Block], Answer]] = []
         self._options = options
+        self._refresh = options.refresh
+        #: How many times longer than others' the intervals of each block's sides are.
+        self._stretches: dict[Block, tuple[int, int]] = {}
         self._method = method
         self._partition = partition
-        self._intervals: Intervals | None = None
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
         #: forward pass would have taken something else, had that been known.
         self.maskable = (
             method.masks_refreshes
             and not method.needs_examples
-            and options.factor_every in (None, 1)
-            and options.factor_decay > 0
+            and options.refresh.factor_every in (None, 1)
+            and options.refresh.factor_decay > 0
         )
 
-    @property
+    @cached_property
     def intervals(self) -> Intervals:
-        """Which steps renew which bases."""
-        if self._intervals is None:  # the device is known when the partition has its parameters
-            every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
-            self._intervals = Intervals(every, self._options.deterministic)
-        return self._intervals
+        """Which steps renew which bases; asked for when the device is known."""
+        every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
+        return Intervals(every, self._refresh.deterministic)
 
-    def solves(self, block: Block) -> bool:
-        """Whether this step begins with a full solve for the block's basis."""
-        if not block.covered:
-            return False
-        strayed = self._partition.peek(block).strayed >= TRIES
-        return strayed or not self.ready(block) or self.intervals.solves(self.applied_steps)
+    def due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
+        """What this step does with the bases of covered blocks before it uses them.
 
-    def ready(self, block: Block) -> bool:
-        """Whether there is a basis, here or at the block's owner."""
-        state = self._partition.peek(block)
-        return self._method.ready(state) or members(block) in self._partition.ready_elsewhere
+        Returns:
+            The blocks to solve for in full, and those to refresh, warm, with the iterations of their two sides.
+        """
+        states, t, every = self._partition.states, self.applied_steps, self.intervals.every
+        deterministic = self.intervals.deterministic
+        solves, warm = set(), {}
+        for block in blocks:
+            state = states.get(block.key, NOTHING_YET)
+            if state.strayed >= TRIES or not (hasattr(state, self._method.derived) or self._ready_elsewhere(block)):
+                solves.add(block)
+            elif deterministic:
+                if t % every == 0:
+                    solves.add(block)
+            elif t < START:
+                if block not in self._stretches:
+                    self._stretches[block] = stretches(block)
+                A, B = self._stretches[block]
+                iterations = int(t in early_steps(every, A)), int(t in early_steps(every, B))
+                if any(iterations):
+                    warm[block] = iterations
+        return solves, warm
+
+    def _ready_elsewhere(self, block: Block) -> bool:
+        """Whether another process has the block's basis."""
+        found = self._partition.ready_elsewhere
+        return bool(found) and members(block) in found
 
     def renews(self, block: Block) -> bool:
         """Whether this step uses a basis that is not known before it."""
-        return self.solves(block) or (block.covered and any(self.iterations_within(block)))
-
-    def iterations_within(self, block: Block) -> tuple[int, int]:
-        """How many iterations the two sides of the block's basis get within this step, before it uses them."""
-        A, B = (int(self.intervals.warm_within(self.applied_steps, stretch)) for stretch in stretches(block))
-        return A, B
-
-    def iterations_after(self, block: Block) -> tuple[int, int]:
-        """How many iterations the two sides of the block's basis get after this step."""
-        if strayed := self._partition.peek(block).strayed:
-            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
-        covered = self._partition.covered
-        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered), stretches(block))
+        return block.covered and any(self.due([block]))
 
     def takes_factors(self, block: Block) -> bool:
         """Whether this step takes its batch into the block's A and B."""
-        every, decay, layer = (
-            self._options.factor_every,
-            self._options.factor_decay,
-            self._partition.layer_of[block.key],
-        )
-        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, every):
+        decay, layer = self._refresh.factor_decay, self._partition.layer_of[block.key]
+        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, self._refresh.factor_every):
             return True
         return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
 
-    def waits(self, block: Block) -> bool:
-        """Whether this step begins with something for which the host waits: a solve."""
-        return self.solves(block) if self.maskable else self.renews(block)
+    def iterations_after(self, block: Block) -> tuple[int, int]:
+        """How many iterations the two sides of the block's basis get after this step."""
+        if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
+            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
+        covered = self._partition.covered
+        if block not in self._stretches:
+            self._stretches[block] = stretches(block)
+        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered), self._stretches[block])
 
-    def count_strays(self) -> None:
-        """Count what is known of warm refreshes: between two steps, as what a step captures depends on it."""
+    def poll(self, wait: bool) -> None:
+        """Read how warm refreshes went.
+
+        Args:
+            wait: Wait for answers that are not there yet, so that all processes have them at the same step.
+        """
+        waiting = []
+        for blocks, answer in self.pending:
+            if answer.late and not answer.ready(wait):
+                waiting.append((blocks, answer))
+                continue
+            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
+                self.warm_refreshes += not math.isnan(residual)
+                state = self._partition.states.get(block.key, NOTHING_YET)
+                if hasattr(state, self._method.derived) and not math.isnan(residual) and residual != NOTHING:
+                    state.near = residual <= TOLERANCE and getattr(state, "near", True)
+        self.pending = waiting
+
+    def advance(self) -> list[tuple[Block, tuple[int, int]]]:
+        """Count this step, and what is known of warm refreshes: before the next one, whose hooks depend on it.
+
+        Returns:
+            The blocks to refresh after this step, warm, and the iterations of their two sides.
+        """
+        found = []
         for block in self._partition.covered:
-            state = self._partition.peek(block)
-            if "near" in state:
+            state = self._partition.states.get(block.key, NOTHING_YET)
+            if hasattr(state, "near"):
                 state.strayed = 0 if state.near else state.strayed + 1
-                del state["near"]
+                del state.near
+            iterations = self.iterations_after(block)
+            if any(iterations) and (hasattr(state, self._method.derived) or self._ready_elsewhere(block)):
+                found.append((block, iterations))
+        self.applied_steps += 1
+        return found

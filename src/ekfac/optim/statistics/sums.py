@@ -14,6 +14,9 @@ from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.owners import Owners
 
+#: How many times the average's trace that of a batch may be.
+OUTLIER = 100.0
+
 
 @dataclass
 class BlockSums:
@@ -51,6 +54,11 @@ class BlockSums:
         f = self.factors
         factors = None if f is None else FactorSums(next(places), f.terms, next(places))
         return BlockSums(factors, None if self.scaling is None else next(places))
+
+
+def bytes_of(calls: list[Call]) -> int:
+    """The bytes of calls' inputs and output gradients."""
+    return sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
 
 
 @dataclass(frozen=True)
@@ -114,3 +122,18 @@ def no_scaling(block: Block) -> Tensor:
     """The scaling sum of a process that saw no example."""
     s = block.shape
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
+
+
+def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
+    """A batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
+
+    So an outlier does not fill the factors for hundreds of steps.
+    """
+    limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
+    factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
+    return new * torch.where(limit > 0, factor, 1.0)
+
+
+def trace(factor: Tensor) -> Tensor:
+    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ekfac.optim import options
+from ekfac import checks
 from ekfac.optim.engine import Engine
+from ekfac.optim.types import StepInputs
 
 #: Ratios above the first let damping fall, ratios below the second let it rise.
 GOOD, POOR = 0.75, 0.25
@@ -77,12 +78,12 @@ class AdaptiveDamping:
 
     def __post_init__(self) -> None:
         for name in ("start", "least", "most"):
-            options.number(name, getattr(self, name), above=0)
+            checks.number(name, getattr(self, name), above=0)
         if not self.least <= self.start <= self.most:
             raise ValueError(f"start={self.start!r} must lie between least={self.least!r} and most={self.most!r}")
-        options.integer("every", self.every, least=1)
-        options.number("omega", self.omega, above=0, below=1)
-        options.number("decay", self.decay, least=0, below=1)
+        checks.integer("every", self.every, least=1)
+        checks.number("omega", self.omega, above=0, below=1)
+        checks.number("decay", self.decay, least=0, below=1)
 
 
 class Adaptation:
@@ -182,23 +183,29 @@ class Comparison:
         self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
         engine = self._engine
         watch = engine.collector.watch
-        live = [p for p in engine.partition.parameters if p.grad is not None]
-        ratios = watch.rescaling(live, *watch.sizes(live), loss_scale=1.0)
-        self._gradients = {p: p.grad * ratios[p] if p in ratios else p.grad for p in live if p.grad is not None}
-        self._theta = {p: p.detach().clone() for p in live}
-        self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live}
+        live = StepInputs(
+            {p: p.grad for p in engine.partition.parameters if p.grad is not None},
+            {},
+            {},
+            processes=engine.options.processes.size,
+        )
+        watch.sizes(live)
+        ratios = watch.rescaling(live, loss_scale=1.0)
+        self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}
+        self._theta = {p: p.detach().clone() for p in live.gradients}
+        self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live.gradients}
         self._examples = engine.collector.capture.examples
 
     def after(self) -> None:
         """Evaluate the loss again, and let damping learn unless rounding hides the change; it may undo the step."""
-        if self._engine.read_verdict():  # a gradient was not finite, and nothing has changed
+        if self._engine.settle():  # a gradient was not finite, and nothing has changed
             return
         slope, curved = self._model()
         torch.clear_autocast_cache()  # which holds the weights as they were
         size = self._engine.options.processes.size
         numbers = [self._loss, self._evaluate(), float(self._examples), slope * size, curved * size]
         loss, new_loss, examples, slope, curved = self._over_processes(numbers)
-        unit = self._sign / examples if self._engine.options.loss_reduction == "sum" else self._sign
+        unit = self._sign / examples if self._engine.options.batch.reduction == "sum" else self._sign
         slope *= unit
         hidden = abs(slope) + curved / 2 < self._rounding * abs(unit * loss)
         if not (hidden or self._adaptation.learn(unit * (loss - new_loss), slope, curved)):

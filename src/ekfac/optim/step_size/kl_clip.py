@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ekfac import checks
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.step_size.max_change import ALONE, LearningRates, Steps
-from ekfac.optim.types import Direction
+from ekfac.optim.types import Direction, StepInputs
 
 
 class KLClip:
@@ -19,20 +18,30 @@ class KLClip:
     """
 
     def __init__(self, bound: float | None) -> None:
-        if bound is not None:
-            checks.number("kl_clip", bound, above=0)
         self.bound = bound
         #: How many steps were shortened, counted on the device.
         self.hits: Tensor | float = 0.0
 
     def __call__(
-        self, steps: Steps, directions: list[Direction], lr_of: LearningRates, processes: Processes = ALONE
+        self,
+        steps: Steps,
+        directions: list[Direction],
+        lr_of: LearningRates,
+        inputs: StepInputs,
+        processes: Processes = ALONE,
     ) -> Steps:
         """Return the steps, shortened where they have to be."""
         if self.bound is None or not directions:
             return steps
-        here = [d for d in directions if d.steps]
-        gradients = {p: g for d in here for p, g in zip(d.block.parameters.values(), d.gradients, strict=True)}
+        gradients = {}
+        for d in directions:
+            if not d.steps:
+                continue
+            parameters, dtype = list(d.block.parameters.values()), d.block.dtype
+            if d.gradient is None:
+                gradients.update({p: inputs.gradients[p].to(dtype) for p in parameters})
+            else:
+                gradients.update(zip(parameters, d.block.unstack(d.gradient), strict=True))
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
         none = directions[0].block.key.new_zeros((), dtype=torch.float64)

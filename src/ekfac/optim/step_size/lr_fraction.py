@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ekfac import checks
 from ekfac.optim.types import Direction
 
 #: How fast the fraction answers to alignments, and after how many steps it answers half as fast.
@@ -42,8 +41,6 @@ class LRFraction:
     """
 
     def __init__(self, start: float | None = None) -> None:
-        if start is not None:
-            checks.number("lr_fraction", start, above=0, most=1)
         self.start = start
         #: The fraction of the next step, t, e and E, changed in place: a CUDA graph holds on to their address.
         self._next: Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +21,32 @@ LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 
 
 def bound_change(
-    directions: list[Direction], lr_of: LearningRates, max_change: float | None, processes: Processes = ALONE
+    directions: list[Direction],
+    lr_of: LearningRates,
+    max_change: float,
+    gradients: Container[nn.Parameter] = (),
+    processes: Processes = ALONE,
 ) -> tuple[Steps, Tensor | None]:
     """Shorten each block's direction so that |lr p| <= (max_change / L) |theta|.
 
     lr is each parameter's own. L counts the blocks that hold weights. The root mean square of theta counts as at least
     ``FLOOR``, so that weights can leave zero.
 
+    Args:
+        directions: Of all blocks; those that other processes update have no steps.
+        lr_of: The learning rate of each parameter.
+        max_change: The bound.
+        gradients: Parameters that have a gradient.
+        processes: Who updates the others.
+
     Returns:
-        The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is
-        zero; ``None`` where there is no bound or nothing to shorten.
+        The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is zero;
+        ``None`` where there is nothing to shorten.
     """
-    moving = [[p for p, moves in zip(d.block.parameters.values(), d.moving, strict=True) if moves] for d in directions]
-    blocks = [
-        [(p, step) for p, step, moves in zip(d.block.parameters.values(), d.steps, d.moving, strict=True) if moves]
-        if d.steps else []
-        for d in directions
-    ]  # fmt: skip
-    if max_change is None or not any(moving):
-        return {p: step for block in blocks for p, step in block}, None
+    blocks = [list(d.steps.items()) for d in directions]
+    moving = [d.steps or [p for p in d.block.parameters.values() if p in gradients] for d in directions]
+    if not any(moving):
+        return {}, None
     most = max_change / max(1, sum(any(p.dim() > 1 for p in block) for block in moving))
     steps: Steps = {}
     found: dict[int, Tensor] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from ekfac import checks
 
@@ -22,11 +21,13 @@ class RateCourse:
         warmup: Steps of linear warm-up.
         anneal: Without ``total_steps``, fall as 1 / sqrt(1 + t / anneal); None for no fall.
         total_steps: Fall to zero over so many steps along a cosine.
+        automatic: Nobody has asked for it: a rate that somebody names has no course.
     """
 
     warmup: int = 0
     anneal: float | None = None
     total_steps: int | None = None
+    automatic: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("warmup", self.warmup, least=0)
@@ -44,6 +45,16 @@ class RateCourse:
         return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
 
 
-def is_scheduled(group: dict[str, Any]) -> bool:
-    """Tell whether one of torch's schedulers has a parameter group's rate in hand: all of them note where it began."""
-    return "initial_lr" in group
+def course_of(decay_steps: float | str | None, total_steps: int | None, warms_up: bool) -> RateCourse:
+    """The built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
+
+    Args:
+        decay_steps: See :class:`~ekfac.optim.options.StepSize`.
+        total_steps: The length of the training, if it is known.
+        warms_up: Whether no rate is given to a rule that warms up.
+    """
+    if total_steps is not None:
+        return RateCourse(WARMUP, None, total_steps)
+    if isinstance(decay_steps, str):
+        return RateCourse(WARMUP, ANNEAL, automatic=True) if warms_up else RateCourse()
+    return RateCourse(0, decay_steps)

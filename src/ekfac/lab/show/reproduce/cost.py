@@ -12,12 +12,17 @@ from typing import Any
 import torch
 
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.data.datasets import Dataset, load_dataset
+from ekfac.lab.data.datasets import Dataset, Split, load_dataset
 from ekfac.lab.labels import option
 from ekfac.lab.registry import LabError
 from ekfac.lab.training.trainer import Trainer, given
 
-STEPS = 6
+STEPS = 4
+# So many examples of the other splits are enough to time what evaluating one takes.
+EXAMPLES = 500
+
+# Seconds of a step and of evaluating an example, by kind: no kind is timed twice in a process.
+_timed: dict[tuple[Any, ...], tuple[float, float]] = {}
 
 
 def kind(config: TrainConfig) -> tuple[Any, ...]:
@@ -31,6 +36,7 @@ def kind(config: TrainConfig) -> tuple[Any, ...]:
         config.dataset,
         config.dtype,
         config.sua,
+        config.device,
         option(config, "refresh_every"),
     )
 
@@ -51,16 +57,14 @@ def seconds_of(
         LabError: If the data are not here.
     """
     data: dict[str, Dataset] = {}
-    found: dict[tuple[Any, ...], tuple[float, float]] = {}
-    total = len({kind(config) for config in configs})
-    for config in configs:
-        if kind(config) not in found:
-            name = given(config.dataset)
-            if name not in data:
-                data[name] = load_dataset(name, data_dir)
-            say(f"timing a few steps, {len(found) + 1} of {total}: {config.task} by {config.optimizer}")
-            found[kind(config)] = _probe(config, data[name])
-    return [_whole(config, *found[kind(config)], data[given(config.dataset)]) for config in configs]
+    new = {kind(config): config for config in configs if kind(config) not in _timed}
+    for name in {given(config.dataset) for config in configs}:
+        data[name] = load_dataset(name, data_dir)
+    for number, (key, config) in enumerate(new.items(), 1):
+        what = f"{config.task} by {config.optimizer}, batch {config.batch_size}"
+        say(f"timing a few steps, {number} of {len(new)}: {what}")
+        _timed[key] = _probe(config, data[given(config.dataset)])
+    return [_whole(config, *_timed[kind(config)], data[given(config.dataset)]) for config in configs]
 
 
 def _probe(config: TrainConfig, data: Dataset) -> tuple[float, float]:
@@ -69,7 +73,9 @@ def _probe(config: TrainConfig, data: Dataset) -> tuple[float, float]:
     few = min(len(data.train.x) // size, STEPS)
     if few < 1:
         raise LabError(f"batch_size {size} is more than the {len(data.train.x)} training examples of {data.name}")
-    trainer = Trainer(replace(config, limit=few * size, epochs=1), data)
+    splits = {n: Split(*(part[:EXAMPLES] for part in split)) for n, split in data.splits.items()}
+    splits["train"] = Split(*(part[: few * size] for part in data.train))
+    trainer = Trainer(replace(config, limit=None, epochs=1), replace(data, splits=splits))
     try:
         start = time.perf_counter()
         trainer.initial_record()

@@ -124,21 +124,28 @@ def _fitted(
     name: str, experiment: Experiment, budget: float, data_dir: str | Path | None, say: Callable[[str], None]
 ) -> Plan:
     limit = duration(budget)
-    for level in experiment.levels:
-        if level == "quick":
-            continue
-        plan = _costed(name, level, experiment.settings(level), data_dir, say, f"The most that fits {limit}.")
-        if plan.seconds <= budget:
-            return plan
-        if level == "known":
-            most = max(config.epochs or 0 for config in plan.configs)
-            epochs = int(most * budget / plan.seconds)
-            if epochs >= LEAST_EPOCHS:
-                shorter = [replace(config, epochs=min(config.epochs or epochs, epochs)) for config in plan.configs]
-                why = f"{duration(plan.seconds)} would be needed for {most} epochs; {epochs} fit {limit}."
-                return _costed(name, "short", unique(shorter), data_dir, lambda line: None, why)
+
+    def plan_of(level: str, why: str = f"The most that fits {limit}.") -> Plan:
+        return _costed(name, level, experiment.settings(level), data_dir, say, why)
+
+    # From the known settings upwards: whatever does not fit, what is larger does not either.
+    plan, fits = plan_of("known"), None
+    for level in ("known", "grid", "full"):
+        if level in experiment.levels:
+            plan = plan if level == "known" else plan_of(level)
+            if plan.seconds > budget:
+                break
+            fits = plan
+    if fits is not None:
+        return fits
+    most = max(config.epochs or 0 for config in plan.configs)
+    epochs = int(most * budget / plan.seconds)
+    if epochs >= LEAST_EPOCHS:
+        shorter = [replace(config, epochs=min(config.epochs or epochs, epochs)) for config in plan.configs]
+        why = f"{duration(plan.seconds)} would be needed for {most} epochs; {epochs} fit {limit}."
+        return _costed(name, "short", unique(shorter), data_dir, say, why)
     if "quick" in experiment.levels:
-        plan = _costed(name, "quick", experiment.settings("quick"), data_dir, say, f"Only small runs fit {limit}.")
+        plan = plan_of("quick", f"Only small runs fit {limit}.")
         if plan.seconds <= budget:
             return plan
     raise LabError(f"budget {limit} is too small for {name}: its smallest level takes {duration(plan.seconds)}")

@@ -1,0 +1,68 @@
+"""How a search goes: a bar in a terminal, a line at every change elsewhere."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from ekfac.lab.labels import counted
+from ekfac.lab.show.duration import duration
+
+
+class SweepProgress:
+    """Shows how many settings are done, the best so far, and an honest time left.
+
+    The time left is the mean of the trials that ran to their end here, times those that are left, over the workers; it
+    is not shown before there is one.
+
+    Args:
+        console: Where to.
+        total: How many settings there are.
+        workers: How many run at a time.
+        out: The search's folder.
+    """
+
+    def __init__(self, console: Console, total: int, workers: int, out: str) -> None:
+        self.console, self.total, self.workers, self.out = console, total, workers, out
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> SweepProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def start(self) -> None:
+        """Say what is to be done, and show the bar."""
+        what = f"{counted(self.total, 'setting')}, {self.workers} at a time"
+        print(f"{what}; runs in {self.out}/runs", flush=True)
+        if self.console.is_terminal:
+            columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+            self._bar = Progress(*columns, console=self.console)
+            self._task = self._bar.add_task("", total=self.total)
+            self._bar.start()
+
+    def state(self, found: Any) -> None:
+        """Show how far it has come."""
+        line = self.line(found)
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            self._bar.update(self._task, completed=min(found.over, self.total), description=line)
+
+    def line(self, found: Any) -> str:
+        """Return the state in one line."""
+        counts = ", ".join(f"{number} {name}" for name, number in sorted(found.counts.items()))
+        words = [f"{counts} ({found.diverged} diverged)"]
+        if found.best is not None and not math.isinf(found.best):
+            words.append(f"best training loss {found.best:.4g}" + (f" ({found.setting})" if found.setting else ""))
+        left = max(0, self.total - found.over)
+        if found.seconds is not None and left:
+            words.append(f"about {duration(found.seconds * math.ceil(left / self.workers))} left")
+        return "; ".join(words)

@@ -1,0 +1,60 @@
+"""How many examples a forward of the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+#: The user's own count: from the arguments of the model's forward to the number of its examples.
+Count = Callable[..., int]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the model's arguments say.
+
+    Attributes:
+        n: The number of examples; None where no argument tells, and the first layer that is reached has to.
+        listed: How many tensors the list has in which the first tensor stands: that may be the number of examples too
+            (a list of images), and is if it is what the first layer is given.
+    """
+
+    n: int | None
+    listed: int | None = None
+
+
+def count_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: int) -> Counted:
+    """Count by the first tensor that has the dimension of examples; a single number (a time, say) has none.
+
+    A packed sequence knows its number of examples.
+    """
+    single: Counted | None = None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, PackedSequence):
+            return Counted(int(value.batch_sizes[0]))
+        items = list(tensors(value))
+        listed = len(items) if isinstance(value, list) and all(isinstance(item, Tensor) for item in value) else None
+        for tensor in items:
+            if tensor.dim() <= batch_dim:
+                continue
+            found = Counted(int(tensor.shape[batch_dim]), listed)
+            if tensor.numel() != 1:
+                return found
+            single = single or found
+    return single or Counted(None)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested arguments, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)

@@ -1,0 +1,137 @@
+"""Which examples a call belongs to: every forward of the model is a record, and calls outside of one share one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ekfac.curvature.capture.counting import Count, Counted, count_examples
+from ekfac.curvature.capture.hooks import calls_under_way, inside_backward, inside_transform
+from ekfac.curvature.capture.records import Record
+
+
+class Forwards:
+    """The forwards of a model since the last step, and the one that is under way.
+
+    Args:
+        model: The model.
+        before_forward: Called when a forward is about to be captured; says whether to.
+        hand_on: Called with a record that can receive no more.
+        batch_dim: The dimension of the model's input that counts examples.
+        count: Says how many examples a forward has, from its arguments; by default the first tensor does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        before_forward: Callable[[], bool],
+        hand_on: Callable[[Record], None],
+        batch_dim: int,
+        count: Count | None,
+    ) -> None:
+        self.model = model
+        self.enabled = True
+        self.records: list[Record] = []
+        #: The record that a backward pass, or before one a forward, has come to last, and that backward pass.
+        self.latest: Record | None = None
+        self.task = -1
+        self._before_forward = before_forward
+        self.hand_on = hand_on
+        self._batch_dim = batch_dim
+        self._count_by = count
+        self._current: Record | None = None
+        #: Of layers that are called without the model's own forward.
+        self._loose: Record | None = None
+        self._depth = 0
+        self._in_batch = False
+
+    def drop(self) -> None:
+        """Forget all records, that of a forward that somebody interrupted too."""
+        for record in self.records:
+            record.waiting = {}
+            record.listed = record.reached = record.reached_aside = record.kept = False
+        self.records = []
+        self._loose = None
+        if not self._in_batch:
+            self._current, self._depth = None, 0
+
+    def list(self, record: Record) -> None:
+        """Look after a record; one that was dropped comes back when a backward pass reaches it."""
+        if not record.listed:
+            record.listed = True
+            self.records.append(record)
+
+    @contextmanager
+    def batch(self, n: int) -> Iterator[None]:
+        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        if self._in_batch:
+            raise RuntimeError("batch() cannot be used within batch()")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"batch(n={n!r}): n must be a whole number of examples, at least 1")
+        self._current, self._depth, self._in_batch = None, 1, True
+        try:
+            if self.enabled and torch.is_grad_enabled() and self._before_forward():
+                self._current = self._new(Counted(n))
+            yield
+        finally:
+            self._current, self._depth, self._in_batch = None, 0, False
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the model starts: count its examples."""
+        if self._depth and not self._in_batch and calls_under_way(self.model) < 2:
+            self._current, self._depth = None, 0  # the one that it was within has been interrupted
+        self._depth += 1
+        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+            return
+        if inside_backward():
+            # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
+            # without gradients before.
+            if self.task == torch._C._current_graph_task_id():
+                return
+        elif not self._before_forward():
+            return
+        self._depth = 1
+        self._current = self._new(self._count(args, kwargs))
+
+    def end(self) -> Record | None:
+        """A forward of the model ended, well or by an exception; return its record if it has one."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return None
+        record, self._current = self._current, None
+        return record
+
+    def record(self) -> Record | None:
+        """The record that a call under way belongs to; None if it is not to be captured."""
+        if self._current is not None:
+            return self._current
+        if inside_backward() and self.latest is not None:
+            return self.latest  # activation checkpointing calls layers again: the same examples once more
+        if self._depth:
+            return None
+        if self._loose is None or self._loose.reached:
+            if not self._before_forward():
+                return None
+            self._loose = self._new(Counted(None))
+        return self._loose
+
+    def _new(self, counted: Counted) -> Record:
+        # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
+        for record in self.records:
+            if record.reached and not record.kept:
+                self.hand_on(record)
+        record = self.latest = Record(counted)
+        self.list(record)
+        return record
+
+    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Counted:
+        if self._count_by is None:
+            return count_examples(args, kwargs, self._batch_dim)
+        n = self._count_by(*args, **kwargs)
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ValueError(f"count= returned {n!r}, but must return how many examples the model is called with")
+        return Counted(n)

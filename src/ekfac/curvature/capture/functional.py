@@ -1,0 +1,119 @@
+"""Sees the products that a module computes with its own parameters by torch's functions, where no hook can."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Layer
+from ekfac.curvature.layers.experts import ExpertsLayer, RowsOfExperts
+from ekfac.curvature.layers.linear import LinearLayer, RowsLayer
+
+if TYPE_CHECKING:
+    from ekfac.curvature.capture.capture import Capture
+
+
+def _attention() -> types.FunctionType:
+    """torch's attention, which hands itself over as a whole to whoever watches: a copy that goes on to its own calls.
+
+    Made anew each time, so that it calls what ``torch.nn.functional`` holds now.
+    """
+    original = F.multi_head_attention_forward
+    names = {**vars(F), "has_torch_function": lambda tensors: False}
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
+
+
+#: Products with a stack of matrices ``[E, in, out]``, or one of them.
+_STACKED = {torch.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch._grouped_mm}
+_STACKED |= {F.grouped_mm} if hasattr(F, "grouped_mm") else set()
+
+
+class Products(TorchFunctionMode):
+    """While entered, hands each product with a parameter of a module, or with some of its rows, to the capture.
+
+    Args:
+        capture: Who is told.
+        uses: The module's blocks.
+    """
+
+    def __init__(self, capture: Capture, uses: list[tuple[Block, Layer]]) -> None:
+        super().__init__()
+        self._capture = weakref.ref(capture)
+        self._of = {id(p): (block, layer) for block, layer in uses for p in block.parameters.values()}
+        self._rows: dict[tuple[Block, int], Layer] = {}
+        #: Attention puts time first, and flattens it with the examples before its last projection.
+        self._examples: int | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            query = args[0] if args else kwargs["query"]
+            self._examples = query.shape[1] if query.dim() == 3 else 1
+            with self:
+                return _attention()(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if func is F.linear or func is F.embedding:
+            self._seen(output, *args[:3], **kwargs)
+        elif func in _STACKED and all(isinstance(t, Tensor) and t.dim() > 1 for t in args[:2]):
+            self._seen(output, args[0], args[1].mT, where=args[2] if len(args) > 2 else kwargs.get("offs"))
+        return output
+
+    def _seen(
+        self,
+        output: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Any = None,
+        where: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """``output`` is the product of ``input`` and ``weight``, ``[out, in]`` or a stack of such matrices."""
+        capture = self._capture()
+        if capture is None:
+            return
+        arrange = None if self._examples is None else self._arrange
+        if where is None and weight.dim() == input.dim() == 3:  # a stack of inputs too, one for each matrix
+            where = torch.arange(1, len(weight) + 1) * input.shape[1]
+        found = self._find(weight, where)
+        if found is not None:
+            capture.watch(*found, input, output, arrange)
+        shift = self._find(bias, None) if isinstance(bias, Tensor) else None
+        # Where the weight is not the block's own (but a masked copy, say), neither is the product.
+        if shift is not None and not (isinstance(shift[1], LinearLayer) and shift[1].widths) and shift != found:
+            capture.watch(*shift, input, output, arrange)
+
+    def _arrange(self, tensor: Tensor) -> Tensor:
+        """``[T, N, D]`` or ``[T N, D]`` with its examples first."""
+        return tensor.reshape(-1, self._examples or 1, tensor.shape[-1]).transpose(0, 1)
+
+    def _find(self, tensor: Tensor, where: Tensor | None) -> tuple[Block, Layer] | None:
+        """The block of a parameter, or of the parameter that a tensor is some rows of."""
+        base = tensor if id(tensor) in self._of else tensor._base
+        if base is None or id(base) not in self._of:
+            return None
+        block, layer = self._of[id(base)]
+        start = tensor.storage_offset() - base.storage_offset()
+        if isinstance(layer, ExpertsLayer):
+            whole = layer.matrices(base)
+            if tensor.shape[-2:] != whole.shape[-2:] or tensor.stride()[-2:] != whole.stride()[-2:]:
+                return None
+            if tensor.dim() == 2:
+                return block, RowsOfExperts(layer, start // base.stride(0))
+            return None if where is None or len(tensor) != len(base) else (block, RowsOfExperts(layer, where))
+        if tensor.stride() != base.stride():
+            return None
+        start //= max(1, base.stride(0))
+        if start == 0 and len(tensor) == len(base):
+            return block, layer
+        if not isinstance(layer, LinearLayer):
+            return None
+        return block, self._rows.setdefault((block, start), RowsLayer(layer, start))

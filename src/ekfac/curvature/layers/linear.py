@@ -1,0 +1,228 @@
+"""Linear layers: ``nn.Linear``, GPT-2's ``Conv1D``, ``nn.Bilinear``, and whatever else is a product with a matrix.
+
+The matrix may be several parameters side by side, one below the other's outputs: the two weights and two biases of a
+recurrent cell, say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ekfac.curvature import factors
+from ekfac.curvature.eigenbasis import Basis
+from ekfac.curvature.layers.base import Layer, Reading, square_sum
+from ekfac.curvature.layers.recognise import behaves_like, multiplies_with_its_weight
+from ekfac.curvature.layers.shapes import BlockShape
+
+
+def with_ones(h: Tensor, count: int = 1) -> Tensor:
+    """Append columns of ones, one for each bias."""
+    return torch.cat([h, h.new_ones(*h.shape[:-1], count)], dim=-1)
+
+
+class LinearLayer(Layer):
+    """``nn.Linear`` on input of any rank: the middle dimensions are positions.
+
+    A subclass says in :meth:`layout` which parameters make the matrix.
+    """
+
+    module: Any
+
+    def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
+        super().__init__(module, roles)
+        widths, biases, out = self.layout()
+        edges = list(itertools.accumulate(widths.values(), initial=0))
+        spans = {role: slice(*edge) for role, edge in zip(widths, itertools.pairwise(edges), strict=True)}
+        #: Columns of the input that trained weights multiply, by weight.
+        self._spans = {role: span for role, span in spans.items() if role in roles}
+        self._whole = 0 < len(self._spans) == len(widths)
+        self.widths = {role: width for role, width in widths.items() if role in roles}
+        self.biases = [role for role in biases if role in roles]
+        self.weight_columns = sum(self.widths.values())
+        self.shape = BlockShape(1, out, self.weight_columns + len(self.biases))
+
+    def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
+        """Return the weights with their numbers of columns, in the order of the input's columns; biases; outputs."""
+        return {"weight": self.module.in_features}, ["bias"], self.module.out_features
+
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim() - 1
+
+    def columns(self, x: Tensor) -> Tensor:
+        """The columns of an input that trained weights multiply."""
+        if self._whole:
+            return x
+        return torch.cat([x[..., span] for span in self._spans.values()], -1) if self._spans else x[..., :0]
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        h = self.columns(x.reshape(n, -1, 1, x.shape[-1]))
+        return (with_ones(h, len(self.biases)) if self.biases else h), self.deltas(x, d, n)
+
+    def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
+        return d.reshape(n, -1, 1, d.shape[-1])
+
+    @property
+    def direct_inputs(self) -> bool:
+        return self._whole and bool(self.biases)
+
+    def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
+        """A with its last rows and columns, which belong to biases, without writing columns of ones beside x."""
+        rows = x.reshape(-1, x.shape[-1])
+        sums, w = rows.sum(0), self.weight_columns
+        if into is not None:
+            factors.outer_sum(rows[:, None], into=into[:, :w, :w])
+            into[0, :w, w:] += sums[:, None]
+            into[0, w:, :w] += sums
+            into[0, w:, w:] += len(rows)
+            return into, len(rows)
+        A = x.new_empty(1, self.shape.inputs, self.shape.inputs)
+        torch.mm(rows.T, rows, out=A[0, :w, :w])
+        A[0, :w, w:] = sums[:, None]
+        A[0, w:, :w] = sums
+        A[0, w:, w:].fill_(len(rows))  # an assignment would copy a number from the host
+        return A, len(rows)
+
+    def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
+        return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
+
+    def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
+        """((delta U_B)^2)^T ((h U_A)^2) with one position an example, the biases' rows of U_A added to the product."""
+        assert basis.U_A is not None
+        w = self.weight_columns
+        h = torch.addmm(basis.U_A[0, w:].sum(0), x, basis.U_A[0, :w]).square_()
+        delta = self.deltas(x, d, len(x))[:, 0, 0]
+        delta = delta.square() if basis.U_B is None else (delta @ basis.U_B[0]).square_()
+        return (delta.T @ h)[None]
+
+    def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
+        x = self.columns(x)
+        rows = d.numel() // d.shape[-1]
+        return square_sum(x) + rows * len(self.biases), rows * self.shape.columns
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A weight as ``[out, in]``, and its own inverse."""
+        return weight
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        parts = [self.matrix(tensors[role]) for role in self.widths]
+        parts += [tensors[role][:, None] for role in self.biases]
+        return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])[None]
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        pieces = matrix[0].split([*self.widths.values(), *(1 for _ in self.biases)], dim=1)
+        out = {role: self.matrix(piece) for role, piece in zip(self.widths, pieces, strict=False)}
+        return out | {role: pieces[len(self.widths) + i][:, 0] for i, role in enumerate(self.biases)}
+
+    def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
+        """One parameter after the other: putting them together would copy the gradient."""
+        pieces = v[0].split([*self.widths.values(), *(1 for _ in self.biases)])
+        found = torch.zeros((), dtype=u.dtype, device=u.device)
+        for role, piece in zip([*self.widths, *self.biases], pieces, strict=True):
+            G = tensors[role].to(u.dtype)
+            found = found + u[0] @ (G * piece if role in self.biases else self.matrix(G) @ piece)
+        return found
+
+
+class OwnForwardLinearLayer(LinearLayer):
+    """A subclass of ``nn.Linear`` whose own forward calls ``F.linear`` with its weight, and does what else it likes."""
+
+    seen_through_linear = True
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        return multiplies_with_its_weight(module)
+
+
+class Conv1DLayer(LinearLayer):
+    """GPT-2's ``Conv1D``: a linear layer whose weight is stored as (in, out)."""
+
+    def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
+        inputs, out = self.module.weight.shape
+        return {"weight": inputs}, ["bias"], out
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Whether a module called so multiplies by a matrix (in, out); transformers need not be there to know."""
+        weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
+        if set(module._parameters) != {"weight", "bias"} or weight is None or bias is None or module._modules:
+            return False
+        if weight.dim() != 2 or bias.shape != weight.shape[1:]:
+            return False
+        return behaves_like(module, weight.shape[0], lambda x: torch.addmm(bias, x, weight))
+
+
+class RowsLayer(Layer):
+    """A product with a few of a linear layer's rows: the other outputs have no gradient in this call.
+
+    Args:
+        whole: The layer that all rows belong to.
+        start: The first row.
+    """
+
+    def __init__(self, whole: LinearLayer, start: int) -> None:
+        super().__init__(whole.module, whole.roles)
+        self.whole = whole
+        self.start = start
+        self.shape = whole.shape
+
+    def free_dims(self, x: Tensor) -> int:
+        return self.whole.free_dims(x)
+
+    def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        h, delta = self.whole.positions(x, d, n)
+        return h, F.pad(delta, (self.start, self.shape.out - self.start - delta.shape[-1]))
+
+    def positions_per_example(self, d: Tensor, n: int) -> int:
+        return d.numel() // (n * d.shape[-1])
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return self.whole.stack(tensors)
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return self.whole.unstack(matrix)
+
+
+class BilinearReading(Reading):
+    """Reads ``nn.Bilinear``: a linear layer of the products of its two inputs' entries."""
+
+    def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        return list(itertools.chain(args, (kwargs[name] for name in ("input1", "input2") if name in kwargs)))
+
+    def examples(self, kept: Sequence[Tensor]) -> int:
+        return len(kept[0])
+
+    def read(self, kept: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, Tensor]]:
+        one, two = kept
+        (d,) = grads
+        assert d is not None
+        return {"": ((one[..., :, None] * two[..., None, :]).flatten(-2), d)}
+
+
+class BilinearLayer(LinearLayer):
+    """``nn.Bilinear``: y = x1^T W x2 + b for each output."""
+
+    reading = BilinearReading
+
+    def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
+        m = self.module
+        return {"weight": m.in1_features * m.in2_features}, ["bias"], m.out_features
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return super().stack({role: t.flatten(1) if t.dim() == 3 else t for role, t in tensors.items()})
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        m = self.module
+        out = super().unstack(matrix)
+        return {r: t.unflatten(1, (m.in1_features, m.in2_features)) if r == "weight" else t for r, t in out.items()}
+
+    def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
+        return super().fingerprint({r: t.flatten(1) if t.dim() == 3 else t for r, t in tensors.items()}, u, v)

@@ -1,0 +1,90 @@
+"""Kinds of modules that other libraries define, recognised by what they do: nothing of those libraries is imported."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+#: What was found out about a module: it is asked once.
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def behaves_like(module: nn.Module, features: int, *expected: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a module's forward does to two rows of numbers what one of these functions does, up to rounding.
+
+    Hooks are passed by, and no random number is drawn. Where there are no numbers (the meta device) the answer is yes.
+    """
+    if module not in _KNOWN:
+        _KNOWN[module] = _compare(module, features, expected)
+    return _KNOWN[module]
+
+
+@torch.no_grad()
+def _compare(module: nn.Module, features: int, expected: Iterable[Callable[[Tensor], Tensor]]) -> bool:
+    like = next(module.parameters())
+    if like.is_meta or features == 0:
+        return True
+    x = torch.arange(2.0 * features, device=like.device).add(1).sin().reshape(2, features).to(like.dtype)
+    try:
+        found = type(module).forward(module, x)
+    except Exception:  # whatever it is, it is not a function of one tensor of this shape
+        return False
+    eps = max(torch.finfo(like.dtype).eps, torch.finfo(torch.float32).eps)  # many compute in float32 in any case
+    for right in (function(x).double() for function in expected):
+        if not isinstance(found, Tensor) or found.shape != right.shape:
+            return False
+        if bool((found.double() - right).abs().max() <= 8 * eps**0.75 * (1 + right.abs().max())):
+            return True
+    return False
+
+
+class _OwnWeight(TorchFunctionMode):
+    """Notes whether ``F.linear`` or ``F.embedding`` is called with a given weight."""
+
+    def __init__(self, weight: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.linear, F.embedding):
+            given = args[1] if len(args) > 1 else kwargs.get("weight")
+            self.seen |= given is not None and given is self.weight
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def multiplies_with_its_weight(module: nn.Module) -> bool:
+    """Whether the forward of a subclass of Linear or Embedding hands its weight, as it is, to torch's own function."""
+    if module not in _KNOWN:
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return False
+        _KNOWN[module] = False
+        if not weight.is_meta:
+            is_linear = isinstance(module, nn.Linear)
+            x = weight.new_zeros(1, weight.shape[1]) if is_linear else weight.new_zeros(1, 1, dtype=torch.long)
+            with torch.random.fork_rng(devices=[]), _OwnWeight(weight) as mode:
+                try:
+                    type(module).forward(module, x)
+                except Exception:  # it wants something else
+                    return False
+            _KNOWN[module] = mode.seen
+    return _KNOWN[module]
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Whether the module's forward has one argument that must be given, and no other."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())
+    return len(parameters) == 2 and parameters[1].kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )

@@ -1,0 +1,175 @@
+"""The default rule: equal to the oracle's, bounded whatever the gradients are, and as fast as AdamW from zeros."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ekfac
+from helpers import LOSSES, Batch, batches_for, compare_with_oracle, jittered, mean_loss, mlp
+
+#: The rule's own settings as the oracle is told them; with this eps rounding in a zero gradient stays rounding.
+BELIEF: dict[str, Any] = {"scaling": "belief", "betas": (0.95, 0.95), "eps": 1e-5, "lr": 0.01, "weight_decay": 0.0}
+
+NETWORKS = {
+    "linear": lambda: (mlp(4, 5, 3), (4,)),
+    "convolution": lambda: (
+        jittered(nn.Sequential(nn.Conv2d(2, 3, 2, groups=1), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))),
+        (2, 3, 3),
+    ),
+    "norm": lambda: (jittered(nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))), (4,)),
+    "no block": lambda: (jittered(nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 2))), (4,)),
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("refresh_every", [1, 3])
+def test_it_is_the_oracles_in_a_basis_that_turns(network: str, refresh_every: int) -> None:
+    model, shape = NETWORKS[network]()
+    steps = batches_for(model, shape, n=40, steps=8)
+    compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, refresh_every=refresh_every, **BELIEF)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": False},
+        {"maximize": True, "lr": 1e-4},
+        {"momentum": 0.9, "nesterov": True},
+        {"betas": (0.5, 0.99)},
+        {"loss_reduction": "sum"},
+        {"basis": "identity"},
+        {"max_factor_dim": 4},
+    ],
+    ids=str,
+)
+def test_it_is_the_oracles_with_every_option_of_the_update(own: dict[str, Any]) -> None:
+    model = mlp(4, 5, 3)
+    steps = batches_for(model, (4,), n=40, steps=6)
+    loss = LOSSES[own.get("loss_reduction", "mean")]
+    compare_with_oracle(model, loss, steps, tolerance=1e-8, **{**BELIEF, "refresh_every": 2, **own})
+
+
+@pytest.mark.parametrize("size", [30.0, 1e6])
+def test_a_spike_is_shortened_as_the_oracle_shortens_it(size: float) -> None:
+    model = mlp(4, 5, 3)
+    steps = batches_for(model, (4,), n=40, steps=8)
+    ((x, y),) = steps[5]
+    steps[5] = [(x, y * size)]
+    compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, refresh_every=4, **BELIEF)
+
+
+def test_clipping_is_undone_for_the_second_moment_alone() -> None:
+    def halved(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: g / 2 for name, g in gradients.items()}
+
+    model = mlp(4, 5, 3)
+    steps = batches_for(model, (4,), n=40, steps=6)
+    compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, transform=halved, refresh_every=3, **BELIEF)
+
+
+def test_nothing_set_is_the_oracles_with_the_built_in_course_and_decay() -> None:
+    """With ``deterministic``: the oracle knows no other schedule of refreshes than Algorithm 1's."""
+    model = mlp(4, 5, 3)
+    steps = batches_for(model, (4,), n=40, steps=12)
+    compare_with_oracle(
+        model, mean_loss, steps, tolerance=1e-8, oracle_options={
+            "lr": lambda t: 0.004 * min(1, (t + 1) / 100) / math.sqrt(1 + t / 100), "weight_decay": 0.3,
+            "decay_vectors": False, "betas": (0.95, 0.95),
+        }, scaling="belief", eps=1e-5, lr=None, weight_decay=None, anneal="auto", refresh_every=5,
+    )  # fmt: skip
+
+
+@given(
+    scales=st.lists(st.sampled_from([0.0, 1e-30, 1e-12, 1e-3, 1.0, 1e3, 1e12]), min_size=6, max_size=6),
+    seed=st.integers(0, 9),
+)
+def test_the_mean_square_of_a_direction_is_never_above_one(scales: list[float], seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    pre = ekfac.Preconditioner(model)
+    for scale in scales:
+        model.zero_grad()
+        (scale * model(torch.randn(9, 5)).square().sum(1).mean()).backward()
+        pre.step()
+        for layer in (model[0], model[2]):
+            direction = torch.cat([p.grad.reshape(-1) for p in layer.parameters()])
+            assert bool(torch.isfinite(direction).all())
+            assert float(direction.square().mean()) <= 1 + 1e-5
+
+
+def test_where_gradients_agree_steps_are_longer_than_adams_and_where_they_do_not_they_are_adams() -> None:
+    """On one coordinate: a gradient that stays gives 1 / sqrt(kappa), cut to 1; noise gives about what Adam does."""
+    torch.manual_seed(0)
+    quiet, noisy = nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False).double()
+    pre = [ekfac.Preconditioner(m, basis="identity") for m in (quiet, noisy)]
+    adam = ekfac.Preconditioner(copy.deepcopy(noisy), basis="identity", scaling="adam", betas=(0.95, 0.95))
+    sizes, plain = [], []
+    for _ in range(400):
+        for model, p, factor in ((quiet, pre[0], 1.0), (noisy, pre[1], float(torch.randn(())))):
+            model.zero_grad()
+            (factor * model(torch.ones(4, 1).double())).mean().backward()
+            if model is noisy:
+                adam.model.zero_grad()
+                (factor * adam.model(torch.ones(4, 1).double())).mean().backward()
+                adam.step()
+            p.step()
+        assert float(quiet.weight.grad) == pytest.approx(1.0)
+        sizes.append(float(noisy.weight.grad) ** 2)
+        plain.append(float(adam.model.weight.grad) ** 2)
+    assert sum(sizes[100:]) == pytest.approx(sum(plain[100:]), rel=0.25)
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a product of two small ones beside it, one of them zero at the start: LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(20, 10, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(20, 3, bias=False), nn.Linear(3, 10, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("lr", [0.003, 0.01])
+def test_weights_that_start_at_zero_train_as_fast_as_with_adamw(lr: float) -> None:
+    torch.manual_seed(0)
+    start = LowRank()
+    target = start.frozen.weight + 0.3 * torch.randn(10, 3) @ torch.randn(3, 20) / 3
+
+    def steps_to_a_tenth(make: Any) -> int:
+        model = copy.deepcopy(start)
+        opt, first = make(model), math.inf
+        for t in range(300):
+            x = torch.randn(64, 20, generator=torch.Generator().manual_seed(t))
+            opt.zero_grad()
+            loss = (model(x) - x @ target.T).square().sum(1).mean()
+            loss.backward()
+            opt.step()
+            first = min(first, loss.item()) if t == 0 else first
+            if loss.item() < first / 10:
+                return t
+        raise AssertionError("it does not train")
+
+    adamw = steps_to_a_tenth(lambda m: torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.0))
+    assert steps_to_a_tenth(lambda m: ekfac.EKFAC(m, lr=lr, weight_decay=0.0)) <= 1.1 * adamw
+
+
+def test_two_batch_sizes_in_turn() -> None:
+    """s of the default is of g^2 alone: examples count for nothing but the factors and what stats and curvature say."""
+    model = mlp(4, 5, 3)
+    large, small = batches_for(model, (4,), n=40, steps=4), batches_for(model, (4,), n=9, steps=4, seed=3)
+    steps: list[list[Batch]] = [b for pair in zip(large, small, strict=True) for b in pair]
+    opt, _ = compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, refresh_every=1, **BELIEF)
+    for p in (model[0].weight, model[2].weight):
+        assert float(opt.state[p]["examples"]) == 9

@@ -1,0 +1,258 @@
+"""lr and weight_decay mean what they mean in AdamW: an update is lr times a direction, whoever moves lr."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import LRScheduler
+
+import ekfac
+from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
+
+STEPS = 14
+
+
+def after_warm_up(opt: Any) -> LRScheduler:
+    rise = schedulers.LinearLR(opt, start_factor=0.1, total_iters=4)
+    fall = schedulers.CosineAnnealingLR(opt, T_max=STEPS - 4)
+    return schedulers.SequentialLR(opt, [rise, fall], milestones=[4])
+
+
+SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+    "warm-up": lambda opt: schedulers.LambdaLR(opt, lambda t: min(1.0, (t + 1) / 5)),
+    "cosine": lambda opt: schedulers.CosineAnnealingLR(opt, T_max=STEPS),
+    "restarts": lambda opt: schedulers.CosineAnnealingWarmRestarts(opt, T_0=5),
+    "one cycle": lambda opt: schedulers.OneCycleLR(opt, max_lr=0.02, total_steps=STEPS + 1),
+    "cyclic": lambda opt: schedulers.CyclicLR(opt, base_lr=0.001, max_lr=0.01, step_size_up=4),
+    "steps": lambda opt: schedulers.MultiStepLR(opt, milestones=[3, 7], gamma=0.3),
+    "exponential": lambda opt: schedulers.ExponentialLR(opt, gamma=0.8),
+    "sequence": after_warm_up,
+    "chained": lambda opt: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(opt, factor=0.5, total_iters=3), schedulers.ExponentialLR(opt, gamma=0.9)]
+    ),
+    "plateau": lambda opt: schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=1),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "belief": {},
+    "decayed": {"weight_decay": 0.1},
+    "adam": {"scaling": "adam"},
+    "paper": {name: value for name, value in ekfac.PAPER.items() if name != "lr"},
+}
+
+
+def advance(scheduler: Any, loss: float) -> None:
+    if isinstance(scheduler, schedulers.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def direction(opt: ekfac.EKFAC, batch: Any, options: dict[str, Any]) -> dict[str, Tensor]:
+    """What the next step on a batch divides by its lr: by an optimizer that was told that its lr is 1."""
+    model = copy.deepcopy(opt.model)
+    twin = ekfac.EKFAC(model, **{**options, "lr": 1.0})
+    twin.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for group in twin.param_groups:
+        group["lr"] = 1.0
+    before = parameters_of(model)
+    backward(model, mean_loss, batch)
+    twin.step()
+    twin.close()
+    return {name: before[name] - p for name, p in parameters_of(model).items()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("given", [True, False], ids=["lr given", "nothing set"])
+def test_every_update_is_what_the_scheduler_says_times_the_direction(name: str, rule: str, given: bool) -> None:
+    if name == "plateau" and not given:
+        pytest.skip("it leaves no trace before it acts: see the test of its own")
+    model = mlp(4, 5, 3)
+    options = dict(RULES[rule])
+    opt = ekfac.EKFAC(model, **options, **({"lr": 0.005} if given else {}))
+    scheduler = SCHEDULERS[name](opt)
+    rates = set()
+    for batch in batches_for(model, (4,), n=20, steps=STEPS):
+        lr = float(opt.param_groups[0]["lr"])
+        rates.add(lr)
+        expected = direction(opt, batch, options)
+        before = parameters_of(model)
+        opt.zero_grad()
+        backward(model, mean_loss, batch)
+        opt.step()
+        moved = {name: before[name] - p for name, p in parameters_of(model).items()}
+        assert_same_weights(moved, {name: lr * d for name, d in expected.items()}, 1e-12, f"update at lr {lr}")
+        advance(scheduler, 1.0)
+    assert len(rates) > 2, "the scheduler moved it"
+
+
+def first_steps(model: nn.Module, opt: ekfac.EKFAC, steps: int = 8) -> list[Tensor]:
+    """What the steps changed, as one vector each."""
+    moved = []
+    for batch in batches_for(model, (4,), n=20, steps=steps):
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        opt.zero_grad()
+        backward(model, mean_loss, batch)
+        opt.step()
+        moved.append(nn.utils.parameters_to_vector(model.parameters()).detach() - before)
+    return moved
+
+
+def ratios(options: dict[str, Any], prepare: Callable[[ekfac.EKFAC], Any] = lambda opt: None) -> list[float]:
+    """How many times as long as with a constant lr of 0.004 each of the first updates is, from the same weights."""
+    found = []
+    start = mlp(4, 5, 3)
+    for t in range(6):
+        lengths = []
+        for own in ({"lr": 0.004, "weight_decay": 0.0}, {"weight_decay": 0.0, **options}):
+            model = copy.deepcopy(start)
+            opt = ekfac.EKFAC(model, **own)
+            if own["weight_decay"] == 0.0 and own.get("lr") != 0.004:
+                prepare(opt)
+            for group in opt.param_groups[1:]:
+                group["lr"] = 0.0
+            opt.engine.schedule.applied_steps = t
+            lengths.append(float(first_steps(model, opt, steps=1)[0].norm()))
+        found.append(lengths[1] / lengths[0])
+    return found
+
+
+def test_nothing_set_has_a_warm_up_and_a_slow_fall_of_its_own() -> None:
+    expected = [(t + 1) / 100 / (1 + t / 100) ** 0.5 for t in range(6)]
+    assert ratios({}) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_known_end_has_a_warm_up_and_a_cosine() -> None:
+    expected = [min(1, (t + 1) / 2) * (1 + math.cos(math.pi * t / 20)) / 2 for t in range(6)]
+    assert ratios({"total_steps": 20}) == pytest.approx(expected, rel=1e-9)
+    assert ratios({"total_steps": 20, "lr": 0.008}) == pytest.approx([2 * e for e in expected], rel=1e-9)
+    assert ratios({"total_steps": 3})[3:] == pytest.approx([0.0] * 3, abs=1e-15)
+
+
+@pytest.mark.parametrize("who", ["argument", "group", "written", "scheduler", "anneal=None"])
+def test_a_rate_that_somebody_names_is_that_rate(who: str) -> None:
+    def prepare(opt: ekfac.EKFAC) -> None:
+        if who == "written":
+            opt.param_groups[0]["lr"] = 0.002
+        if who == "scheduler":
+            schedulers.ConstantLR(opt, factor=0.5)
+
+    options: dict[str, Any] = {"lr": 0.002} if who == "argument" else {"anneal": None} if who == "anneal=None" else {}
+    if who == "group":
+        start = mlp(4, 5, 3)
+        moved = []
+        for lr in (0.004, 0.002):
+            model = copy.deepcopy(start)
+            opt = ekfac.EKFAC(model, params=[{"params": list(model.parameters()), "lr": lr}], weight_decay=0.0)
+            moved.append(first_steps(model, opt, steps=1)[0])
+        model = copy.deepcopy(start)
+        moved.append(first_steps(model, ekfac.EKFAC(model, lr=0.004, weight_decay=0.0), steps=1)[0])
+        torch.testing.assert_close(moved[0], moved[2], rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(moved[1], moved[2] / 2, rtol=1e-9, atol=1e-15)
+        return
+    assert ratios(options, prepare) == pytest.approx([1.0 if who == "anneal=None" else 0.5] * 6, rel=1e-9)
+
+
+def test_a_plateau_takes_over_a_rate_that_nobody_named_when_it_acts() -> None:
+    model = mlp(4, 5, 3)
+    opt = ekfac.EKFAC(model, weight_decay=0.0)
+    scheduler = schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=0)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert opt.param_groups[0]["lr"] == 0.002
+    batch = batches_for(model, (4,), n=20, steps=1)[0]
+    expected = direction(opt, batch, {"weight_decay": 0.0})
+    before = parameters_of(model)
+    backward(model, mean_loss, batch)
+    opt.step()
+    moved = {name: before[name] - p for name, p in parameters_of(model).items()}
+    assert_same_weights(moved, {name: 0.002 * d for name, d in expected.items()}, 1e-12)
+
+
+@pytest.mark.parametrize("scaling", ["belief", "adam"])
+@pytest.mark.parametrize("name", ["one cycle", "cyclic"])
+def test_cyclic_schedulers_move_beta_1_and_no_momentum_comes_on_top(scaling: str, name: str) -> None:
+    """Against the oracle, which is told the betas that the scheduler writes."""
+    probe = ekfac.EKFAC(nn.Linear(2, 2), lr=0.005)
+    scheduler = SCHEDULERS[name](probe)
+    rates, betas = [], []
+    for _ in range(STEPS):
+        rates.append(probe.param_groups[0]["lr"])
+        betas.append(probe.param_groups[0]["betas"])
+        probe.step()
+        scheduler.step()
+    assert len({b[0] for b in betas}) > 3 and {b[1] for b in betas} == {0.95}
+
+    class Scheduled(ekfac.EKFAC):
+        """Is scheduled from its first step on."""
+
+        def __init__(self, model: nn.Module, **options: Any) -> None:
+            super().__init__(model, **{**ekfac.PAPER, **options, "lr": 0.005, "betas": (0.95, 0.95)})
+            self.scheduler = SCHEDULERS[name](self)
+
+        def step(self, closure: Any = None) -> Any:
+            done = super().step(closure)
+            self.scheduler.step()
+            return done
+
+    model = mlp(4, 5, 3)
+    opt, _ = compare_with_oracle(
+        model, mean_loss, batches_for(model, (4,), n=40, steps=STEPS), tolerance=1e-8, optimizer=Scheduled,
+        scaling=scaling, eps=1e-5, weight_decay=0.1, refresh_every=5,
+        oracle_options={"lr": lambda t: rates[t], "betas": lambda t: betas[t]},
+    )  # fmt: skip
+    assert opt.param_groups[0]["momentum"] == 0
+    assert not any("momentum_buffer" in opt.state[p] for p in model.parameters())
+
+
+ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["none", *(n for n in SCHEDULERS if n != "plateau")])
+def test_in_the_identity_basis_adam_and_decay_are_torchs_adamw(name: str, weight_decay: float) -> None:
+    model = nn.Sequential(mlp(4, 5, 3), nn.PReLU(3).double())
+    twin = copy.deepcopy(model)
+    opt = ekfac.EKFAC(model, basis="identity", scaling="adam", weight_decay=weight_decay, **ADAMW)
+    theirs = torch.optim.AdamW(twin.parameters(), weight_decay=weight_decay, **ADAMW)
+    both = [] if name == "none" else [SCHEDULERS[name](opt), SCHEDULERS[name](theirs)]
+    for batch in batches_for(model, (4,), n=20, steps=STEPS):
+        for net, optimizer in ((model, opt), (twin, theirs)):
+            optimizer.zero_grad()
+            backward(net, mean_loss, batch)
+            optimizer.step()
+        for scheduler in both:
+            scheduler.step()
+        assert_same_weights(parameters_of(model), parameters_of(twin), 1e-12)
+
+
+def test_decay_per_group_is_torchs_and_the_defaults_spares_vectors() -> None:
+    model = mlp(4, 5, 3)
+    twin = copy.deepcopy(model)
+
+    def groups(net: nn.Sequential) -> list[dict[str, Any]]:
+        return [{"params": list(net[0].parameters()), "weight_decay": 0.5}, {"params": list(net[2].parameters())}]
+
+    opt = ekfac.EKFAC(model, params=groups(model), basis="identity", scaling="adam", weight_decay=0.1, **ADAMW)
+    theirs = torch.optim.AdamW(groups(twin), weight_decay=0.1, **ADAMW)
+    for batch in batches_for(model, (4,), n=20, steps=5):
+        for net, optimizer in ((model, opt), (twin, theirs)):
+            optimizer.zero_grad()
+            backward(net, mean_loss, batch)
+            optimizer.step()
+    assert_same_weights(parameters_of(model), parameters_of(twin), 1e-12)
+
+    spared = mlp(4, 5, 3)
+    before = parameters_of(spared)
+    opt = ekfac.EKFAC(spared, lr=0.1)
+    (0.0 * mean_loss(spared, batches_for(spared, (4,), n=8, steps=1)[0][0])).backward()
+    opt.step()
+    for name, p in parameters_of(spared).items():
+        torch.testing.assert_close(p, before[name] * (1 - 0.1 * 0.3 if p.dim() > 1 else 1), rtol=1e-12, atol=0)
