@@ -178,7 +178,7 @@ def test_errors_come_to_all_ranks(two: Ends) -> None:
         assert "process_group=None" in said["other model"]
         assert "parameter '3.weight' differs between ranks" in said["other weights"]
         assert "train (freeze) different parameters" in said["other layers frozen"]
-        assert "parameter '6.bias' differs between ranks" in said["changed later"]
+        assert "parameter '5.bias' differs between ranks" in said["changed later"]
         assert said["fine"] == ""
     assert "rank 1 of the process group" in first["one rank fails before"]
     assert "parameter '3.bias': its gradient is torch.sparse_coo" in second["one rank fails before"]
@@ -220,9 +220,7 @@ def test_state_of_many_is_state_of_one(method: str, world: int, request: pytest.
     assert_replicas([end["resumed"] for end in ends])
     assert_replicas([end["went on"] for end in ends])
     if method != "kfac":
-        expected = opt.curvature().diagonal()
-        for name, value in ends[1]["curvature"].items():
-            assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-10), name
+        assert torch.allclose(ends[1]["curvature"], opt.curvature().diagonal(), rtol=1e-6, atol=1e-10)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -263,7 +263,7 @@ class Optimizer(Base, Joinable, Grouped):
             for index, p in zip(indices, group, strict=True)
             if index in state_dict["state"]
         }
-        checkpoint.check_complete(self.engine, saved, saved_state)
+        checkpoint.check_complete(saved, saved_state)
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}

@@ -153,7 +153,7 @@ class Preconditioner(Base):
         saved = checkpoint.check(self.engine, state_dict)
         parameters = dict(self.model.named_parameters())
         saved_state = {parameters[n]: s for n, s in state_dict["state"].items()}
-        checkpoint.check_complete(self.engine, saved, saved_state)
+        checkpoint.check_complete(saved, saved_state)
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()

@@ -32,7 +32,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "lengths_wanted": whole.lengths_wanted,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
-        "kept": {n: len(whole.states[p]) for n, p in engine.model.named_parameters() if whole.states.get(p)},
+        "entries": sum(map(len, whole.states.values())),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.partition.silent],
     }
 
@@ -82,17 +82,15 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     return dict(saved)
 
 
-def check_complete(engine: Engine, saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
+def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse a checkpoint that has lost state on its way."""
-    names = dict(engine.model.named_parameters())
-    for name, count in saved.get("kept", {}).items():
-        found = len(state_of.get(names[name], {}))
-        if found < count:
-            raise ValueError(
-                f"state_dict lacks {count - found} of {count} entries of '{name}'. torch.distributed.checkpoint.load "
-                "fills only what is there: give it the state of an optimizer that has taken steps, or convert the "
-                "checkpoint with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
-            )
+    found, count = sum(map(len, state_of.values())), saved.get("entries", 0)
+    if found < count:
+        raise ValueError(
+            f"state_dict lacks {count - found} of {count} entries of state. torch.distributed.checkpoint.load fills "
+            "only what is there: give it the state of an optimizer that has taken steps, or convert the checkpoint "
+            "with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
+        )
 
 
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
