@@ -56,6 +56,8 @@ CASES = [
     ("ddp", "accumulated", "running"),
     ("ddp", "clipped", "running"),
     ("ddp", "clipped", "kfac"),
+    ("ddp", "clipped", "default"),
+    ("ddp", "clipped", "averaged"),
     ("by hand", "once", "default"),
     ("ddp", "once", "diagonal"),
     ("ddp", "accumulated", "default"),
@@ -69,13 +71,18 @@ CASES = [
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     return (
-        torch.randn(12, 2, 3, 3, dtype=torch.float64, generator=generator),
-        torch.randn(12, 3, dtype=torch.float64, generator=generator),
+        torch.randn(24, 2, 3, 3, dtype=torch.float64, generator=generator),
+        torch.randn(24, 3, dtype=torch.float64, generator=generator),
     )
 
 
 def loss_of(model, x, y):
     return 0.5 * (model(x) - y).square().sum() / len(x)
+
+
+def state_of(opt, model):
+    kept = opt.state_dict()["state"]  # of all owners
+    return {name: kept.get(index, {}) for index, (name, _) in enumerate(model.named_parameters())}
 
 
 def train(averaging, how, method, rank=0, world=1):
@@ -109,7 +116,7 @@ def train(averaging, how, method, rank=0, world=1):
             return total
 
         opt.step(closure)
-    state = {name: dict(opt.state[p]) for name, p in model.named_parameters()}
+    state = state_of(opt, model)
     damping = torch.tensor([opt.stats()["damping"]], dtype=torch.float64)
     opt.close()
     return {"model": {**model.state_dict(), "damping": damping}, "state": state}
@@ -151,7 +158,7 @@ def skip_after_the_start(rank, world):
             p.grad /= world
         opt.step()
     assert opt.stats()["skipped_steps"] == 1
-    return {name: dict(opt.state[p]) for name, p in model.named_parameters()}
+    return state_of(opt, model)
 
 
 def main(rank, world, folder):
@@ -215,7 +222,9 @@ def test_two_processes_are_one(case: tuple[str, str, str], ends: list[dict[str, 
 
 
 def assert_same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert any(first["state"].values())
     for name, kept in first["state"].items():
+        assert kept.keys() == second["state"][name].keys()
         for key, value in kept.items():
             if isinstance(value, Tensor):
                 assert torch.equal(value, second["state"][name][key]), f"{key} of {name} differs between processes"

@@ -34,7 +34,10 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (ekfac.EKFAC, {"scaling": "adagrad", "lr": 0.03}),
     "running": (ekfac.EKFAC, {"scaling": "running", "damping": 1e-3, "damping_mode": "plain"}),
     "per_example": (ekfac.EKFAC, {"scaling": "per_example", "damping": 1e-3, "damping_mode": "plain"}),
-    "kronecker": (ekfac.EKFAC, {"scaling": "kronecker", "damping": 1e-2, "damping_mode": "plain", "step_size": CLIPPED}),
+    "kronecker": (
+        ekfac.EKFAC,
+        {"scaling": "kronecker", "damping": 1e-2, "damping_mode": "plain", "step_size": CLIPPED},
+    ),
     "KFAC": (ekfac.KFAC, {}),
     "the paper's": (ekfac.EKFAC, ekfac.PAPER),
     "the paper's, each batch": (ekfac.EKFAC, {**ekfac.PAPER, "scaling": "per_example"}),

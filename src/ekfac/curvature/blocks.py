@@ -175,6 +175,7 @@ def find_blocks(
     identity: bool = False,
     unsupported: str = "diagonal",
     silent: Collection[nn.Parameter] = (),
+    frozen: bool = False,
 ) -> list[Block]:
     """Assign every trained parameter to exactly one block, in the model's order.
 
@@ -188,11 +189,12 @@ def find_blocks(
         identity: Keep every side diagonal (``basis="identity"``).
         unsupported: "diagonal" gives parameters without a layer the diagonal method, "error" refuses them.
         silent: Parameters whose layers are known never to be called; they count as without a layer.
+        frozen: Take parameters that are frozen as if they were trained.
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
     # A parameter without numbers has nothing to train, and the layer that it leaves behind has no factors.
-    trained = {p for p in names if p in chosen and p.requires_grad and p.numel()}
+    trained = {p for p in names if p in chosen and (p.requires_grad or frozen) and p.numel()}
     modules = dict(model.named_modules(remove_duplicate=True))
     hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
     _check_patterns(modules, include, exclude)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.distributed.processes import DEFAULT
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
 from ekfac.optim.methods.factory import eigen_methods, take_rule
@@ -84,6 +85,8 @@ class EKFAC(Optimizer):
         batch: What a batch is to the loss.
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
         **old: Names from before there were groups, with a DeprecationWarning.
     """
 
@@ -110,6 +113,7 @@ class EKFAC(Optimizer):
         batch: Batch = Batch(),
         numerics: Numerics = Numerics(),
         grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = DEFAULT,
         **old: Any,
     ) -> None:
         own = {
@@ -133,6 +137,7 @@ class EKFAC(Optimizer):
             "batch": batch,
             "numerics": numerics,
             "grad_scaler": grad_scaler,
+            "process_group": process_group,
         }
         arguments = with_old_names(type(self).__name__, given, old, {*own, *given, "params"})
         rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim.cuda.executor import make_executor  # or, slower: from ekfac.optim.executor import make_executor
-from ekfac.optim.executor import world_size
+from ekfac.optim.distributed.owners import Owners
+from ekfac.optim.distributed.replicas import Replicas
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.options import EngineOptions
@@ -65,13 +66,17 @@ class Engine:
         self.options = options
         self.method = method
         self.elementwise = elementwise
-        self.partition = Partition(model, options.coverage, state, lambda block: self.method_of(block).state_class)
+        owners = Owners(options.processes, lambda block: self.method_of(block).numbers(block))
+        self.partition = Partition(
+            model, options.coverage, state, lambda block: self.method_of(block).state_class, owners
+        )
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
         self.executor = make_executor(options, whole_steps, parameters[0].device)
         self.refresher = Refresher(self.executor, self.schedule)
         self.collector = Collector(options, method, self.partition, self.schedule, self.executor, self._moved)
         self.collector.set_parameters(parameters)
+        self.replicas = Replicas(self)
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.
         self._skipped_at = (0, 0)
@@ -94,6 +99,8 @@ class Engine:
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.
         """
+        if self.replicas.together():
+            return self.replicas.step(rates, apply)
         inputs = self.collector.inputs()
         if inputs is None:
             return None
@@ -114,8 +121,7 @@ class Engine:
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
         inputs.bad = None if inputs.ok is None else inputs.ok == 0
         if not go:
-            self._skip()
-            self.collector.drop()
+            self.skip()
         return go
 
     def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
@@ -123,18 +129,23 @@ class Engine:
         self.collector.update_factors(inputs)
         known = (block for block in self.partition.blocks if block not in inputs.unknown)
         blocks = [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
+        if inputs.processes > 1:
+            return self.replicas.directions(blocks, inputs, rates)
         return self.executor.parallel(lambda block: self.precondition_block(block, inputs, rates), blocks)
 
     def precondition_block(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
         """Algorithm 1 for one block; no block depends on another."""
+        # A basis from the factors, where it is due.
+        if block in inputs.solves or block in inputs.warm:
+            self.compute_eigenbasis(block, inputs, rates)
+        return self.direction(block, inputs, rates)
+
+    def direction(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
+        """Algorithm 1 for one block with its basis as it stands."""
         method = self.method if block.covered else self.elementwise
         state = self.partition.states.get(block.key)
         if state is None:
             state = self.partition.state(block)
-
-        # A basis from the factors, where it is due.
-        if block in inputs.solves or block in inputs.warm:
-            self._compute_eigenbasis(block, state, inputs, rates)
 
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
@@ -155,8 +166,9 @@ class Engine:
         G = step.gradient if isinstance(step.gradient, Tensor) else None
         return Direction(block, steps, G, step.products)
 
-    def _compute_eigenbasis(self, block: Block, state: Any, inputs: StepInputs, rates: Rates) -> None:
+    def compute_eigenbasis(self, block: Block, inputs: StepInputs, rates: Rates) -> None:
         """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""
+        state = self.partition.states[block.key]
         (A, B), damping = factors_of(state), rates.of(block.key).damping
         if block in inputs.solves:
             state.strayed = 0
@@ -172,12 +184,17 @@ class Engine:
         skipped = self.executor.settle()
         if skipped:
             self.schedule.applied_steps -= 1
-            self._skip()
+            self._count_skipped()
         if self.schedule.pending:
-            self.schedule.poll(wait or world_size() > 1)
+            self.schedule.poll(wait or self.options.processes.size > 1)
         return skipped
 
-    def _skip(self) -> None:
+    def skip(self) -> None:
+        """Leave everything as it is: a gradient is not finite."""
+        self._count_skipped()
+        self.collector.drop()
+
+    def _count_skipped(self) -> None:
         """Count a step that changed nothing; warn if there has been nothing else for a while."""
         self.skipped_steps += 1
         applied, (at, row) = self.schedule.applied_steps, self._skipped_at
@@ -197,10 +214,17 @@ class Engine:
         self.collector.drop()
         if not due:
             return
+        if self.replicas.together():
+            self.replicas.refresh(dict(due), rates)
+            return
         with self.executor.beside(self.partition.device):
             for block, iterations in due:
-                state, damping = self.partition.state(block), rates.of(block.key).damping
-                self.method.warm_refresh(block, state, *factors_of(state), damping, self.refresher, iterations)
+                self.warm_refresh(block, iterations, rates)
+
+    def warm_refresh(self, block: Block, iterations: tuple[int, int], rates: Rates) -> None:
+        """Bring a block's basis nearer to its factors' own, between two steps."""
+        state, damping = self.partition.states[block.key], rates.of(block.key).damping
+        self.method.warm_refresh(block, state, *factors_of(state), damping, self.refresher, iterations)
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""

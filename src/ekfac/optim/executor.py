@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from ekfac.optim.types import Rates, StepInputs
 
 T = TypeVar("T")
-
-
-def world_size() -> int:
-    """Return the number of processes that train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Answer:

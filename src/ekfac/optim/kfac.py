@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac import checks
+from ekfac.optim.distributed.processes import DEFAULT
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
 from ekfac.optim.methods.damping import plain
@@ -58,6 +59,8 @@ class KFAC(Optimizer):
         batch: What a batch is to the loss.
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
         **old: Names from before there were groups, with a DeprecationWarning.
     """
 
@@ -81,6 +84,7 @@ class KFAC(Optimizer):
         batch: Batch = Batch(),
         numerics: Numerics = Numerics(),
         grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = DEFAULT,
         **old: Any,
     ) -> None:
         checks.flag("pi_correction", pi_correction)
@@ -102,6 +106,7 @@ class KFAC(Optimizer):
             "batch": batch,
             "numerics": numerics,
             "grad_scaler": grad_scaler,
+            "process_group": process_group,
         }
         arguments = with_old_names("KFAC", given, old, {*update, *given, "params", "pi_correction"})
         if arguments["coverage"].basis != "kronecker":

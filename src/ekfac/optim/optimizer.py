@@ -14,6 +14,8 @@ from typing_extensions import Self
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
+from ekfac.optim.distributed.joining import Joinable
+from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import StepSize
@@ -27,7 +29,7 @@ from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
-class Optimizer(Base, Grouped):
+class Optimizer(Base, Joinable, Grouped):
     """What EKFAC and KFAC share.
 
     Args:
@@ -76,6 +78,9 @@ class Optimizer(Base, Grouped):
                 and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
         """
         engine, comparison = self.engine, None
+        if closure is None and self._only_to_initialise():
+            return None
+        self._not_joined_yet()
         adaptation = None if self._adaptation is None else self._adapts()
         if adaptation is not None:
             engine.settle()
@@ -101,6 +106,12 @@ class Optimizer(Base, Grouped):
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
         return loss
+
+    def _only_to_initialise(self) -> bool:
+        """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
+        capture = self.engine.collector.capture
+        nothing = not capture.examples and not capture.separate_examples
+        return nothing and all(bool(group["lr"] == 0) for group in self.param_groups)
 
     def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:
         """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
@@ -164,11 +175,12 @@ class Optimizer(Base, Grouped):
         lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
         steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
         if self.step_size.max_change is not None:
-            steps, factors = bound_change(directions, lr_of, self.step_size.max_change)
+            most = self.step_size.max_change
+            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, self.engine.options.processes)
         if adapts:
             self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:
-            steps = self.kl_clip(steps, directions, lr_of, inputs)
+            steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs.ok)
 
@@ -220,13 +232,22 @@ class Optimizer(Base, Grouped):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, and under "ekfac" counters and the model's parameter names; all plain data."""
-        extra = checkpoint.engine_state(self.engine)
+        """Return torch's state dict, and under "ekfac" counters and the model's parameter names; all plain data.
+
+        Where several processes train together each has a part of the state. All of them must call this, and all get
+        the whole; it can be loaded by any number of processes.
+        """
+        whole = whole_state(self.engine)
+        extra = checkpoint.engine_state(self.engine, whole)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
         extra["pace"] = self.lr_fraction.save()
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         saved = super().state_dict()
-        return {**saved, "state": {index: dict(state) for index, state in saved["state"].items()}, "ekfac": extra}
+        state = {}
+        if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
+            state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
+        saved["param_groups"][0]["ekfac"] = extra  # which torch.distributed.checkpoint keeps, and nothing beside groups
+        return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
@@ -242,15 +263,19 @@ class Optimizer(Base, Grouped):
             for index, p in zip(indices, group, strict=True)
             if index in state_dict["state"]
         }
+        checkpoint.check_complete(saved, saved_state)
         state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
         missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
         groups = [{**missing, **group} for group in state_dict["param_groups"]]
+        for group in groups:
+            group.pop("ekfac", None)
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
         self.state.update(state)
         self.engine.partition.take_states(self.state)  # torch has put a new dict there
+        keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]
         self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)
         if self._adaptation is not None:

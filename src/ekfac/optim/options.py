@@ -16,6 +16,7 @@ import torch
 
 from ekfac import checks
 from ekfac.curvature.blocks import MAX_FACTOR_DIM
+from ekfac.optim.distributed.processes import DEFAULT, Processes
 
 Damping = float | Callable[[int], float]
 
@@ -214,6 +215,9 @@ class EngineOptions:
     batch: Batch = Batch()
     numerics: Numerics = Numerics()
     grad_scaler: torch.amp.GradScaler | None = field(default=None, compare=False)
+    process_group: Any = field(default=DEFAULT, compare=False)
+    #: The ranks that share statistics.
+    processes: Processes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.refresh_every is not None:
@@ -222,6 +226,7 @@ class EngineOptions:
             check_group(name, getattr(self, name))
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
             raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+        object.__setattr__(self, "processes", Processes(self.process_group))
 
 
 def check_group(name: str, value: Any) -> None:

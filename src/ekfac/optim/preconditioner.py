@@ -14,6 +14,8 @@ from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
 from ekfac.optim.base import Base
+from ekfac.optim.distributed.processes import DEFAULT
+from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
@@ -58,6 +60,8 @@ class Preconditioner(Base):
         batch: What a batch is to the loss.
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
+        process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
+            By default the default group, if torch.distributed runs. None for none: this process is on its own.
         **old: Names from before there were groups, with a DeprecationWarning.
     """
 
@@ -75,6 +79,7 @@ class Preconditioner(Base):
         batch: Batch = Batch(),
         numerics: Numerics = Numerics(),
         grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = DEFAULT,
         **old: Any,
     ) -> None:
         checks.model(model)
@@ -89,6 +94,7 @@ class Preconditioner(Base):
             "batch": batch,
             "numerics": numerics,
             "grad_scaler": grad_scaler,
+            "process_group": process_group,
         }
         arguments = with_old_names("Preconditioner", given, old, {*given, "damping"})
         rule, mode = take_rule(arguments), arguments.pop("damping_mode")
@@ -136,20 +142,24 @@ class Preconditioner(Base):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, keyed by parameter name, as plain data."""
-        extra = checkpoint.engine_state(self.engine)
+        """Return everything, keyed by parameter name, as plain data; with several processes, all must call this."""
+        whole = whole_state(self.engine)
+        extra = checkpoint.engine_state(self.engine, whole)
         names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
-        return {"state": {names[p]: dict(s) for p, s in self.state.items() if p in names}, "ekfac": extra}
+        return {"state": {names[p]: state for p, state in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict)
         parameters = dict(self.model.named_parameters())
-        state = checkpoint.converted(self.engine, {parameters[n]: s for n, s in state_dict["state"].items()})
+        saved_state = {parameters[n]: s for n, s in state_dict["state"].items()}
+        checkpoint.check_complete(saved, saved_state)
+        state = checkpoint.converted(self.engine, saved_state)
         checkpoint.adopt(self.engine, saved, state)
         self.state.clear()
         self.state.update(state)
         self.engine.partition.take_states(self.state)
+        keep_own(self.engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)

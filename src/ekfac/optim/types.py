@@ -242,7 +242,8 @@ class Direction:
 
     Attributes:
         block: The block.
-        steps: The preconditioned gradient of each of its parameters that has a gradient.
+        steps: The preconditioned gradient of each of its parameters that has a gradient; none where another process
+            updates them.
         gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place.
         products: See :class:`BlockStep`.
     """

@@ -17,7 +17,7 @@ from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
-from ekfac.optim.executor import Answer, Executor, world_size
+from ekfac.optim.executor import Answer, Executor
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.sums import bytes_of
 
@@ -46,7 +46,7 @@ class CudaExecutor(Executor):
     def graphs_possible(self, device: torch.device) -> bool:
         """Tell whether a CUDA graph may hold what happens on a device."""
         o = self.options
-        return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and world_size() == 1
+        return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         if not (self.whole_steps and self.graphs_possible(engine.partition.device)):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.distributed.states import SOLVER, WholeState
 from ekfac.optim.engine import Engine
 from ekfac.optim.statistics.partition import fits
 
@@ -16,32 +17,32 @@ VERSION = 4
 COUNTS = ("count", "examples")
 
 
-def engine_state(engine: Engine) -> dict[str, Any]:
+def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
     """Counters, and names and shapes of the parameters, as plain data."""
-    engine.settle(wait=True)
-    refresher = engine.refresher
+    counters = whole.counters
     return {
         "version": VERSION,
         "applied_steps": engine.schedule.applied_steps,
         "skipped_steps": engine.skipped_steps,
-        "refreshes": refresher.refreshes,
-        "warm_refreshes": engine.schedule.warm_refreshes,
-        "residual_drift": 0.0 if refresher.drift is None else float(refresher.drift),
-        "fallbacks": dict(refresher.fallbacks),
+        "refreshes": counters["refreshes"],
+        "warm_refreshes": counters["warm_refreshes"],
+        "residual_drift": whole.drift,
+        "fallbacks": {name.removeprefix(SOLVER): n for name, n in counters.items() if name.startswith(SOLVER)},
         "kind": engine.method.kind,
-        "lengths_wanted": engine.collector.watch.lengths_wanted,
-        "put_away": _put_away(engine),
+        "lengths_wanted": whole.lengths_wanted,
+        "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
+        "entries": sum(map(len, whole.states.values())),
         "silent": [n for n, p in engine.model.named_parameters() if p in engine.partition.silent],
     }
 
 
-def _put_away(engine: Engine) -> list[dict[str, Any]]:
+def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
     """Return the state of frozen blocks, by the names of their parameters."""
     names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
     return [
         {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
-        for (covered, key), state in engine.partition.put_away.items()
+        for (covered, key), state in whole.put_away.items()
     ]
 
 
@@ -61,7 +62,8 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
-    saved = state_dict.get("ekfac")
+    groups = state_dict.get("param_groups") or [{}]
+    saved = state_dict.get("ekfac", groups[0].get("ekfac"))
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
     if saved["kind"] != engine.method.kind:
@@ -78,6 +80,17 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
             f"other shapes: {', '.join(other) or 'none'}"
         )
     return dict(saved)
+
+
+def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Refuse a checkpoint that has lost state on its way."""
+    found, count = sum(map(len, state_of.values())), saved.get("entries", 0)
+    if found < count:
+        raise ValueError(
+            f"state_dict lacks {count - found} of {count} entries of state. torch.distributed.checkpoint.load fills "
+            "only what is there: give it the state of an optimizer that has taken steps, or convert the checkpoint "
+            "with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
+        )
 
 
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -116,11 +129,12 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.skipped_steps = saved["skipped_steps"]
     partition.generation += 1
     engine.schedule.pending = []
-    refresher.refreshes = saved["refreshes"]
-    engine.schedule.warm_refreshes = saved["warm_refreshes"]
+    first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum
+    refresher.refreshes = saved["refreshes"] if first else 0
+    engine.schedule.warm_refreshes = saved["warm_refreshes"] if first else 0
     refresher.drift = torch.tensor(saved["residual_drift"])
     refresher.fallbacks.clear()
-    refresher.fallbacks.update(saved["fallbacks"])
+    refresher.fallbacks.update(saved["fallbacks"] if first else {})
 
 
 def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:

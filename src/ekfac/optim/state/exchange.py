@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ekfac.curvature.blocks import Block
@@ -10,6 +12,7 @@ from ekfac.curvature.fisher import eigenvectors, order_of, plain_basis
 from ekfac.curvature.operators.operator import Curvature
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
+from ekfac.optim.distributed.states import block_states, keep_own
 from ekfac.optim.engine import Engine
 from ekfac.optim.types import factors_of
 
@@ -18,16 +21,15 @@ from ekfac.optim.types import factors_of
 def curvature(engine: Engine) -> Curvature:
     """Return a snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
     engine.settle()
-    states = [engine.partition.states.get(block.key, {}) for block in engine.partition.blocks]
-    if not any("s" in state or "A" in state for state in states):
+    states = block_states(engine)
+    if not any("s" in state or "A" in state for state in states.values()):
         raise RuntimeError("there is no curvature yet: it is learnt in the first step")
-    weight = max((float(state.get("factor_weight", 0.0)) for state in states), default=0.0)
-    parts = [_part(engine, block) for block in engine.partition.blocks]
+    weight = max((float(state.get("factor_weight", 0.0)) for state in states.values()), default=0.0)
+    parts = [_part(engine, block, states[block.key]) for block in engine.partition.blocks]
     return Curvature(engine.method.approximation, _layout(engine), parts, round(weight))
 
 
-def _part(engine: Engine, block: Block) -> Part:
-    state = engine.partition.states.get(block.key) or engine.method_of(block).state_class()
+def _part(engine: Engine, block: Block, state: Any) -> Part:
     found = engine.method_of(block).part(block, state)
     if found is not None:
         return found
@@ -81,6 +83,7 @@ def seed(engine: Engine, operator: Curvature) -> None:
     engine.partition.generation += 1
     for block, part in matched:
         _seed_block(engine, block, part.to(device=block.key.device, dtype=block.dtype), float(operator.examples or 1))
+    keep_own(engine)
 
 
 def _seed_block(engine: Engine, block: Block, part: Part, weight: float) -> None:

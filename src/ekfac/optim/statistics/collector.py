@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
@@ -21,20 +22,17 @@ from ekfac.curvature.factors import trace
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
-from ekfac.optim.executor import Executor, world_size
+from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
-from ekfac.optim.statistics.gradients import GradientWatch
-from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
+from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes
+from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes, shortened
 from ekfac.optim.types import BlockState, KeptCalls, StepInputs
-
-#: How many times the average's trace that of a batch may be.
-OUTLIER = 100.0
 
 
 class Collector:
@@ -81,7 +79,7 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch = GradientWatch([])
+        self.watch = GradientWatch([], options.processes)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -231,6 +229,8 @@ class Collector:
     def inputs(self) -> StepInputs | None:
         """Return what the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
+        if not gradients or not self.capture.examples:
+            checks.whole(self._partition.model)
         if not gradients:
             self.drop()
             return None
@@ -243,19 +243,16 @@ class Collector:
             if (text := low_coverage(self._partition.blocks)) is not None:
                 warnings.warn(text, UserWarning, stacklevel=2)
         self.capture.finish()
-        if self.capture.examples == 0:
-            raise RuntimeError(
-                "step() found gradients but no captured examples. Call the model that was given to the optimizer (not "
-                "a copy), with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
-            )
-        processes, covered = world_size(), self._partition.covered
+        processes, covered = self.options.processes.size, self._partition.covered
+        if self.capture.examples == 0 and processes == 1:
+            raise RuntimeError(NO_EXAMPLES)
         silent = [
             b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
         if silent and processes == 1:
             self._give_up_on(silent)
         n, mean = float(self.capture.examples), 1.0
-        if self.options.batch.reduction == "sum":
+        if self.options.batch.reduction == "sum" and n:
             mean = processes / n
         solves, warm = self._schedule.due(covered)
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
@@ -283,13 +280,17 @@ class Collector:
         if inputs.processes > 1:
             counts = [self.capture.examples, int(inputs.n_statistics)]
             expected = {b: self._expected(b) for b in self._partition.covered}
-            totals = reduce_over_processes(inputs.sums, expected, counts, self._partition.device)
+            owners = self._partition.owners
+            totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
             inputs.n, inputs.n_statistics = totals
+            elsewhere = [b for b, what in expected.items() if what.factors and not owners.mine(b)]
+            self._partition.factors_elsewhere.update(map(members, elsewhere))
             if self.options.batch.reduction == "sum":
                 inputs.mean = inputs.processes / inputs.n
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
-            if hasattr(state, "A") or (gathered is not None and gathered.factors is not None):
+            here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
+            if here or members(block) in self._partition.factors_elsewhere:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
                 raise RuntimeError(
@@ -315,8 +316,8 @@ class Collector:
     def verify(self, inputs: StepInputs) -> None:
         """Check that gradients are those that passed through the calls, and find what was done to them since."""
         if self.fingerprints.unverified:
-            self.fingerprints.verify(inputs, self.watch, self.loss_scale())
-        if inputs.touched or inputs.processes > 1:
+            self.fingerprints.verify(inputs, set(inputs.touched), self.loss_scale())
+        if inputs.touched:
             inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:
@@ -379,13 +380,3 @@ class Collector:
         if totals:
             torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
             torch._foreach_add_(totals, batch)
-
-
-def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
-    """Return a batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
-
-    So an outlier does not fill the factors for hundreds of steps.
-    """
-    limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
-    factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
-    return new * torch.where(limit > 0, factor, 1.0)

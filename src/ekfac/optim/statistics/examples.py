@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch import distributed as dist
 
 from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block
 from ekfac.optim.statistics.collector import Collector
 from ekfac.optim.statistics.factored_gradient import Rows, rows_of
-from ekfac.optim.statistics.sums import BlockSums, reduced_zeros
+from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
 
 
@@ -43,9 +42,6 @@ def scaling_of_examples(collector: Collector, block: Block, inputs: StepInputs, 
             for calls, count in sums.held:
                 sums.add_scaling(statistics.scaling_sum(block, calls, count, step.basis, memory))
         sums.held = []
-    if inputs.processes > 1 and (block in inputs.warm or block in inputs.solves):
-        sums.scaling = reduced_zeros(block) if sums.scaling is None else sums.scaling.contiguous()
-        dist.all_reduce(sums.scaling)
     if sums.scaling is None:
         return None
     return inputs.masked(sums.scaling * as_scalar(collector.delta_square(inputs), sums.scaling))

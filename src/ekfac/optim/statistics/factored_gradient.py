@@ -15,7 +15,6 @@ from ekfac.curvature.eigenbasis import Basis, rotate_columns
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.curvature.statistics import rows_if_unaligned
-from ekfac.optim.executor import world_size
 from ekfac.optim.options import EngineOptions
 
 
@@ -65,7 +64,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
         and options.batch.reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
-        and world_size() == 1
+        and options.processes.size == 1
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
-from ekfac.optim.executor import world_size
 from ekfac.optim.statistics.factored_gradient import Rows
-from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.types import StepInputs
 
 #: Gradients that are touched before every step, by clipping say, are given up on after so many.
@@ -39,21 +38,27 @@ class Fingerprints:
         found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
         return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
 
-    def verify(self, inputs: StepInputs, watch: GradientWatch, loss_scale: float | Tensor) -> None:
-        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block."""
+    def verify(self, inputs: StepInputs, touched: Set[nn.Parameter], loss_scale: float | Tensor) -> None:
+        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block.
+
+        Args:
+            inputs: What the step has gathered.
+            touched: Parameters whose gradients were changed since backward left them, on any process.
+            loss_scale: What a GradScaler has multiplied the loss by.
+        """
         for block in list(self.unverified):
             of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
             if of_calls is None:
                 continue
             parameters = list(block.parameters.values())
-            if any(p not in inputs.gradients or watch.touched(p) for p in parameters):
+            if any(p not in inputs.gradients or p in touched for p in parameters):
                 self._touched[block] += 1
                 if self._touched[block] == TRIES:
                     self.unverified.discard(block)
                 continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
             gradients = [inputs.gradients[p] * loss_scale for p in parameters]
-            if fingerprint.differs(block, gradients, of_calls / world_size(), self.vectors(block)):
+            if fingerprint.differs(block, gradients, of_calls / inputs.processes, self.vectors(block)):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "

@@ -16,15 +16,26 @@ from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
-from ekfac.optim.executor import world_size
-from ekfac.optim.statistics.sums import differ_between_processes
+from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.types import BlockStep, Rates, StepInputs
+
+#: What is wrong where there are gradients but nothing was captured.
+NO_EXAMPLES = (
+    "step() found gradients but no captured examples. Call the model that was given to the optimizer (not a copy), "
+    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
+)
 
 
 class GradientWatch:
-    """Note the largest magnitude of every gradient at the end of each backward pass."""
+    """Note the largest magnitude of every gradient at the end of each backward pass.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    Args:
+        parameters: Those to watch.
+        processes: Those that average their gradients.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
+        self._processes = processes
         self.enabled = True
         #: Whether all gradients come from one backward pass, before which there were none.
         self.single_pass = False
@@ -124,11 +135,11 @@ class GradientWatch:
         for p, length in zip(known, lengths, strict=True):
             apart = (_ratio(self._lengths[p], length, loss_scale) / ratios[p] - 1).abs()
             ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
-        if world_size() > 1:
+        if inputs.processes > 1:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
             left = [inputs.left.get(p) for p in self._parameters]
-            apart = differ_between_processes(left, self._parameters[0].device)
+            apart = differ_between_processes(self._processes, left, self._parameters[0].device)
             for p, by_hand in zip(self._parameters, apart, strict=True):
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
@@ -183,3 +194,14 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     if not tensors:
         return []
     return list(torch._foreach_norm(tensors, float("inf")))
+
+
+def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:
+    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+
+    A process that has None has no say.
+    """
+    none = torch.full((), torch.inf, dtype=torch.float64, device=device)
+    mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])
+    smallest, negative = processes.least(mine).unbind(1)
+    return -negative - smallest > 1e-6 * -negative

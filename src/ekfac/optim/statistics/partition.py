@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
@@ -23,6 +24,7 @@ class Partition:
         coverage: What is covered.
         state: Where each block keeps its tensors, by its first parameter: torch's ``optimizer.state``.
         state_class: What a block's state is.
+        owners: Which process keeps it.
     """
 
     def __init__(
@@ -31,11 +33,16 @@ class Partition:
         coverage: Coverage,
         state: MutableMapping[Tensor, Any],
         state_class: Callable[[Block], type[BlockState]],
+        owners: Owners,
     ) -> None:
         self.model = model
         self.states = state
         self._coverage = coverage
         self._state_class = state_class
+        self.owners = owners
+        #: Blocks of other processes whose factors, and whose bases, are known there.
+        self.factors_elsewhere: set[Members] = set()
+        self.ready_elsewhere: set[Members] = set()
         #: Grows whenever tensors that a CUDA graph may hold on to were replaced.
         self.generation = 0
         #: What the optimizer was given, and those of them that are trained now: the others are frozen.
@@ -64,8 +71,8 @@ class Partition:
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
-        """Return the blocks that these parameters would be assigned to."""
+    def blocks_of(self, parameters: Iterable[nn.Parameter], frozen: bool = False) -> list[Block]:
+        """Return the blocks that these parameters would be assigned to, as if none were frozen with ``frozen``."""
         c = self._coverage
         return find_blocks(
             self.model,
@@ -75,8 +82,9 @@ class Partition:
             sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
             max_factor_dim=c.max_factor_dim,
             identity=c.basis == "identity",
-            unsupported=c.unsupported,
-            silent=self.silent,
+            unsupported="diagonal" if frozen else c.unsupported,
+            silent=() if frozen else self.silent,
+            frozen=frozen,
         )
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> set[Block]:
@@ -109,7 +117,19 @@ class Partition:
         self.layer_of = layers_in_order(self.model)
         self._layout = layout_of(offered)
         self.kind = self.device.type
+        self.assign_owners()
         return new
+
+    def assign_owners(self) -> None:
+        """Give every parameter an owner among the processes that train together."""
+        size = self.owners.processes.size
+        if size != self.owners.size > 1:
+            raise RuntimeError(
+                f"the process group had {self.owners.size} ranks, which share this optimizer's state, and now has "
+                f"{size}: save state_dict() on all of them before, and load it into a new optimizer"
+            )
+        if size > 1:
+            self.owners.assign(self.blocks_of(self.offered, frozen=True))
 
     def is_frozen(self) -> bool:
         """Tell whether nothing is to be trained now."""
@@ -134,6 +154,13 @@ class Partition:
         for block in self.blocks:
             if states.get(block.key):
                 self.state(block)
+
+    def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
+        """Note what another process now has of a block that it owns."""
+        if factors:
+            self.factors_elsewhere.add(block)
+        if ready:
+            self.ready_elsewhere.add(block)
 
     def _pop(self, block: Block) -> BlockState:
         """Take a block's state away; momentum, which belongs to the parameter, stays."""

@@ -128,7 +128,12 @@ class Refresher:
             warm = orthogonal_iteration(matrix, U, iterations)
             return warm.U, warm.values, warm.residual, warm.good
 
-        return WarmBasis(*self.executor.call("a refresh", iterations, iterate, matrix, U))
+        try:
+            return WarmBasis(*self.executor.call("a refresh", iterations, iterate, matrix, U))
+        except RuntimeError:  # torch.linalg.LinAlgError is one
+            self.fallbacks["kept"] += 1
+            far = matrix.new_full((), torch.inf)
+            return WarmBasis(U, rayleigh(matrix, U).clamp(min=0), far, torch.zeros_like(far, dtype=torch.bool))
 
     def enqueue(self, blocks: list[Block], residuals: Tensor) -> None:
         """Have the host read the residuals of warm refreshes when these are there.

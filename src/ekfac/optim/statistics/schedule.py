@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ekfac.curvature.blocks import Block
 from ekfac.optim.executor import Answer
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.types import BlockState
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Schedule:
         solves, warm = set(), {}
         for block in blocks:
             state = states.get(block.key, NOTHING_YET)
-            if not hasattr(state, self._method.derived) or state.strayed >= TRIES:
+            if state.strayed >= TRIES or not (hasattr(state, self._method.derived) or self._ready_elsewhere(block)):
                 solves.add(block)
             elif deterministic:
                 if t % every == 0:
@@ -162,6 +162,11 @@ class Schedule:
                 if any(iterations):
                     warm[block] = iterations
         return solves, warm
+
+    def _ready_elsewhere(self, block: Block) -> bool:
+        """Whether another process has the block's basis."""
+        found = self._partition.ready_elsewhere
+        return bool(found) and members(block) in found
 
     def renews(self, block: Block) -> bool:
         """Tell whether this step uses a basis that is not known before it."""
@@ -214,7 +219,7 @@ class Schedule:
                 state.strayed = 0 if state.near else state.strayed + 1
                 del state.near
             iterations = self.iterations_after(block)
-            if any(iterations) and hasattr(state, self._method.derived):
+            if any(iterations) and (hasattr(state, self._method.derived) or self._ready_elsewhere(block)):
                 found.append((block, iterations))
         self.applied_steps += 1
         return found

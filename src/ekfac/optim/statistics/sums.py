@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.factors import trace
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.distributed.owners import Owners
+
+#: How many times the average's trace that of a batch may be.
+OUTLIER = 100.0
 
 
 @dataclass
@@ -68,18 +72,24 @@ class Expected:
 
 
 def reduce_over_processes(
-    sums: dict[Block, BlockSums], expected: dict[Block, Expected], counts: list[int], device: torch.device
+    owners: Owners,
+    sums: dict[Block, BlockSums],
+    expected: dict[Block, Expected],
+    counts: list[int],
+    device: torch.device,
 ) -> list[Tensor]:
-    """Sum factors, scalings, fingerprints and counts over all processes: one reduction a dtype, none read by the host.
+    """Sum factors and scalings over processes, for their owners, and fingerprints and counts, for all.
 
-    A process in which a layer saw no example contributes zeros, so that all take part in the same reduction.
+    A process in which a layer saw no example contributes zeros, so that all take part in the same reductions. Nothing
+    is read by the host.
     """
-    parts: dict[torch.dtype, list[Tensor]] = {}
+    to_owners: dict[int, list[Tensor]] = {}
+    small = [torch.tensor([float(c) for c in counts], dtype=torch.float64, device=device)]
+    marked: list[BlockSums] = []
     for block, what in expected.items():
         entry = sums.setdefault(block, BlockSums())
-        shape = block.shape
+        shape, mine = block.shape, to_owners.setdefault(owners.of(block), [])
         options: dict[str, Any] = {"dtype": block.dtype, "device": block.key.device}
-        mine = parts.setdefault(block.dtype, [])
         if what.factors:
             if entry.factors is None:
                 sides = [(shape.inputs, block.diagonal_A), (shape.out, block.diagonal_B)]
@@ -93,35 +103,33 @@ def reduce_over_processes(
             # Backward may have run before the last step was known to be skipped, and counted one step too many.
             entry.factors = None
         if what.scaling:
-            entry.scaling = reduced_zeros(block) if entry.scaling is None else entry.scaling.contiguous()
+            entry.scaling = no_scaling(block) if entry.scaling is None else entry.scaling.contiguous()
             mine.append(entry.scaling)
         if what.fingerprint:
-            entry.fingerprint = torch.zeros(2, **options) if entry.fingerprint is None else entry.fingerprint
-            mine.append(entry.fingerprint)
-    totals = [torch.tensor(float(c), dtype=torch.float64, device=device) for c in counts]
-    parts.setdefault(torch.float64, []).extend(totals)
-    for tensors in parts.values():
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        dist.all_reduce(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-    return totals
+            none = torch.zeros(2, **options) if entry.fingerprint is None else entry.fingerprint
+            small.append(none.to(small[0]))
+            marked.append(entry)
+    owners.processes.sum_to_owners(to_owners)
+    totals, *fingerprints = owners.processes.sum(torch.cat(small)).split([len(s) for s in small])
+    for entry, total in zip(marked, fingerprints, strict=True):
+        entry.fingerprint = total
+    for block in expected:
+        if not owners.mine(block):
+            sums[block].factors = sums[block].scaling = None
+    return list(totals.unbind())
 
 
-def reduced_zeros(block: Block) -> Tensor:
+def no_scaling(block: Block) -> Tensor:
     """Return the scaling sum of a process that saw no example."""
     s = block.shape
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
 
 
-def differ_between_processes(numbers: list[Tensor | None], device: torch.device) -> Tensor:
-    """Find which numbers differ between processes, as a mask that all of them agree on.
+def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
+    """Return a batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
 
-    None counts as zero, so that all take part in the same reduction.
+    So an outlier does not fill the factors for hundreds of steps.
     """
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    mine = torch.stack([zero if n is None else n.to(zero) for n in numbers])
-    extremes = torch.cat([mine, -mine])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, smallest = extremes[: len(numbers)], -extremes[len(numbers) :]
-    return largest - smallest > 1e-6 * largest
+    limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
+    factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
+    return new * torch.where(limit > 0, factor, 1.0)

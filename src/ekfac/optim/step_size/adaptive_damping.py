@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from ekfac import checks
 from ekfac.optim.engine import Engine
-from ekfac.optim.executor import world_size
 from ekfac.optim.types import StepInputs
 
 #: Ratios above the first let damping fall, ratios below the second let it rise.
@@ -185,7 +183,12 @@ class Comparison:
         self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
         engine = self._engine
         watch = engine.collector.watch
-        live = StepInputs({p: p.grad for p in engine.partition.parameters if p.grad is not None}, {}, {})
+        live = StepInputs(
+            {p: p.grad for p in engine.partition.parameters if p.grad is not None},
+            {},
+            {},
+            processes=engine.options.processes.size,
+        )
         watch.sizes(live)
         ratios = watch.rescaling(live, loss_scale=1.0)
         self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}
@@ -199,7 +202,9 @@ class Comparison:
             return
         slope, curved = self._model()
         torch.clear_autocast_cache()  # which holds the weights as they were
-        loss, new_loss, examples = self._over_processes(self._loss, self._evaluate(), float(self._examples))
+        size = self._engine.options.processes.size
+        numbers = [self._loss, self._evaluate(), float(self._examples), slope * size, curved * size]
+        loss, new_loss, examples, slope, curved = self._over_processes(numbers)
         unit = self._sign / examples if self._engine.options.batch.reduction == "sum" else self._sign
         slope *= unit
         hidden = abs(slope) + curved / 2 < self._rounding * abs(unit * loss)
@@ -218,23 +223,22 @@ class Comparison:
             if now is not None:
                 now.copy_(torch.zeros_like(now) if before is None else before)
 
-    def _over_processes(self, *numbers: float) -> list[float]:
+    def _over_processes(self, numbers: list[float]) -> list[float]:
         """Their means, so that all processes learn the same."""
-        if world_size() == 1:
-            return list(numbers)
+        processes = self._engine.options.processes
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.partition.device)
-        dist.all_reduce(mine)
-        return [float(number) / world_size() for number in mine.tolist()]
+        return [number / processes.size for number in processes.sum(mine).tolist()]
 
     def _model(self) -> tuple[float, float]:
-        """G.d and d^T C d of the update d."""
-        engine, moved = self._engine, {p: p - theta for p, theta in self._theta.items()}
+        """G.d and d^T C d of the update d, over the blocks that this process owns."""
+        engine, owners = self._engine, self._engine.partition.owners
         like = torch.zeros((), dtype=torch.float64, device=engine.partition.device)
-        slope = [(self._gradients[p] * d).sum().to(like) for p, d in moved.items()]
-        curved = []
-        for block in engine.partition.blocks:
+        slope, curved = [like], [like]
+        for block in filter(owners.mine, engine.partition.blocks):
             parameters = block.parameters.values()
-            if any(p in moved for p in parameters):
+            moved = {p: p - self._theta[p] for p in parameters if p in self._theta}
+            slope += [(self._gradients[p] * d).sum().to(like) for p, d in moved.items()]
+            if moved:
                 D = block.stack(moved[p] if p in moved else torch.zeros_like(p) for p in parameters)
                 state = engine.partition.state(block)
                 curved.append(engine.method_of(block).quadratic_form(block, state, D).to(like))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ekfac.optim.step_size.max_change import LearningRates, Steps
+from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.step_size.max_change import ALONE, LearningRates, Steps
 from ekfac.optim.types import Direction, StepInputs
 
 
@@ -21,12 +22,21 @@ class KLClip:
         #: How many steps were shortened, counted on the device.
         self.hits: Tensor | float = 0.0
 
-    def __call__(self, steps: Steps, directions: list[Direction], lr_of: LearningRates, inputs: StepInputs) -> Steps:
+    def __call__(
+        self,
+        steps: Steps,
+        directions: list[Direction],
+        lr_of: LearningRates,
+        inputs: StepInputs,
+        processes: Processes = ALONE,
+    ) -> Steps:
         """Return the steps, shortened where they have to be."""
-        if self.bound is None or not steps:
+        if self.bound is None or not directions:
             return steps
         gradients = {}
         for d in directions:
+            if not d.steps:
+                continue
             parameters, dtype = list(d.block.parameters.values()), d.block.dtype
             if d.gradient is None:
                 gradients.update({p: inputs.gradients[p].to(dtype) for p in parameters})
@@ -34,7 +44,8 @@ class KLClip:
                 gradients.update(zip(parameters, d.block.unstack(d.gradient), strict=True))
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
-        size = torch.stack([term.to(terms[0]) for term in terms]).sum()
+        none = directions[0].block.key.new_zeros((), dtype=torch.float64)
+        size = processes.sum(torch.stack([none, *(term.to(none) for term in terms)]).sum())
         # NaN is a product that overflowed: the step is too long by far.
         nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1).nan_to_num(nan=0.0)
         if not isinstance(self.hits, Tensor):

@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.types import Direction
 
 #: The least that the root mean square of weights counts as.
 FLOOR = 1e-3
+
+ALONE = Processes(None)
 
 Pair = tuple[nn.Parameter, Tensor]
 Steps = dict[nn.Parameter, Tensor]
 LearningRates = Mapping[nn.Parameter, "float | Tensor"]
 
 
-def bound_change(directions: list[Direction], lr_of: LearningRates, max_change: float) -> tuple[Steps, Tensor | None]:
+def bound_change(
+    directions: list[Direction],
+    lr_of: LearningRates,
+    max_change: float,
+    gradients: Container[nn.Parameter] = (),
+    processes: Processes = ALONE,
+) -> tuple[Steps, Tensor | None]:
     """Shorten each block's direction so that |lr p| <= (max_change / L) |theta|.
 
     lr is each parameter's own. L counts the blocks that hold weights. The root mean square of theta counts as at least
     ``FLOOR``, so that weights can leave zero.
 
+    Args:
+        directions: Of all blocks; those that other processes update have no steps.
+        lr_of: The learning rate of each parameter.
+        max_change: The bound.
+        gradients: Parameters that have a gradient.
+        processes: Who updates the others.
+
     Returns:
-        All directions by parameter, and what each was multiplied by, 0 where it is zero; ``None`` where there is
-        nothing to shorten.
+        The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is zero;
+        ``None`` where there is nothing to shorten.
     """
     blocks = [list(d.steps.items()) for d in directions]
-    if not any(blocks):
+    moving = [d.steps or [p for p in d.block.parameters.values() if p in gradients] for d in directions]
+    if not any(moving):
         return {}, None
-    most = max_change / max(1, sum(any(p.dim() > 1 for p, _ in block) for block in blocks))
+    most = max_change / max(1, sum(any(p.dim() > 1 for p in block) for block in moving))
     steps: Steps = {}
     found: dict[int, Tensor] = {}
     for indices in _of_one_kind(blocks):
@@ -46,9 +63,8 @@ def bound_change(directions: list[Direction], lr_of: LearningRates, max_change: 
         found.update(zip(indices, torch.where(length > 0, factors, 0.0).unbind(), strict=True))
         for block, factor in zip(alike, factors.unbind(), strict=True):
             steps.update({p: step * factor for p, step in block})
-    first = next(iter(found.values()))
-    none = torch.zeros_like(first)
-    return steps, torch.stack([found.get(index, none).to(first) for index in range(len(blocks))])
+    none = directions[0].block.key.new_zeros((), dtype=torch.float64)
+    return steps, processes.sum(torch.stack([found.get(index, none).to(none) for index in range(len(blocks))]))
 
 
 def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:

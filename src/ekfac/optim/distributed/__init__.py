@@ -1,0 +1,1 @@
+"""Several processes that train together: who shares statistics, who owns a block, and how replicas stay equal."""

@@ -1,0 +1,148 @@
+"""What processes must agree on before a step: the model, the step, its gradients, and whether it is taken at all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.optim.distributed.processes import Processes
+
+#: Parameters are compared before every so many steps.
+COMPARE_EVERY = 100
+#: What stands for a warm refresh of which nothing is known yet.
+UNHEARD = 2.0
+
+REMEDY = (
+    "Processes that share statistics train replicas of one model. Where each has a model of its own, as in a "
+    "pipeline, pass process_group=None, or the group of those that have this one"
+)
+
+
+def digest(value: Any) -> float:
+    """A number of 48 bits, which float64 holds exactly, that tells plain data apart."""
+    return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big"))
+
+
+def same_everywhere(processes: Processes, number: float, device: torch.device) -> bool:
+    """Tell whether a number is the same on all processes."""
+    least, negative = processes.least(torch.tensor([number, -number], dtype=torch.float64, device=device)).tolist()
+    return bool(least == -negative)
+
+
+def structure_of(model: nn.Module, offered: Iterable[nn.Parameter]) -> list[tuple[str, Any]]:
+    """Names, shapes and dtypes of the parameters that an optimizer was given."""
+    chosen = set(offered)
+    return [(name, (tuple(p.shape), str(p.dtype))) for name, p in model.named_parameters() if p in chosen]
+
+
+def check_structure(processes: Processes, structure: list[tuple[str, Any]], device: torch.device) -> None:
+    """Raise, on all processes, if their models differ."""
+    if same_everywhere(processes, digest(structure), device):
+        return
+    everyone = processes.gather(structure)
+    first = dict(everyone[0])
+    for rank, other in enumerate(everyone):
+        theirs = dict(other)
+        for name in [*first, *theirs]:
+            if first.get(name) != theirs.get(name):
+                shown = [f"{what[0]} {what[1]}" if (what := of.get(name)) else "none" for of in (first, theirs)]
+                raise RuntimeError(
+                    f"process_group: models differ between ranks. Parameter '{name}': {shown[0]} on rank 0, {shown[1]} "
+                    f"on rank {rank}. {REMEDY}"
+                )
+    raise RuntimeError(f"process_group: models differ between ranks in the order of their parameters. {REMEDY}")
+
+
+def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -> None:
+    """Raise, on all processes, if a parameter is not the same everywhere; names the first."""
+    device = next(iter(parameters.values())).device
+    sums = torch.stack([checksum(p).to(device) for p in parameters.values()])
+    least, inverted = processes.least(torch.stack([sums, ~sums])).tolist()
+    for name, one, other in zip(parameters, least, inverted, strict=True):
+        if one != ~other:
+            raise RuntimeError(
+                f"parameter '{name}' differs between ranks. Start all of them from the same weights "
+                "(DistributedDataParallel sees to it, or a seed), and change weights on all ranks alike. " + REMEDY
+            )
+
+
+def checksum(parameter: Tensor) -> Tensor:
+    """The sum of its bits as integers, which wraps around and so does not depend on the order of summation."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return parameter.detach().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """What all processes know of a step before it is taken.
+
+    Attributes:
+        failed: The first rank that has run into an error; the number of ranks if there is none.
+        diverged: Whether ranks are at different steps or train different parameters.
+        finite: Whether all gradients are.
+        examples: Whether any rank has captured examples.
+        holders: The first rank that has a gradient of each parameter; None where there is none.
+        complete: Whether all ranks have it.
+        touched: Whether any rank has changed it since backward left it.
+        near: How the last warm refresh of each parameter's block went; None where nothing is known yet.
+    """
+
+    failed: int
+    diverged: bool
+    finite: bool
+    examples: bool
+    holders: list[int | None]
+    complete: list[bool]
+    touched: list[bool]
+    near: list[bool | None]
+
+
+def roll_call(
+    processes: Processes,
+    device: torch.device,
+    *,
+    failed: bool,
+    at: Any,
+    finite: bool,
+    examples: bool,
+    gradients: list[bool],
+    touched: list[bool],
+    near: list[bool | None],
+) -> RollCall:
+    """Exchange what each process knows of its own step, in one reduction that the host waits for.
+
+    Args:
+        processes: Who takes part.
+        device: Where the reduction runs.
+        failed: Whether this process has run into an error.
+        at: Where it is: plain data that must be the same everywhere.
+        finite: Whether its gradients are finite.
+        examples: Whether it has captured examples.
+        gradients: Whether it has a gradient of each parameter.
+        touched: Whether it has changed it since backward left it.
+        near: How the last warm refresh of the block that each parameter is the key of went; None where not known.
+    """
+    rank, size, state = processes.rank, processes.size, digest(at)
+    mine = [rank if failed else size, state, -state, float(finite), -float(examples)]
+    mine += [rank if there else size for there in gradients]
+    mine += [float(there) for there in gradients]
+    mine += [-float(was) for was in touched]
+    mine += [UNHEARD if n is None else float(n) for n in near]
+    found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
+    count = len(gradients)
+    holders, complete, changed, heard = (found[5 + i * count : 5 + (i + 1) * count] for i in range(4))
+    return RollCall(
+        failed=int(found[0]),
+        diverged=found[1] != -found[2],
+        finite=bool(found[3]),
+        examples=bool(found[4]),
+        holders=[int(h) if h < size else None for h in holders],
+        complete=[bool(c) for c in complete],
+        touched=[bool(t) for t in changed],
+        near=[None if n == UNHEARD else bool(n) for n in heard],
+    )

@@ -1,0 +1,326 @@
+"""A step of several processes: each block's owner computes its basis, direction and update, and hands these round.
+
+    backward -> statistics to the owners -> basis, direction, update by the owner -> parameters to everybody
+
+Whatever a process computes that rounding may decide (solves, products, sums over many numbers) is computed once, so
+replicas are equal to the bit with any number of threads, on unlike processors, and when a solver fails on one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.statistics import scaling_sum
+from ekfac.optim.distributed.agreement import (
+    COMPARE_EVERY,
+    REMEDY,
+    RollCall,
+    check_structure,
+    compare_parameters,
+    roll_call,
+    structure_of,
+)
+from ekfac.optim.distributed.states import keep_own
+from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
+from ekfac.optim.statistics.partition import members
+from ekfac.optim.statistics.sums import BlockSums, no_scaling
+from ekfac.optim.types import Direction, Rates, StepInputs
+
+if TYPE_CHECKING:
+    from ekfac.optim.engine import Apply, Engine
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """The part of a step that is there because other processes take it too.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.processes = engine.options.processes
+        self.owners = engine.partition.owners
+        #: What this process could not do since the last roll call: the others have to hear of it first.
+        self.failure: Exception | None = None
+        #: Flags of owners that failed, which the host has not read.
+        self._flags: list[Tensor] = []
+        self._checked: Any = None
+
+    def together(self) -> bool:
+        """Tell whether other processes take part."""
+        size = self.processes.size
+        if size != self.owners.size:  # torch.distributed has been started or shut down since
+            self._engine.partition.assign_owners()
+            keep_own(self._engine)
+        return size > 1
+
+    # --- before a step --------------------------------------------------------------------------------------------
+
+    def step(self, rates: Rates, apply: Apply) -> bool | None:
+        """Take a step together with all other processes; returns what :meth:`Engine.step` does."""
+        engine, collector = self._engine, self._engine.collector
+        self._check_model()
+        inputs, finite = None, True
+        try:
+            inputs = collector.inputs()
+            if inputs is not None:
+                collector.watch.sizes(inputs)
+                finite = engine.executor.check_finite(list(inputs.sizes.values()), wait=True)[0]
+        except Exception as error:
+            self.failure = self.failure or error
+        if inputs is None:
+            due = engine.schedule.due(engine.partition.covered)
+            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size)
+        call = self._call(inputs, finite)
+        if not any(holder is not None for holder in call.holders):
+            collector.drop()
+            return None
+        if not call.examples:
+            raise RuntimeError(NO_EXAMPLES)
+        if not call.finite:
+            engine.skip()
+            return False
+        if engine.schedule.applied_steps % COMPARE_EVERY == 0:
+            compare_parameters(self.processes, dict(engine.model.named_parameters()))
+        fetched = self._fetch_gradients(inputs, call)
+        collector.collect(inputs)
+        self._verify(inputs, call)
+        inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
+        self._fetch_rescaling(inputs, call)
+        apply(inputs, engine.directions(inputs, rates), rates)
+        whole = engine.executor.whole_steps
+        self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
+        if not whole:
+            for p in fetched:
+                p.grad = inputs.gradients[p]
+        return True
+
+    def _check_model(self) -> None:
+        partition = self._engine.partition
+        if self._checked != (self.processes.size, partition.offered):
+            structure = structure_of(self._engine.model, partition.offered)
+            check_structure(self.processes, structure, partition.device)
+            self._checked = self.processes.size, partition.offered
+
+    def _call(self, inputs: StepInputs, finite: bool) -> RollCall:
+        """Agree on the step, and learn how others' warm refreshes went."""
+        engine, partition = self._engine, self._engine.partition
+        if self._flags:  # of the last step, on a GPU
+            self._raise_if_failed()
+        mine = {block.key for block in partition.covered if self.owners.mine(block)}
+        near: list[bool | None] = [
+            partition.states.get(p, {}).get("near") if p in mine else None for p in partition.offered
+        ]
+        silent = [name for name, p in engine.model.named_parameters() if p in partition.silent]
+        touched = set(inputs.touched)
+        call = roll_call(
+            self.processes,
+            partition.device,
+            failed=self.failure is not None,
+            at=(engine.schedule.applied_steps, [p.requires_grad for p in partition.offered], silent),
+            finite=finite,
+            examples=engine.collector.capture.examples > 0,
+            gradients=[p in inputs.gradients for p in partition.offered],
+            touched=[p in touched for p in partition.offered],
+            near=near,
+        )
+        self._raise_together(call.failed)
+        if call.diverged:
+            raise RuntimeError(
+                "process_group: ranks are at different steps, or train (freeze) different parameters: this one has "
+                f"taken {engine.schedule.applied_steps} steps and trains {len(partition.parameters)} parameters. "
+                + REMEDY
+            )
+        heard = dict(zip(partition.offered, call.near, strict=True))
+        for block in partition.covered:
+            if heard[block.key] is not None and not self.owners.mine(block):
+                partition.state(block).near = heard[block.key]
+        return call
+
+    def _verify(self, inputs: StepInputs, call: RollCall) -> None:
+        """Check that gradients are those that passed through the calls; all raise if one finds that they are not."""
+        collector, partition = self._engine.collector, self._engine.partition
+        if not collector.fingerprints.unverified:
+            return
+        touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
+        try:
+            collector.fingerprints.verify(inputs, touched, collector.loss_scale())
+        except RuntimeError as error:
+            self.failure = error
+        first = self.processes.rank if self.failure is not None else self.processes.size
+        found = self.processes.least(torch.tensor(first, device=partition.device))
+        self._raise_together(int(found))
+
+    def _raise_together(self, first: int) -> None:
+        """Raise if a rank has failed, here its own error; all of them know which."""
+        failure, self.failure = self.failure, None
+        if first < self.processes.size:
+            raise failure or _failed_elsewhere(first)
+
+    def _fetch_gradients(self, inputs: StepInputs, call: RollCall) -> list[nn.Parameter]:
+        """Give ranks that have no gradient, for want of a batch, that of the others; returns what is new here."""
+        wanted: dict[int, list[Tensor]] = {}
+        fetched = []
+        for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
+            if holder is None or complete:
+                continue
+            if p not in inputs.gradients:
+                inputs.gradients[p] = torch.empty_like(p)
+                fetched.append(p)
+            wanted.setdefault(holder, []).append(inputs.gradients[p])
+        if wanted:
+            self.processes.hand_round(wanted)
+            inputs.sizes.update(zip(fetched, largest_magnitudes([inputs.gradients[p] for p in fetched]), strict=True))
+        inputs.gradients = {p: inputs.gradients[p] for p in self._engine.partition.parameters if p in inputs.gradients}
+        return fetched
+
+    def _fetch_rescaling(self, inputs: StepInputs, call: RollCall) -> None:
+        """Tell those who have fetched gradients what these were multiplied by since backward."""
+        wanted: dict[int, list[Tensor]] = {}
+        ratios: dict[nn.Parameter, Tensor] = {}
+        for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
+            if holder is not None and not complete:
+                one = torch.ones((), dtype=torch.float64, device=p.device)
+                ratios[p] = inputs.rescaled.get(p, one).to(one, copy=True)
+                wanted.setdefault(holder, []).append(ratios[p])
+        if wanted:
+            self.processes.hand_round(wanted)
+            inputs.rescaled.update(ratios)
+
+    # --- within a step --------------------------------------------------------------------------------------------
+
+    def directions(self, blocks: list[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
+        """Algorithm 1 for the blocks that this process owns; of the others only what all have to know."""
+        engine, partition = self._engine, self._engine.partition
+        renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
+        mine = [b for b in blocks if self.owners.mine(b)]
+        self._run(lambda b: engine.compute_eigenbasis(b, inputs, rates), [b for b in mine if b in set(renewed)])
+        for block in renewed:
+            if not self.owners.mine(block):
+                if block in inputs.solves:
+                    state = partition.state(block)
+                    state.strayed = 0
+                    state.pop("near", None)
+                partition.note_elsewhere(members(block), ready=True)
+        if engine.method.needs_examples and renewed:
+            self.hand_round_bases(renewed)
+            self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
+        found = self._run(lambda b: engine.direction(b, inputs, rates), mine)
+        return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
+
+    def _run(self, function: Callable[[Block], T], blocks: list[Block]) -> dict[Block, T]:
+        """Call a function of each block; one that fails is left out, and all hear of it at the end of the step."""
+
+        def guarded(block: Block) -> T | None:
+            try:
+                return function(block)
+            except Exception as error:
+                self.failure = self.failure or error
+                return None
+
+        found = self._engine.executor.parallel(guarded, blocks)
+        return {block: one for block, one in zip(blocks, found, strict=True) if one is not None}
+
+    def _with_products(self, directions: list[Direction]) -> list[Direction]:
+        """Directions of all blocks with what tells how far they agree with the last ones."""
+        if not self._engine.method.compares_gradients:
+            return directions
+        device = self._engine.partition.device
+        rows = torch.zeros(len(directions), 7, dtype=torch.float64, device=device)
+        for row, direction in zip(rows, directions, strict=True):
+            if direction.products is not None:
+                row[0] = 1
+                row[1:].copy_(direction.products.reshape(-1))
+        self.processes.sum(rows)
+        return [
+            Direction(d.block, d.steps, d.gradient, row[1:].view(2, 3) if known else None)
+            for d, row, known in zip(directions, rows, (rows[:, 0] > 0).tolist(), strict=True)
+        ]
+
+    def _held_scaling(self, blocks: list[Block], inputs: StepInputs) -> dict[Block, list[Tensor]]:
+        """The sums of s* over this process's examples, in bases that were renewed in this step."""
+        engine, found = self._engine, {}
+        for block in blocks:
+            sums = inputs.sums.setdefault(block, BlockSums())
+            basis = engine.method.basis(block, engine.partition.state(block))
+            assert basis is not None
+            for calls, count in sums.held:
+                sums.add_scaling(scaling_sum(block, calls, count, basis, engine.options.numerics.memory_limit))
+            sums.held = []
+            sums.scaling = no_scaling(block) if sums.scaling is None else sums.scaling.contiguous()
+            found[block] = [sums.scaling]
+        return found
+
+    def hand_round_bases(self, blocks: Iterable[Block]) -> None:
+        """Give every process the bases of these blocks: s* of its own examples is taken in them."""
+        partition = self._engine.partition
+        bases: dict[Block, list[Tensor]] = {}
+        for block in blocks:
+            state, shape = partition.state(block), block.shape
+            sides = {"A": (shape.inputs, block.diagonal_A), "B": (shape.out, block.diagonal_B)}
+            sizes: dict[str, tuple[int, ...]] = {f"S_{side}": (shape.groups, d) for side, (d, _) in sides.items()}
+            sizes |= {f"U_{side}": (shape.groups, d, d) for side, (d, diagonal) in sides.items() if not diagonal}
+            for name, size in sizes.items():
+                if name not in state or (name.startswith("U") and state[name].shape != size):
+                    state[name] = torch.zeros(size, dtype=block.dtype, device=block.key.device)
+                elif not state[name].is_contiguous():
+                    state[name] = state[name].contiguous()
+            bases[block] = [state[name] for name in sizes]
+        self.processes.hand_round(self._by_owner(bases))
+
+    def _by_owner(self, tensors: dict[Block, list[Tensor]]) -> dict[int, list[Tensor]]:
+        found: dict[int, list[Tensor]] = {}
+        for block, of_block in tensors.items():
+            found.setdefault(self.owners.of(block), []).extend(of_block)
+        return found
+
+    def refresh(self, due: dict[Block, tuple[int, int]], rates: Rates) -> None:
+        """Refresh the bases that are due between two steps, warm, each by its owner."""
+        engine = self._engine
+        with engine.executor.beside(engine.partition.device):
+            self._run(lambda b: engine.warm_refresh(b, due[b], rates), list(filter(self.owners.mine, due)))
+        if engine.method.needs_examples:
+            engine.executor.join()
+            self.hand_round_bases(due)
+
+    # --- after it -------------------------------------------------------------------------------------------------
+
+    def _hand_round_results(self, results: dict[nn.Parameter, Tensor]) -> None:
+        """Copy what owners have made of their parameters to all processes, and learn whether one of them failed."""
+        partition = self._engine.partition
+        found: dict[int, list[Tensor]] = {}
+        for block in partition.blocks:
+            found.setdefault(self.owners.of(block), []).extend(
+                results[p] for p in block.parameters.values() if p in results
+            )
+        rank = self.processes.rank
+        self._flags = []
+        for owner, tensors in sorted(found.items()):
+            if tensors:
+                failed = owner == rank and self.failure is not None
+                self._flags.append(
+                    torch.full(
+                        (), owner if failed else self.processes.size, dtype=torch.int64, device=tensors[0].device
+                    )
+                )
+                tensors.append(self._flags[-1])
+        self.processes.hand_round(found)
+        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
+            self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        """Read the owners' flags of the last step."""
+        flags, self._flags = [int(flag) for flag in self._flags], []
+        self._raise_together(min(flags, default=self.processes.size))
+
+
+def _failed_elsewhere(rank: int) -> RuntimeError:
+    return RuntimeError(f"rank {rank} of the process group could not do its part of this step; its own error says why")

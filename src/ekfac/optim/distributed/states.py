@@ -1,0 +1,140 @@
+"""State of all owners as one, and each process's part of it: checkpoints do not depend on who owned what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.optim.statistics.partition import Members, members
+from ekfac.optim.types import BlockState
+
+if TYPE_CHECKING:
+    from ekfac.optim.engine import Engine
+
+#: What all processes keep of a block, whoever owns it: what is due depends on it.
+SCHEDULED = ("strayed", "near")
+#: What they keep besides if s* of their own examples is taken in the basis.
+BASES = ("U_A", "U_B", "S_A", "S_B")
+
+#: Before the names of fallbacks among the counters.
+SOLVER = "solver_"
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """What all processes keep, as every one of them would if it were alone.
+
+    Attributes:
+        states: By parameter.
+        put_away: Of frozen blocks.
+        counters: How often bases were renewed, and what solvers fell back to.
+        drift: The largest drift of a basis.
+        lengths_wanted: Whether somebody touches gradients between backward and step.
+    """
+
+    states: dict[nn.Parameter, dict[str, Any]]
+    put_away: dict[Members, dict[str, Any]]
+    counters: Counter[str]
+    drift: float
+    lengths_wanted: bool
+
+
+def whole_state(engine: Engine) -> WholeState:
+    """Gather the state of all owners; every process has to call this, and gets all of it."""
+    engine.settle(wait=True)
+    engine.replicas.together()
+    partition, owners, processes = engine.partition, engine.partition.owners, engine.options.processes
+    refresher, watch = engine.refresher, engine.collector.watch
+    names: dict[nn.Parameter, str] = {p: name for name, p in engine.model.named_parameters()}
+    places: dict[Any, Any] = {("", (p,)): partition.states.get(p) for p in partition.offered}
+    places |= {(covered, key): state for (covered, key), state in partition.put_away.items()}
+    mine = {
+        place: {} if state is None else dict(state)
+        for place, state in places.items()
+        if owners.size == 1 or owners.of_parameter(place[1][0]) == processes.rank
+    }
+    counters = Counter({"refreshes": refresher.refreshes, "warm_refreshes": engine.schedule.warm_refreshes})
+    counters.update({SOLVER + rung: n for rung, n in refresher.fallbacks.items()})
+    drift = 0.0 if refresher.drift is None else float(refresher.drift)
+    if processes.size == 1:
+        found = mine
+    else:
+        described = {_named(names, place): _without_tensors(state) for place, state in mine.items()}
+        everyone = processes.gather((described, dict(counters), drift, watch.lengths_wanted))
+        counters = sum((Counter(c) for _, c, _, _ in everyone), Counter())
+        drift = max(d for _, _, d, _ in everyone)
+        found, tensors = {}, dict[int, list[Tensor]]()
+        for rank, (theirs, _, _, _) in enumerate(everyone):
+            for place in places:
+                if (name := _named(names, place)) in theirs:
+                    found[place] = mine[place] if rank == processes.rank else _allocated(theirs[name], place[1][0])
+                    tensors.setdefault(rank, []).extend(t for t in found[place].values() if isinstance(t, Tensor))
+        processes.hand_round(tensors)
+        watch.lengths_wanted = any(wanted for _, _, _, wanted in everyone)
+    return WholeState(
+        {place[1][0]: found[place] for place in places if place[0] == "" and found.get(place)},
+        {place: found[place] for place in places if place[0] != "" and place in found},
+        counters,
+        drift,
+        watch.lengths_wanted,
+    )
+
+
+def keep_own(engine: Engine) -> None:
+    """Let go of what other processes own; this one has had all of it, from a checkpoint say."""
+    partition, owners = engine.partition, engine.partition.owners
+    partition.factors_elsewhere.clear()
+    partition.ready_elsewhere.clear()
+    if not engine.replicas.together():
+        return
+    kept = (*SCHEDULED, *BASES) if engine.method.needs_examples else SCHEDULED
+    blocks = {block.key: block for block in partition.blocks}
+    for p in partition.offered:
+        if owners.of_parameter(p) == engine.options.processes.rank:
+            continue
+        if p in blocks:
+            block = blocks[p]
+            state = partition.state(block)
+            ready = block.covered and hasattr(state, engine.method.derived)
+            partition.note_elsewhere(members(block), factors="A" in state, ready=ready)
+            partition.states[p] = type(state)({name: state[name] for name in kept if name in state})
+        else:
+            partition.states.pop(p, None)
+    for (covered, key), state in list(partition.put_away.items()):
+        if owners.of_parameter(key[0]) != engine.options.processes.rank:
+            ready = covered and hasattr(state, engine.method.derived)
+            partition.note_elsewhere((covered, key), factors="A" in state, ready=ready)
+            partition.put_away[covered, key] = type(state)({name: state[name] for name in kept if name in state})
+
+
+def block_states(engine: Engine) -> dict[nn.Parameter, BlockState]:
+    """The state of every block, by its first parameter; gathered where processes share them."""
+    if not engine.replicas.together():
+        states: Any = engine.partition.states
+    else:
+        states = whole_state(engine).states
+    return {b.key: engine.method_of(b).state_class(states.get(b.key)) for b in engine.partition.blocks}
+
+
+def _named(names: Mapping[nn.Parameter, str], place: tuple[Any, tuple[nn.Parameter, ...]]) -> tuple[Any, ...]:
+    return place[0], tuple(names[p] for p in place[1])
+
+
+def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    # With their strides, which decide how products of them are rounded.
+    return {
+        n: (tuple(v.shape), torch.empty_like(v, device="meta").stride(), v.dtype) if isinstance(v, Tensor) else v
+        for n, v in state.items()
+    }
+
+
+def _allocated(described: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    return {
+        name: torch.empty_strided(*value[:2], dtype=value[2], device=like.device) if isinstance(value, tuple) else value
+        for name, value in described.items()
+    }

@@ -1,0 +1,274 @@
+"""Processes that share statistics: equal to the bit, the same as one process, and in step when something goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ekfac
+import replicas_worker as worker
+from ekfac.optim.distributed.owners import Owners, arithmetic
+from ekfac.optim.distributed.processes import Processes
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
+)
+
+TESTS = Path(__file__).parents[1]
+ON_TWO = (
+    "trajectories", "a_rank_without_batch", "unlike_threads", "solvers_fail_on_one_rank", "not_finite_on_one_rank",
+    "each_its_own_model", "errors", "sharded", "joined", "saved_and_loaded", "torch_checkpoints",
+)  # fmt: skip
+ON_FOUR = ("trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "subgroups", "saved_and_loaded")
+
+Ends = dict[str, list[Any]]
+
+
+def run(world: int, scenarios: tuple[str, ...], folder: Path) -> Ends:
+    """What every rank ended with, by scenario: one start of the ranks serves them all."""
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    started = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(TESTS / "replicas_worker.py"),
+                str(rank),
+                str(world),
+                str(folder),
+                ",".join(scenarios),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = []
+    try:
+        for process in started:
+            said.append(process.communicate(timeout=600)[0])
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(said)
+    ends = [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
+    return {name: [end.get(name, {"traceback": "not reached"}) for end in ends] for name in scenarios}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return run(2, ON_TWO, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return run(4, ON_FOUR, tmp_path_factory.mktemp("four"))
+
+
+def of(ends: Ends, scenario: str) -> list[Any]:
+    for rank, end in enumerate(ends[scenario]):
+        assert "traceback" not in end, f"rank {rank}: {end['traceback']}"
+    return ends[scenario]
+
+
+def assert_equal(one: Any, two: Any, where: str = "") -> None:
+    """Plain data that is the same, tensors to the bit."""
+    assert type(one) is type(two), where
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            assert_equal(one[key], two[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), where
+        for index, (x, y) in enumerate(zip(one, two, strict=True)):
+            assert_equal(x, y, f"{where}/{index}")
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, two), f"{where} differs by {(one - two).abs().max()}"
+    else:
+        assert one == two, where
+
+
+def assert_replicas(ends: list[Any]) -> None:
+    for rank, end in enumerate(ends[1:], 1):
+        for part in ("model", "state"):
+            assert_equal(ends[0][part], end[part], f"rank {rank}: {part}")
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = float((found[name] - value).abs().max())
+        assert error <= 1e-10, f"{name} is off by {error:.3g}"
+
+
+# --- the same as one process --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("method", worker.TRAJECTORIES)
+def test_processes_train_as_one_does(method: str, world: int, request: pytest.FixtureRequest) -> None:
+    ends = [end[method] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "trajectories")]
+    expected = worker.eventful(method)
+    for end in ends:
+        assert end["skipped"] == expected["skipped"] == 1
+        assert_near(end["model"], expected["model"])
+    assert_replicas(ends)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_may_have_no_batch(world: int, request: pytest.FixtureRequest) -> None:
+    ends = of(request.getfixturevalue({2: "two", 4: "four"}[world]), "a_rank_without_batch")
+    for end in ends:
+        assert_near(end["model"], worker.missing()["model"])
+    assert_replicas(ends)
+
+
+# --- equal to the bit ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", worker.METHODS)
+def test_ranks_with_unlike_threads_are_equal(method: str, two: Ends) -> None:
+    assert_replicas([end[method] for end in of(two, "unlike_threads")])
+
+
+@pytest.mark.parametrize("method", ["default", "running", "per_example, warm"])
+def test_solvers_that_fail_on_one_rank_leave_replicas_equal(method: str, two: Ends) -> None:
+    ends = [end[method] for end in of(two, "solvers_fail_on_one_rank")]
+    assert_replicas(ends)
+    assert ends[0]["state"]["ekfac"]["fallbacks"].get("kept", 0) > 0
+
+
+# --- decisions, groups and errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_skip_what_one_must(world: int, request: pytest.FixtureRequest) -> None:
+    ends = of(request.getfixturevalue({2: "two", 4: "four"}[world]), "not_finite_on_one_rank")
+    assert [end["skipped"] for end in ends] == [1] * world
+    assert_replicas(ends)
+
+
+def test_without_a_group_every_process_is_on_its_own(two: Ends) -> None:
+    for rank, end in enumerate(of(two, "each_its_own_model")):
+        assert_near(end["model"], worker.alone(rank)["model"])
+
+
+def test_groups_of_ranks(four: Ends) -> None:
+    for pair in (slice(0, 2), slice(2, 4)):
+        ends = of(four, "subgroups")[pair]
+        expected = worker.eventful(ends[0]["method"])
+        assert_near(ends[0]["end"]["model"], expected["model"])
+        assert_replicas([end["end"] for end in ends])
+        assert all("this process is not in the group" in end["refused"] for end in ends)
+
+
+def test_errors_come_to_all_ranks(two: Ends) -> None:
+    first, second = of(two, "errors")
+    for said in (first, second):
+        assert "'1.bias': (4,) torch.float64 on rank 0, none on rank 1" in said["other model"]
+        assert "process_group=None" in said["other model"]
+        assert "parameter '3.weight' differs between ranks" in said["other weights"]
+        assert "train (freeze) different parameters" in said["other layers frozen"]
+        assert "parameter '5.bias' differs between ranks" in said["changed later"]
+        assert said["fine"] == ""
+    assert "rank 1 of the process group" in first["one rank fails before"]
+    assert "parameter '3.bias': its gradient is torch.sparse_coo" in second["one rank fails before"]
+    assert "rank 1 of the process group" in first["one rank fails within"]
+    assert "made to fail" in second["one rank fails within"]
+
+
+def test_sharded_parameters_are_refused(two: Ends) -> None:
+    for said in of(two, "sharded"):
+        for when in ("construction", "step"):
+            assert "parameter '0.weight' is a DTensor" in said[when]
+            assert "DistributedDataParallel" in said[when]
+
+
+def test_join(two: Ends) -> None:
+    ends = of(two, "joined")
+    assert [end["steps"] for end in ends] == [5, 5]
+    assert_replicas(ends)
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("method", ["default", "running", "per_example, warm", "kfac"])
+def test_state_of_many_is_state_of_one(method: str, world: int, request: pytest.FixtureRequest) -> None:
+    ends = [end[method] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "saved_and_loaded")]
+    model = worker.network()
+    kind, own = worker.METHODS[method]
+    model.load_state_dict(ends[0]["half"]["weights"])
+    model[3].weight.requires_grad_(False)
+    opt = kind(model, **own)
+    opt.load_state_dict(ends[0]["half"]["state"])
+    model[3].weight.requires_grad_(True)
+    worker.train_whole(model, opt, range(6, 10))
+    for end in ends:
+        assert_equal(end["went on"]["model"], end["resumed"]["model"], "resumed")
+        assert_near(end["went on"]["model"], {n: p.detach() for n, p in model.named_parameters()})
+    assert_replicas([end["resumed"] for end in ends])
+    assert_replicas([end["went on"] for end in ends])
+    if method != "kfac":
+        assert torch.allclose(ends[1]["curvature"], opt.curvature().diagonal(), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_keeps_its_part(world: int, request: pytest.FixtureRequest) -> None:
+    ends = [end["default"] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "trajectories")]
+    whole = worker.eventful("default")["bytes"]
+    kept = [end["bytes"] for end in ends]
+    assert sum(kept) == whole
+    assert max(kept) < 0.8 * whole
+
+
+def test_torch_checkpoints(two: Ends) -> None:
+    ends = of(two, "torch_checkpoints")
+    for end in ends:
+        assert_near(end["in memory"]["model"], end["went on"]["model"])
+        assert_near(end["from disk"]["model"], end["went on"]["model"])
+        assert "dcp_to_torch_save" in end["refused"]
+    for how in ("went on", "in memory", "from disk"):
+        assert_replicas([end[how] for end in ends])
+
+
+# --- owners and arguments -----------------------------------------------------------------------------------------
+
+
+class Many(Processes):
+    """So many processes, none of which runs."""
+
+    @property
+    def size(self) -> int:
+        return 4
+
+
+def test_owners_share_arithmetic_and_bytes() -> None:
+    widths = [400, 300, 300, 300, 200, 200, 100, 100, 400, 50, 50, 250]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    opt = ekfac.EKFAC(nn.Sequential(*layers, nn.PReLU()))
+    numbers = opt.engine.method.numbers
+    owners = Owners(Many(None), numbers)
+    owners.assign(opt.engine.partition.blocks)
+    for cost in (arithmetic, numbers):
+        loads = [sum(cost(b) for b in opt.engine.partition.blocks if owners.of(b) == rank) for rank in range(4)]
+        assert max(loads) <= 1.3 * sum(loads) / 4
+    before = {b: owners.of(b) for b in opt.engine.partition.blocks}
+    owners.assign(opt.engine.partition.blocks)  # when a layer is frozen, say: nobody's state moves
+    assert before == {b: owners.of(b) for b in opt.engine.partition.blocks}
+
+
+@pytest.mark.parametrize("group", [3, "world", object()])
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(ValueError, match="process_group="):
+        ekfac.EKFAC(nn.Linear(2, 2), process_group=group)
