@@ -126,7 +126,7 @@ class TrainConfig:
                 raise LabError(f"{name} must be at least 1, not {value}")
         for name in ("lr", "damping"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not 0 < value < math.inf:  # compares whole numbers of any size
                 raise LabError(f"{name} must be a positive number, not {value}")
         if not 0 <= self.seed < 2**32:
             raise LabError(f"seed must be between 0 and 2**32 - 1, not {self.seed}")
