@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import math
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -127,7 +127,7 @@ class TrainConfig:
                 raise LabError(f"{name} must be at least 1, not {value}")
         for name in ("lr", "damping"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not 0 < value <= sys.float_info.max:
                 raise LabError(f"{name} must be a positive number, not {value}")
         if not 0 <= self.seed < 2**32:
             raise LabError(f"seed must be between 0 and 2**32 - 1, not {self.seed}")
