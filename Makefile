@@ -12,7 +12,7 @@ CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=CO
 	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,OMP_NUM_THREADS=2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-cpus test-slow fuzz lint types format bench figures figures-quick clean
+.PHONY: help setup run test test-fast test-cpus test-slow fuzz lint types format bench figures figures-quick docs clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
@@ -27,6 +27,7 @@ help:
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
 	@echo "make figures    pictures and tables of docs/ from the runs recorded in results/"
+	@echo "make docs       the documentation as a site, into site/"
 	@echo "make figures-quick  every figure of the paper from small fresh runs, into figures/"
 
 setup: $(STAMP)
@@ -72,10 +73,20 @@ bench: setup
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
 figures: setup
+	$(PY) docs/draw.py
 	$(PY) -m ekfac.lab.show.evidence --results results --docs docs
 
 figures-quick: setup
 	$(VENV)/bin/ekfac figure all --quick --out figures
 
+# Warnings are errors. Once its packages are there, the site is built without a network.
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -W --keep-going -q -b html docs site
+	@echo "written: site/index.html"
+
+$(VENV)/.docs: $(STAMP)
+	$(PY) -m pip install --quiet -c constraints.txt furo myst-parser sphinx
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

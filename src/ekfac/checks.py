@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """A name from a list."""
+    """Require a name from a list."""
     options = list(allowed)
     if not any(isinstance(value, type(option)) and value == option for option in options):
         raise ValueError(f"{name}={value!r} is not known. Allowed: {', '.join(map(repr, options))}")
@@ -28,7 +28,7 @@ def number(
     below: float | None = None,
     most: float | None = None,
 ) -> None:
-    """A finite number within bounds; a one-element tensor counts as its number where the host can read it freely."""
+    """Require a finite number within bounds; a one-element tensor counts as its number where that is free to read."""
     allowed = "a finite number"
     if above is not None:
         allowed += f" > {above:g}"
@@ -54,19 +54,19 @@ def number(
 
 
 def integer(name: str, value: Any, *, least: int) -> None:
-    """A whole number from ``least`` on."""
+    """Require a whole number from ``least`` on."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
 
 
 def flag(name: str, value: Any) -> None:
-    """True or False."""
+    """Require True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def patterns(name: str, value: Any) -> list[str]:
-    """A name or pattern, or a sequence of them."""
+    """Require a name or pattern, or a sequence of them."""
     single = isinstance(value, str | Tensor) or not isinstance(value, Iterable)
     items = [value] if single else list(value)
     for item in items:
@@ -76,17 +76,17 @@ def patterns(name: str, value: Any) -> list[str]:
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:
-    """An object of a type.
+    """Require an object of a type.
 
     Raises:
         TypeError: If it is not; the message names the argument, its type and what is allowed.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is of type {type(value).__name__} and must be {allowed}")
+        raise TypeError(f"{name} must be {allowed}, not {type(value).__name__}")
 
 
 def device(name: str, value: Any) -> torch.device:
-    """A device, by name or as torch has it."""
+    """Require a device, by name or as torch has it."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -94,7 +94,7 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def decays(name: str, value: Any) -> None:
-    """Two numbers in [0, 1)."""
+    """Require two numbers in [0, 1)."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
     for item in value:
@@ -102,7 +102,7 @@ def decays(name: str, value: Any) -> None:
 
 
 def model(value: Any) -> None:
-    """A module with at least one trainable number, all of them real and there."""
+    """Require a module with at least one trainable number, all of them real and there."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"model={value!r} must be a torch.nn.Module (the model itself, not its parameters)")
     trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]

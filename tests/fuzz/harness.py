@@ -75,11 +75,9 @@ def run(fuzzer: Fuzzer, seed: int, numbers: Iterable[int], journal: Path, say: C
     """Make the tries that the journal does not have yet, and return what came of all of them."""
     outcome = Outcome(fuzzer)
     journal.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[int, dict[str, object]] = {}
-    if journal.exists():
-        for line in journal.read_text().split("\n")[:-1]:
-            entry = json.loads(line)
-            known[entry["try"]] = entry
+    lines = journal.read_text().split("\n")[:-1] if journal.exists() else []  # a last one without its end is left out
+    known: dict[int, dict[str, object]] = {entry["try"]: entry for entry in map(json.loads, lines)}
+    journal.write_text("".join(line + "\n" for line in lines))
     with journal.open("a") as stream:
         for number in numbers:
             entry = known.get(number)

@@ -225,7 +225,7 @@ def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
 
 
 def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
-    model, opt = small(deterministic=True)
+    model, opt = small(deterministic=True, factor_every=1, refresh_every=100)
     assert replayed(model, opt, 40, (12,)) >= 10
     recording.spoilt.append("no kernel for this")
     with pytest.warns(RuntimeWarning, match="cannot be recorded and runs without: no kernel for this") as told:
@@ -289,6 +289,35 @@ def test_a_layer_that_leaves_training_is_another_step(recording: Torch) -> None:
         replayed(model, opt, 8)
         captured.append(len(opt.engine.executor.step_graphs._recorded))
     assert captured == [1, 2, 2]
+
+
+@pytest.mark.parametrize("rule", ["adam", "rmsprop", "adagrad", "belief"])
+def test_the_number_of_examples_is_written_where_a_graph_writes_it(recording: Torch, rule: str) -> None:
+    """By the device, to one place: a number that the host writes would be that of the step that was recorded last."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).double()
+    opt = ekfac.EKFAC(model, lr=1e-3, scaling=rule)
+    places = set()
+    for n in (16, 8) * 8:
+        replayed(model, opt, 1, (n,))
+        examples = opt.state[model.weight].examples
+        assert float(examples) == n
+        places.add(examples.data_ptr())
+    assert opt.engine.executor.step_graphs.replays >= 6 and len(places) == 1
+
+
+def test_only_optimizers_whose_steps_graphs_hold_keep_calls_for_them(recording: Torch) -> None:
+    """A preconditioner's steps are never recorded: to keep its calls until the step would only take memory."""
+    kept = []
+    for make in (ekfac.EKFAC, ekfac.KFAC, ekfac.Preconditioner):
+        model = Shared().double()
+        opt = make(model)
+        for _ in range(2):  # in the first step gradients are verified
+            opt.zero_grad()
+            model(torch.randn(4, 3, 6, 6).double()).square().mean().backward()
+            kept.append(sum(block.name != "last" for block in opt.engine.collector.calls))  # rows of the last are used
+            opt.step()
+    assert kept[1] > 0 and kept[3] > 0 and kept[4:] == [0, 0]
 
 
 def test_sums_at_other_places() -> None:

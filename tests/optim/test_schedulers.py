@@ -106,7 +106,7 @@ def first_steps(model: nn.Module, opt: ekfac.EKFAC, steps: int = 8) -> list[Tens
 
 
 def ratios(options: dict[str, Any], prepare: Callable[[ekfac.EKFAC], Any] = lambda opt: None) -> list[float]:
-    """How many times as long as with a constant lr of 0.004 each of the first updates is, from the same weights."""
+    """How many times as long as with a constant lr of 0.004 an update after t applied steps is."""
     found = []
     start = mlp(4, 5, 3)
     for t in range(6):

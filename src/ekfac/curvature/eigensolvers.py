@@ -53,7 +53,7 @@ def eigh_with_fallback(
 
 
 def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
-    """Whether A = U S U^T and U U^T = 1 hold to working precision, and all is finite (one host sync).
+    """Tell whether A = U S U^T and U U^T = 1 hold to working precision, and all is finite (one host sync).
 
     Both are tried on a few fixed random vectors z: for any error E the mean of ||E z||^2 is ||E||_F^2, and three thin
     products cost next to nothing.
@@ -155,7 +155,7 @@ def orthogonal_iteration(matrix: Tensor, U: Tensor, iterations: int = 1) -> Warm
 
 
 def _cholesky_qr(Y: Tensor) -> Tensor:
-    """The Q of Y = Q R from the Cholesky factor of Y^T Y, in half of Householder's time on a GPU.
+    """Return the Q of Y = Q R from the Cholesky factor of Y^T Y, in half of Householder's time on a GPU.
 
     Columns of equal length are as well conditioned as they can be made, and QR does not mind their length. A first
     pass with a shifted product helps where they are nearly dependent: while a running average still gains rank. What

@@ -69,12 +69,12 @@ def of_rows(h: Tensor, delta: Tensor, vectors: Vectors) -> tuple[Tensor, Tensor]
 
 
 def same(one: Tensor, other: Tensor, size: Tensor) -> bool:
-    """Whether two fingerprints agree to rounding, with ``size`` the sum of the terms' sizes."""
+    """Tell whether two fingerprints agree to rounding, with ``size`` the sum of the terms' sizes."""
     return bool((one - other).abs() <= ROUNDING * torch.finfo(one.dtype).eps * size)
 
 
 def differs(block: Block, gradients: Sequence[Tensor], of_calls: Tensor, vectors: Vectors) -> bool:
-    """Whether a gradient holds more than what passed through its layer's calls, beyond what precision explains.
+    """Tell whether a gradient holds more than what passed through its layer's calls, beyond what precision explains.
 
     Args:
         block: The block.

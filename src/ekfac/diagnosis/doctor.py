@@ -21,11 +21,11 @@ from ekfac.optim.statistics.schedule import INTERVAL
 LR_FACTOR, DAMPING_FACTOR, FURTHER = 3.0, 10.0, 3
 #: The intervals whose price is shown.
 INTERVALS = (1, 5, 10, 20, 50, 100, 200, 500)
-#: The given settings are kept if they reach the best reduction of the loss up to this share.
+#: The given settings are kept if they reach the best reduction of the loss up to this fraction.
 KEPT = 0.2
-#: Settings within this share of the best reduction count as equal; the more careful one is taken.
+#: Settings within this fraction of the best reduction count as equal; the more careful one is taken.
 EQUAL = 0.02
-#: Renewals of the basis may add this share to a step; the given interval is kept if it adds no more than the second.
+#: Renewals of the basis may add this fraction to a step; the given interval is kept if it adds no more than the second.
 AFFORDABLE, BEARABLE = 0.1, 0.5
 #: How the settings are chosen, in one sentence: what :func:`_chosen` and :func:`_interval` do.
 RULE = (

@@ -55,7 +55,7 @@ class EKFAC(Optimizer):
         ...     opt.step()
 
     Args:
-        model: The model; its forward counts the examples.
+        model: The model; its first input dimension is the batch.
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,

@@ -77,7 +77,7 @@ class Engine:
         self._skipped_at = (0, 0)
 
     def method_of(self, block: Block) -> Method[Any]:
-        """The method that serves a block."""
+        """Return the method that serves a block."""
         return self.method if block.covered else self.elementwise
 
     def _moved(self) -> None:

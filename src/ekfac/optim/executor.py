@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """The number of processes that train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -113,5 +113,5 @@ class Executor:
 
 
 def make_executor(options: EngineOptions, whole_steps: bool, device: torch.device) -> Executor:
-    """The executor for what is on a device."""
+    """Return the executor for what is on a device."""
     return Executor(options, whole_steps)

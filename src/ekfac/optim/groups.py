@@ -54,7 +54,7 @@ class Grouped(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _named_group(self, group: dict[str, Any], defaults: dict[str, Any], index: int) -> dict[str, Any]:
-        """A group with names, checked, its damping function kept apart."""
+        """Return a group with names, checked, its damping function kept apart."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         given = group["params"]
         items = [given] if isinstance(given, Tensor) else list(given)
@@ -76,7 +76,7 @@ class Grouped(torch.optim.Optimizer):
         return group
 
     def _as_function(self, damping: Any) -> Any:
-        """A damping that adapts as the function that all groups share; any other as it is."""
+        """Return a damping that adapts as the function that all groups share; any other as it is."""
         if not isinstance(damping, AdaptiveDamping):
             return damping
         if self._adaptation is None:
@@ -119,7 +119,7 @@ class Grouped(torch.optim.Optimizer):
         self._check_damping_within_layers(partition.blocks)
 
     def _adapts(self) -> Adaptation | None:
-        """What a group's damping adapts by, if any does."""
+        """Return what a group's damping adapts by, if any does."""
         return self._adaptation if self._adaptation in self._damping_functions.values() else None
 
     def _check_group(self, index: int) -> None:

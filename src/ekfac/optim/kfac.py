@@ -40,7 +40,7 @@ class KFAC(Optimizer):
     With ``pi_correction=False`` it equals ``EKFAC(scaling="kronecker", damping_mode="factored")``.
 
     Args:
-        model: The model; its forward counts the examples.
+        model: The model; its first input dimension is the batch.
         params: torch's parameter groups over the model's parameters.
         lr: Learning rate.
         weight_decay: Weight decay.
@@ -90,6 +90,7 @@ class KFAC(Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
+            "decay_vectors": True,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }
@@ -102,8 +103,7 @@ class KFAC(Optimizer):
             "numerics": numerics,
             "grad_scaler": grad_scaler,
         }
-        own = {name: value for name, value in update.items() if name != "decay_vectors"}
-        arguments = with_old_names("KFAC", given, old, {*own, *given, "params", "pi_correction"})
+        arguments = with_old_names("KFAC", given, old, {*update, *given, "params", "pi_correction"})
         if arguments["coverage"].basis != "kronecker":
             raise TypeError("basis='identity': KFAC's inverse form has no basis. Allowed: basis='kronecker'")
 
@@ -114,5 +114,5 @@ class KFAC(Optimizer):
         step_size = arguments.pop("step_size")
         check_group("step_size", step_size)
         course = course_of(step_size.decay_steps, None, warms_up=False)
-        everything = {**own, "pi_correction": pi_correction, **arguments}
-        super().__init__(model, params, update, make_engine, everything, step_size, course)
+        everything = {**update, "pi_correction": pi_correction, **arguments}
+        super().__init__(model, params, {**update, "decay_vectors": True}, make_engine, everything, step_size, course)

@@ -39,7 +39,7 @@ class StepSize(Group):
     Attributes:
         decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None for no built-in fall.
             By default, where no lr is given, what ``lr`` says of it.
-        max_change: Bound on the relative change |update| / |theta| of all L layers' weights together in one step,
+        max_change: Bound on the relative change ``|update| / |theta|`` of all L layers' weights together in one step,
             before momentum: each layer's update is shortened to max_change / L at the most. None for no bound.
         lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored"; later steps take
             more while gradients keep agreeing with the last direction, less when they point back, up to lr. None for
@@ -72,8 +72,8 @@ class Refresh(Group):
             default they are renewed between steps, one layer after another, by orthogonal iteration from the basis in
             use (and soon after the start, when they change fast), so that no step waits for a solver.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone.
-        factor_every: Take A and B from every so many steps' batches. By default from every one until step 20, then
-            from every ``refresh_every // 4``-th, layers one after another in up to four fractions (all at once if
+        factor_every: Update A and B every ``factor_every`` steps. By default at every one until step 20, then
+            at every ``refresh_every // 4``-th, layers one after another in up to four fractions (all at once if
             ``deterministic``).
     """
 
@@ -258,7 +258,7 @@ def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], k
 
 
 def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments with all that belong into a group in it; those of rules stay."""
+    """Put the arguments that belong to a group there; those of rules stay."""
     found = {name: value for name, value in arguments.items() if name not in FLAT}
     for name in (n for n in arguments if n in FLAT):
         group, option = FLAT[name]
@@ -272,7 +272,7 @@ def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments without groups, as plain data: what differs from the defaults has its name from before."""
+    """Return the arguments without groups, as plain data: what differs from the defaults, by its name from before."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if not isinstance(value, Group):
@@ -285,7 +285,7 @@ def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def damping(name: str, value: Any, step: int = 0) -> float:
-    """A positive number, or a function of the step that gives one; returns the number for ``step``."""
+    """Require a positive number, or a function of the step that gives one; return the number for ``step``."""
     if isinstance(value, type):
         raise ValueError(
             f"{name}={value!r} is a class. Allowed: a number > 0, a function of the step, AdaptiveDamping()"

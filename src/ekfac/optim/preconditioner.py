@@ -47,7 +47,7 @@ class Preconditioner(Base):
         >>> sgd.zero_grad()
 
     Args:
-        model: The model; its forward counts the examples.
+        model: The model; its first input dimension is the batch.
         betas: Decays of m and, for "adam", of s; the rule's own by default.
         damping: epsilon, a positive number or a function of the step.
         damping_mode: As in :class:`EKFAC`.

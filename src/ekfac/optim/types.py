@@ -154,7 +154,7 @@ class Rates:
     fixed: Hashable = None
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
-        """The numbers of a parameter's group; those of a block are its first parameter's."""
+        """Return the numbers of a parameter's group; those of a block are its first parameter's."""
         return self.groups[self.group_of[parameter]]
 
 
@@ -199,7 +199,7 @@ class StepInputs:
     bad: Tensor | None = None
 
     def masked(self, tensor: Tensor) -> Tensor:
-        """The tensor, or zeros in a step that must change nothing."""
+        """Return the tensor, or zeros in a step that must change nothing."""
         return tensor if self.bad is None else tensor.masked_fill(self.bad, 0.0)
 
 
@@ -254,11 +254,11 @@ class Direction:
 
 
 def factors_of(state: BlockState) -> tuple[Tensor, Tensor]:
-    """A and B as they stand."""
+    """Return A and B as they stand."""
     weight = state.factor_weight.clamp(min=torch.finfo(state.A.dtype).tiny)
     return state.A / weight, state.B / weight
 
 
 def as_scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number, or a 0-dim tensor in the dtype and on the device of ``like``."""
+    """Return a number, or a 0-dim tensor in the dtype and on the device of ``like``."""
     return value.to(like) if isinstance(value, Tensor) else float(value)

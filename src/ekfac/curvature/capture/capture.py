@@ -55,8 +55,8 @@ class Capture:
         receive: Called with all calls of a block in one record.
         wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
         before_forward: Called when a forward of the model is about to be captured; says whether to.
-        lands: Called within a backward pass: whether it brings a gradient to a block's parameters (for None: to any of
-            the model), and not only to somebody who asks torch.autograd.grad for that of an input.
+        reaches_parameters: Called within a backward pass: whether it brings a gradient to a block's parameters (for
+            None: to any of the model), and not only to somebody who asks torch.autograd.grad for that of an input.
         batch_dim: The dimension of the model's input that counts examples.
         count: Says how many examples a forward has, from its arguments; by default the first tensor does.
         per_example: Whether statistics need each example's own gradient, so that positions of all layers must be
@@ -69,7 +69,7 @@ class Capture:
         receive: Receiver,
         wanted: Callable[[Block], bool] = lambda block: True,
         before_forward: Callable[[], bool] = lambda: True,
-        lands: Callable[[Block | None], bool] = lambda block: True,
+        reaches_parameters: Callable[[Block | None], bool] = lambda block: True,
         batch_dim: int = 0,
         count: Count | None = None,
         per_example: bool = False,
@@ -77,7 +77,7 @@ class Capture:
         self.model = model
         self.receive = receive
         self.wanted = wanted
-        self.lands = lands
+        self.reaches_parameters = reaches_parameters
         self.held = Held()
         self.batch_dim = batch_dim
         self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
@@ -85,9 +85,9 @@ class Capture:
         #: Told each tensor whose gradient is waited for.
         self.on_output: Callable[[Tensor], None] | None = None
         #: Inside ``statistics()``: backward passes that are not the training loss's.
-        self.aside = False
+        self.separate = False
         self.examples = 0
-        self.examples_aside = 0
+        self.separate_examples = 0
         self.fired: set[Block] = set()
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_hooks, self._handles)
@@ -150,7 +150,7 @@ class Capture:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
         self._leave_interrupted()
         self.forwards.drop()
-        self.examples = self.examples_aside = 0
+        self.examples = self.separate_examples = 0
         if self.held.now:
             self.held.reset()
 
@@ -320,7 +320,7 @@ class Capture:
 
     def _counts(self, block: Block | None) -> bool:
         """Whether the backward pass under way is to be captured."""
-        return self.enabled and (self.aside or self.lands(block))
+        return self.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
         """A backward pass has come to the output of a forward."""
@@ -332,17 +332,17 @@ class Capture:
         """A backward pass has come to a record: its examples count, once."""
         self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
         self.forwards.list(record)
-        if self.aside:
-            if not record.reached_aside:
-                record.reached_aside = True
-                self.examples_aside += record.examples()
+        if self.separate:
+            if not record.reached_separately:
+                record.reached_separately = True
+                self.separate_examples += record.examples()
         elif not record.reached:
             record.reached = True
             self.examples += record.examples()
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
-        if given.x is None and record.reached and block in self.fired and not self.aside:
+        if given.x is None and record.reached and block in self.fired and not self.separate:
             self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
             return  # nothing that is not known
         if not self._counts(block):
@@ -362,7 +362,7 @@ class Capture:
             d = given.arrange(d)
         if not x.numel():
             return  # an expert that no token was sent to
-        keep = keeps_graph() and not self.aside
+        keep = keeps_graph() and not self.separate
         record.kept |= keep
         alone = record.calls[block] == 1 and block not in record.recomputed
         if alone and not keep and not record.waiting.get(block):
@@ -378,15 +378,15 @@ class Capture:
         waiting[call] = Call(layer, x, d)
 
     @contextmanager
-    def statistics_aside(self) -> Iterator[None]:
+    def separate_statistics(self) -> Iterator[None]:
         """Backward passes inside are not the training loss's: they are captured apart from its examples."""
-        self.aside = True
+        self.separate = True
         try:
             yield
             for record in self.forwards.records:
                 self.forwards.hand_on(record)
         finally:
-            self.aside = False
+            self.separate = False
 
 
 @contextmanager

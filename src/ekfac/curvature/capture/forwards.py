@@ -53,7 +53,7 @@ class Forwards:
         """Forget all records, that of a forward that somebody interrupted too."""
         for record in self.records:
             record.waiting = {}
-            record.listed = record.reached = record.reached_aside = record.kept = False
+            record.listed = record.reached = record.reached_separately = record.kept = False
         self.records = []
         self._loose = None
         if not self._in_batch:

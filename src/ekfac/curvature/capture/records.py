@@ -84,7 +84,7 @@ class Record:
         self.waiting: dict[Block, dict[int, Call]] = {}
         #: Whether a backward pass has reached this record, in general and within ``statistics()``.
         self.reached = False
-        self.reached_aside = False
+        self.reached_separately = False
         #: The graph was kept, so a second backward pass may add to these gradients.
         self.kept = False
         #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.

@@ -112,7 +112,7 @@ class Data:
                 waiting: list[Cotangents] = []
                 for current, last in with_last(self.estimate.passes(output, batch.target, batch.n)):
                     if edges:
-                        with capture.statistics_aside():
+                        with capture.separate_statistics():
                             backward(output, current, edges, retain=not last)
                     if rows is None or receive_rows is None:
                         continue
@@ -148,7 +148,7 @@ class Data:
         with captured(self.model, blocks, take) as (capture, edges), torch.enable_grad():
             output = self.model(*batch.args, **batch.kwargs)
             first = next(self.estimate.passes(output, batch.target, batch.n))
-            with capture.statistics_aside():
+            with capture.separate_statistics():
                 found = backward(output, first, [*edges, *parameters], retain=False)[len(edges) :]
             fired = set(capture.fired)
         gradients, nothing = dict(zip(parameters, found, strict=True)), torch.zeros(2)

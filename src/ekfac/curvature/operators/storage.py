@@ -154,7 +154,8 @@ def _assembled(text: str, tensors: dict[str, Tensor]) -> tuple[str, Layout, list
         if part.numel != sum(sizes[name] for name in part.parameters):
             raise ValueError(f"the block {part.name!r} has {part.numel} numbers, which its parameters have not")
         parts.append(part)
-    if sorted(name for part in parts for name in part.parameters) != sorted(layout.names):
+    covered = sorted(name for part in parts for name in part.parameters if sizes[name])
+    if covered != sorted(name for name in sizes if sizes[name]):
         raise ValueError("its blocks do not cover each parameter once")
     return header["approximation"], layout, parts, header["examples"]
 

@@ -145,9 +145,8 @@ class Trials:
     def take(self) -> optuna.Trial | None:
         """Take the next waiting trial for this process; ``None`` if there is none."""
         for trial in self.all(TrialState.WAITING):
-            if missing := missing_plugins(_config(trial).plugins):
+            if missing_plugins(_config(trial).plugins):
                 # Others may have them; code that a study names never runs for that reason.
-                self.notes.add(f"trial {trial.number} waits for a worker with --plugin {' --plugin '.join(missing)}")
                 continue
             identity = self._number_to_id(trial.number)
             try:
@@ -170,6 +169,12 @@ class Trials:
         trial.set_user_attr("key", key(config))
         trial.set_user_attr("setting", {**config.to_dict(), "device": "auto"})
         trial.set_user_attr("worker", _sign())
+
+    def note_waiting(self) -> None:
+        """Note the trials that wait for a worker whose command names their plugins."""
+        for trial in self.all(TrialState.WAITING):
+            if missing := missing_plugins(_config(trial).plugins):
+                self.notes.add(f"trial {trial.number} waits for a worker with --plugin {' --plugin '.join(missing)}")
 
     def _first(self, trial: FrozenTrial) -> int:
         same = [t for t in self.all() if t.user_attrs["key"] == trial.user_attrs["key"]]

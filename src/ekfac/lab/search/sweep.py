@@ -76,10 +76,10 @@ def state(studies: Sequence[Trials]) -> State:
         settled = {t.user_attrs.get("key") for t in trials if t.state != TrialState.FAIL}
         for trial in trials:
             name = trial.state.name.lower()
-            if trial.state == TrialState.FAIL:
+            if trial.state == TrialState.FAIL and trial.user_attrs.get("error") == PAUSED:
                 if trial.user_attrs.get("key") in settled:
-                    continue  # tried again since
-                name = "paused" if trial.user_attrs.get("error") == PAUSED else name
+                    continue  # it has gone on since
+                name = "paused"
             counts[name] += 1
             diverged += bool(trial.user_attrs.get("diverged"))
             if trial.state == TrialState.COMPLETE and trial.value is not None and math.isfinite(trial.value):
@@ -144,6 +144,8 @@ def sweep(
         work(where, list(groups), devices[0] if devices else None, prune, after=tell, search=search)
     else:
         _work_together(where, studies, workers, devices, prune, on_state, search)
+    for study in studies.values():
+        study.note_waiting()
     return studies
 
 

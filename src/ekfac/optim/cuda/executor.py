@@ -111,10 +111,10 @@ class CudaExecutor(Executor):
 
 
 def make_executor(options: EngineOptions, whole_steps: bool, device: torch.device) -> Executor:
-    """The executor for what is on a device."""
+    """Return the executor for what is on a device."""
     return (CudaExecutor if device.type == "cuda" else Executor)(options, whole_steps)
 
 
 def widest(block: Block) -> int:
-    """The numbers of the largest of a block's matrices: its gradient, A or B."""
+    """Return the numbers of the largest of a block's matrices: its gradient, A or B."""
     return max(block.shape.numel, *block.factor_numbers())

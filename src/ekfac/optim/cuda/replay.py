@@ -46,7 +46,7 @@ def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
 
 def form(tensor: Tensor) -> Hashable:
-    """What a CUDA graph takes for granted of a tensor."""
+    """Return what a CUDA graph takes for granted of a tensor."""
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
@@ -133,7 +133,7 @@ class Replays:
         return True
 
     def _placed(self, place: Hashable, value: Any) -> Any:
-        """A tensor copied to its place; what is none as it is."""
+        """Return a tensor copied to its place; what is none as it is."""
         if not isinstance(value, Tensor):
             return value
         if place not in self._places:

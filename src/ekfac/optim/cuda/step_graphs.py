@@ -202,7 +202,7 @@ def fits_damping(engine: Engine, rates: Rates) -> bool:
 
 
 def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
-    """All that a recorded step has built into it."""
+    """Return all that a recorded step has built into it."""
     free = engine.method.damping_is_free
     groups = tuple((None if free else g.damping, g.l2, g.maximize) for g in rates.groups)
     calls = tuple(
@@ -226,7 +226,7 @@ def tensors_of(inputs: StepInputs) -> tuple[list[Tensor], ...]:
 
 
 def at_places(inputs: StepInputs, known: dict[Hashable, Tensor]) -> StepInputs:
-    """The same inputs with their tensors at fixed places; new ones are added to those that are known."""
+    """Return the same inputs with their tensors at fixed places; new ones are added to those that are known."""
     gradients, calls, sums = (
         iter([_place(known, (kind, i, form(t)), t) for i, t in enumerate(tensors)])
         for kind, tensors in enumerate(tensors_of(inputs))
@@ -247,12 +247,12 @@ def at_places(inputs: StepInputs, known: dict[Hashable, Tensor]) -> StepInputs:
 
 
 def copied(inputs: StepInputs) -> dict[Block, BlockSums]:
-    """The sums, with the same tensors."""
+    """Return the sums, with the same tensors."""
     return {block: sums.at(iter(sums.tensors())) for block, sums in inputs.sums.items()}
 
 
 def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor:
-    """The place that is known by a key, or a new one."""
+    """Return the place that is known by a key, or a new one."""
     if key not in known:
         known[key] = torch.empty_like(like)
     return known[key]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ekfac import checks
-from ekfac.optim.methods.rules import TorchRule, betas_of, blend, bounded, counted, remaining
+from ekfac.optim.methods.rules import TorchRule, betas_of, blend, bounded, counted, remaining, shortening
 from ekfac.optim.types import BlockStep, EigenState
 
 
@@ -59,7 +59,7 @@ class Belief(TorchRule):
         first = count <= 1
         known = state.m / remaining(beta1, count - 1).to(state.m)
         usual = (known.square() + state.s / remaining(beta2, count - 1).to(state.s)).sum()
-        factor = bound(step.seen, self.spike**2 * usual)
+        factor = shortening(step.seen.square().sum(), self.spike**2 * usual)
         seen = step.seen * factor
         noise = torch.where(first, 0.0, seen - known)
         blend(state.m, step.g * factor, 1 - beta1, step.ok)
@@ -79,12 +79,6 @@ class Belief(TorchRule):
         return s / remaining(self.betas[1], state.count).to(s) if hasattr(state, "count") else s
 
 
-def bound(g: Tensor, square: Tensor) -> Tensor:
-    """The factor that brings |g|^2 down to ``square``; 1 where it is below, or nothing is known yet."""
-    factor = (square / g.square().sum()).sqrt().clamp(max=1).nan_to_num(1.0)
-    return torch.where(square > 0, factor, 1.0)
-
-
 def root_mean_square(x: Tensor) -> Tensor:
-    """The root of the mean of x^2."""
+    """Return the root of the mean of x^2."""
     return x.square().mean().sqrt()

@@ -38,7 +38,7 @@ def relative(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
 def spectral(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
     """s + (S_B + epsilon |B|) x (S_A + epsilon |A|) - S_B x S_A, with |.| the largest eigenvalue.
 
-    For s = S_B x S_A it lifts each factor's spectrum by a share of its own largest eigenvalue, whatever the units of
+    For s = S_B x S_A it lifts each factor's spectrum by a fraction of its own largest eigenvalue, whatever the units of
     loss and inputs. The eigenvalues of a layer span so many decades that one number for all of them, as in the other
     modes, either drowns the small ones or lets rounding noise through.
     """

@@ -9,7 +9,7 @@ from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment
 from ekfac.curvature.fisher import order_of
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.optim.methods.damping import Damp
-from ekfac.optim.methods.rules import Rule, overwrite, squared
+from ekfac.optim.methods.rules import Rule, overwrite, squared, within_range
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import Refresher
 from ekfac.optim.types import BlockStep, EigenState
@@ -91,11 +91,11 @@ class EigenMethod:
             step.g = step.gradient.in_basis(basis)
         else:
             step.g = step.gradient if basis is None else basis.project(step.gradient)
-        step.seen = step.g
+        step.g = step.seen = within_range(step.g)
         if step.ratio is not None:
             step.seen = step.g * step.ratio
         elif step.left is not None:
-            step.seen = step.left if basis is None else basis.project(step.left)
+            step.seen = within_range(step.left if basis is None else basis.project(step.left))
         epsilon = step.rates.damping  # not the step itself: a cycle would keep its tensors
         step.damped = lambda s: self.damp(s, epsilon, basis)
 

@@ -55,7 +55,7 @@ def take_rule(arguments: MutableMapping[str, Any]) -> Rule:
 
 
 def eigen_methods(rule: Rule, damping_mode: Any) -> tuple[EigenMethod, EigenMethod]:
-    """The methods for blocks that a layer covers and for the rest."""
+    """Return the methods for blocks that a layer covers and for the rest."""
     checks.one_of("damping_mode", damping_mode, DAMPING_MODES)
     damp = DAMPING_MODES[damping_mode]
     return EigenMethod(rule, damp), EigenMethod(rule.elementwise(), damp)

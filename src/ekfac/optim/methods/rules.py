@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from ekfac import checks
-from ekfac.optim.types import BlockState, BlockStep, EigenState
+from ekfac.optim.types import BlockState, BlockStep, EigenState, as_scalar
+
+#: How many times longer than before a gradient may be under :class:`Anchored`.
+SPIKE = 10.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,17 @@ def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
 
 
 def bounded(square: Tensor) -> Tensor:
-    """A second moment, in place, kept from overflowing: infinity would never fade from a running average."""
+    """Keep a second moment from overflowing, in place: infinity would never fade from a running average."""
     return square.clamp_(max=torch.finfo(square.dtype).max ** 0.75)
+
+
+def within_range(g: Tensor) -> Tensor:
+    """A gradient whose square is within :func:`bounded`'s limit; what overflowed on its way into the basis is zero.
+
+    Otherwise g / sqrt(s) of an input of 1e20, a fill value say, would be as large as the input.
+    """
+    limit = torch.finfo(g.dtype).max ** 0.375
+    return g.clamp(-limit, limit).nan_to_num_(nan=0.0)
 
 
 def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
@@ -116,8 +128,14 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
+def shortening(square: Tensor, limit: Tensor) -> Tensor:
+    """The factor that brings a squared length down to ``limit``; 1 where it is below, or nothing is known yet."""
+    factor = (limit / square).sqrt().clamp(max=1).nan_to_num(1.0)
+    return torch.where(limit > 0, factor, 1.0)
+
+
 def betas_of(own: tuple[float, float], step: BlockStep) -> tuple[float | Tensor, float]:
-    """The decays of the step's parameter group, where schedulers change them; the rule's own where it has none."""
+    """Return the decays of the step's parameter group, which schedulers change; the rule's own where it has none."""
     return own if step.rates.betas is None else step.rates.betas
 
 
@@ -190,7 +208,8 @@ class PerExample(KroneckerRule):
             return
         # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
         weight = (1 - self.decay) / (1 - self.decay ** counted(state, s_star, step.ok)).clamp(min=1 - self.decay)
-        blend(state.s, bounded(s_star), weight if self.decay else 1.0, step.ok)
+        s_star = bounded(s_star.nan_to_num_(nan=torch.inf))  # infinity times zero: the example was too large to square
+        blend(state.s, s_star, weight if self.decay else 1.0, step.ok)
 
 
 @dataclass(frozen=True)
@@ -228,6 +247,13 @@ class Anchored(Running):
 
     compares_gradients = True
     moments = ("m",)
+
+    def observe(self, state: EigenState, step: BlockStep) -> None:
+        if hasattr(state, "m"):  # m would hold on to a bad batch, and s begins anew in the next basis
+            usual = state.m.square().sum() + (state.s / as_scalar(step.n, state.s)).sum()
+            factor = shortening(step.seen.square().sum(), SPIKE**2 * usual)
+            step.g, step.seen = step.g * factor, step.seen * factor
+        super().observe(state, step)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         g, n = step.g, step.n

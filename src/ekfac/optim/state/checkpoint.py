@@ -37,7 +37,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
 
 
 def _put_away(engine: Engine) -> list[dict[str, Any]]:
-    """The state of frozen blocks, by the names of their parameters."""
+    """Return the state of frozen blocks, by the names of their parameters."""
     names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
     return [
         {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
@@ -124,7 +124,7 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
 
 
 def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """A copy of saved state on the parameters' devices, in their blocks' dtypes: float32 under half precision."""
+    """Copy saved state to the parameters' devices, in their blocks' dtypes: float32 under half precision."""
     blocks = engine.partition.blocks
     dtypes: dict[Tensor, torch.dtype] = {p: block.dtype for block in blocks for p in block.parameters.values()}
 

@@ -16,7 +16,7 @@ from ekfac.optim.types import factors_of
 
 @torch.no_grad()
 def curvature(engine: Engine) -> Curvature:
-    """A snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
+    """Return a snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
     engine.settle()
     states = [engine.partition.states.get(block.key, {}) for block in engine.partition.blocks]
     if not any("s" in state or "A" in state for state in states):
@@ -95,7 +95,7 @@ def _seed_block(engine: Engine, block: Block, part: Part, weight: float) -> None
 
 
 def _layout(engine: Engine) -> Layout:
-    """The trained parameters in the order of ``named_parameters()``."""
+    """Return the trained parameters in the order of ``named_parameters()``."""
     trained = {name for block in engine.partition.blocks for name in block.parameter_names.values()}
     shapes = {name: tuple(p.shape) for name, p in engine.model.named_parameters() if name in trained}
     return Layout(tuple(shapes), tuple(shapes.values()))

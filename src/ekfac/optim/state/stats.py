@@ -7,7 +7,7 @@ from ekfac.optim.engine import Engine
 
 
 def engine_stats(engine: Engine) -> dict[str, float]:
-    """Steps, refreshes, drift of the bases and fallbacks of the solver, as plain numbers (reads the device).
+    """Count steps, refreshes, drift of the bases and fallbacks of the solver, as plain numbers (reads the device).
 
     ``captured_bytes`` is the most that captured inputs and output gradients took at one time so far; a tensor that
     several layers read counts once. Autograd keeps most of these tensors for the backward pass anyway.

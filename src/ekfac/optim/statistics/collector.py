@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
+from ekfac.curvature.factors import trace
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
@@ -28,6 +28,7 @@ from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_chea
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes
 from ekfac.optim.types import BlockState, KeptCalls, StepInputs
@@ -63,8 +64,7 @@ class Collector:
         self._schedule = schedule
         self.executor = executor
         self._moved = moved
-        #: What adds to each parameter's ``.grad`` in a backward pass.
-        self._accumulators: dict[nn.Parameter, Node] = {}
+        self.reach = Reach(partition)
         self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
@@ -77,7 +77,7 @@ class Collector:
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
         self.capture = Capture(
-            partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
+            partition.model, self._receive, self._wanted, self._before_forward, self.reach.reaches_parameters,
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
@@ -106,26 +106,9 @@ class Collector:
             if kind != self._partition.kind:
                 self._moved()
         self.watch.before_forward()
-        if self.capture.examples and not self.capture.aside and self.watch.nothing_there:
+        if self.capture.examples and not self.capture.separate and self.watch.nothing_there:
             self.drop()
         return True
-
-    def _reaches_parameters(self, block: Block | None) -> bool:
-        """Whether the backward pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        return any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
-
-    def _reaches(self, parameter: nn.Parameter) -> bool:
-        if not parameter.requires_grad:
-            return False
-        known = self._accumulators.get(parameter)
-        try:
-            if known is not None and torch._C._will_engine_execute_node(known):
-                return True
-            # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
-            found = self._accumulators[parameter] = get_gradient_edge(parameter).node
-            return bool(torch._C._will_engine_execute_node(found))
-        except RuntimeError:
-            return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad
 
     def _wanted(self, block: Block) -> bool:
         return (
@@ -138,7 +121,7 @@ class Collector:
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
-        if self.separate and not self.capture.aside:
+        if self.separate and not self.capture.separate:
             return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
@@ -159,11 +142,11 @@ class Collector:
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
-        return may_use_rows(block, self.options) and not self.capture.aside
+        return may_use_rows(block, self.options) and not self.capture.separate
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
-        """Whether a block's calls are kept until the step: where it can use them better, and they are small."""
-        if self.capture.aside or len(calls) > 1:
+        """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
+        if self.capture.separate or len(calls) > 1:
             return False
         if self.may_use_rows(block):
             if block in self.calls or block in self.sums:
@@ -184,7 +167,7 @@ class Collector:
         memory = self.options.numerics.memory_limit
         if self._schedule.takes_factors(block):
             gathered.add_factors(self._factor_sums(block, calls, n, replay))
-        if block in self.fingerprints.unverified and not self.capture.aside:
+        if block in self.fingerprints.unverified and not self.capture.separate:
             vectors = self.fingerprints.vectors(block)
             gathered.add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
         if self._method.needs_examples:
@@ -223,7 +206,7 @@ class Collector:
             self.sums, self.calls, self.separate, self._kept = {}, {}, True, 0
         self.watch.enabled = False
         try:
-            with self.capture.statistics_aside():
+            with self.capture.separate_statistics():
                 yield
         finally:
             self.watch.enabled = True
@@ -234,7 +217,7 @@ class Collector:
         """Forget what was captured and not used."""
         self.capture.drop()
         self.watch.forget()
-        self._accumulators = {}  # not for longer than a step: they hold on to the stream on which they were made
+        self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
         self.sums, self.calls, self.separate, self._kept = {}, {}, False, 0
 
     def close(self) -> None:
@@ -246,7 +229,7 @@ class Collector:
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
-        """What the host can know before anything is computed; None if there is no gradient."""
+        """Return what the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         if not gradients:
             self.drop()
@@ -296,7 +279,7 @@ class Collector:
         if inputs.calls:
             self.take_calls(inputs)
         if self.separate:
-            inputs.n_statistics = float(self.capture.examples_aside)
+            inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
             counts = [self.capture.examples, int(inputs.n_statistics)]
             expected = {b: self._expected(b) for b in self._partition.covered}
@@ -337,7 +320,7 @@ class Collector:
             inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:
-        """What a GradScaler has multiplied the loss by."""
+        """Return what a GradScaler has multiplied the loss by."""
         scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
@@ -346,7 +329,7 @@ class Collector:
     # --- within the step ------------------------------------------------------------------------------------------
 
     def delta_square(self, inputs: StepInputs) -> float | Tensor:
-        """What the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
+        """Return what the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
 
         Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
         W processes it is N / W times. Under a sum it is the captured gradient itself.
@@ -399,15 +382,10 @@ class Collector:
 
 
 def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
-    """A batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
+    """Return a batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
 
     So an outlier does not fill the factors for hundreds of steps.
     """
     limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
     factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
     return new * torch.where(limit > 0, factor, 1.0)
-
-
-def trace(factor: Tensor) -> Tensor:
-    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
-    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()

@@ -14,7 +14,7 @@ from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
 
 
 def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates: Rates) -> Rows | None:
-    """The captured h and delta in place of ``.grad``, where it is certain that ``.grad`` is their product.
+    """Return the captured h and delta in place of ``.grad``, where it is certain that ``.grad`` is their product.
 
     Nobody may have touched it, it must come from this one backward pass, and it must have the rows' fingerprint.
     """

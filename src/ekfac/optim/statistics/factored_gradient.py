@@ -51,7 +51,7 @@ class Rows:
 
 
 def rows_of(block: Block, call: Call, n: int) -> Rows:
-    """The rows of a call over n examples."""
+    """Return the rows of a call over n examples."""
     rows = rows_if_unaligned(call, n)
     h, delta = call.layer.positions(call.x.to(block.dtype), call.d.to(block.dtype), rows)
     one_each = rows == n and h.shape[1] == 1
@@ -59,7 +59,7 @@ def rows_of(block: Block, call: Call, n: int) -> Rows:
 
 
 def may_use_rows(block: Block, options: EngineOptions) -> bool:
-    """Whether the gradient of a block can be known to be the product of its rows."""
+    """Tell whether the gradient of a block can be known to be the product of its rows."""
     return (
         block.key.device.type == "cpu"
         and options.batch.reduction == "mean"
@@ -70,7 +70,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
 
 
 def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) -> bool:
-    """Whether projecting M rows of h and delta takes less arithmetic than projecting their product.
+    """Tell whether projecting M rows of h and delta takes less arithmetic than projecting their product.
 
     Args:
         block: The block.

@@ -64,7 +64,7 @@ class GradientWatch:
         self.single_pass = False
 
     def before_forward(self) -> None:
-        """A forward pass begins: note whether its backward pass will find gradients already there."""
+        """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
         self.nothing_there = all(p.grad is None for p in self._parameters)
 
     def _accumulated(self) -> None:
@@ -88,7 +88,7 @@ class GradientWatch:
             self._lengths = dict(zip(live, torch._foreach_norm(grads), strict=True))
 
     def touched(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient has been changed in place or replaced since backward left it."""
+        """Tell whether a gradient has been changed in place or replaced since backward left it."""
         left = self._left.get(parameter)
         return left is not None and (left[1] is not parameter.grad or left[2] != parameter.grad._version)
 
@@ -112,7 +112,7 @@ class GradientWatch:
                 inputs.left.setdefault(p, inputs.sizes[p])
 
     def rescaling(self, inputs: StepInputs, loss_scale: float | Tensor) -> dict[nn.Parameter, Tensor]:
-        """For gradients that were touched since backward: how much larger they were when it left them.
+        """Find how much larger gradients that were touched since backward were when it left them.
 
         Where that is not the same for the largest entry and for the length, the gradient was not rescaled but clipped
         entry by entry, masked or replaced, and stands for itself.
@@ -140,7 +140,7 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
 
 
 def block_step(block: Block, inputs: StepInputs, rates: Rates, squares_penalty: bool) -> BlockStep:
-    """What is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
+    """Return what is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
 
     The first is ``.grad`` as it stands, as that of a mean over examples, with L2 penalty and sign. If it was rescaled
     as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient as

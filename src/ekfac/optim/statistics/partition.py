@@ -65,7 +65,7 @@ class Partition:
     # --- blocks ---------------------------------------------------------------------------------------------------
 
     def blocks_of(self, parameters: Iterable[nn.Parameter]) -> list[Block]:
-        """The blocks that these parameters would be assigned to."""
+        """Return the blocks that these parameters would be assigned to."""
         c = self._coverage
         return find_blocks(
             self.model,
@@ -122,7 +122,7 @@ class Partition:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self, block: Block) -> Any:
-        """A block's state, kept from now on if there was none."""
+        """Return a block's state, kept from now on if there was none."""
         found = self.states.get(block.key)
         if not isinstance(found, BlockState):  # from a checkpoint, or the momentum alone
             found = self.states[block.key] = self._state_class(block)(found)
@@ -145,24 +145,24 @@ class Partition:
 
 
 def layout_of(parameters: list[nn.Parameter]) -> tuple[object, ...]:
-    """What the assignment of parameters to blocks takes for granted."""
+    """Return what the assignment of parameters to blocks takes for granted."""
     found = [(p.requires_grad, p.dtype) for p in parameters]
     return (*(p.device for p in parameters[:1]), *found)
 
 
 def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The place of each parameter's layer among those of a model that have parameters of their own."""
+    """Return the place of each parameter's layer among those of a model that have parameters of their own."""
     layers = [parameters for m in model.modules() if (parameters := list(m.parameters(recurse=False)))]
     return {p: place for place, parameters in reversed(list(enumerate(layers))) for p in parameters}
 
 
 def members(block: Block) -> Members:
-    """What makes a block the same as one before."""
+    """Return what makes a block the same as one before."""
     return block.covered, tuple(block.parameters.values())
 
 
 def fits(block: Block, state: Mapping[str, Any]) -> bool:
-    """Whether a block's state, from a checkpoint say, is laid out as the block is."""
+    """Tell whether a block's state, which may come from a checkpoint, is laid out as the block is."""
     s, A, shape = state.get("s"), state.get("A"), block.shape
     if isinstance(s, Tensor) and tuple(s.shape) != (shape.groups, shape.out, shape.columns):
         return False

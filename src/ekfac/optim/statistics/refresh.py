@@ -92,7 +92,7 @@ class Refresher:
     def warm(
         self, block: Block, A: Tensor, B: Tensor, old: Basis, iterations: tuple[int, int], ok: Tensor | None = None
     ) -> Basis:
-        """The basis in use, brought nearer to the factors' own by orthogonal iteration; nothing waits for the device.
+        """Bring the basis in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
 
         A side without iterations keeps its basis; its eigenvalues follow the factor all the same. Where ``ok`` is 0 the
         new basis will not be used, and does not count.

@@ -59,7 +59,7 @@ class Intervals:
     deterministic: bool
 
     def warm_after(self, applied: int, index: int, blocks: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
-        """How many iterations sides A and B of block ``index`` get when this many steps have been applied."""
+        """Return how many iterations sides A and B of block ``index`` get when this many steps have been applied."""
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
         iterations = []
@@ -70,7 +70,7 @@ class Intervals:
         return iterations[0], iterations[1]
 
     def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
-        """Whether A and B of a layer take in the batch of the step after this many applied ones.
+        """Tell whether A and B of a layer take in the batch of the step after this many applied ones.
 
         At first they take in every batch, later four in an interval, not all layers the same, so that no step pays
         for all. There are a few fractions of layers, as every one is another step for a CUDA graph to hold.
@@ -89,7 +89,7 @@ class Intervals:
 
 @cache
 def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
-    """The steps, by the number of applied ones before them, that refresh a side before they use it."""
+    """Return the steps, by the number of applied ones before them, that refresh a side before they use it."""
     steps, at = set(range(min(every, max(1, EARLY // stretch)))), float(EARLY)
     while at < START:
         steps.add(round(at))
@@ -98,7 +98,7 @@ def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
 
 
 def stretches(block: Block) -> tuple[int, int]:
-    """How many times longer than others' the intervals of a block's sides A and B are."""
+    """Return how many times longer than usual the intervals of a block's sides A and B are."""
     A, B = (max(1, round((width / WIDE_SIDE) ** 2)) for width in (block.shape.inputs, block.shape.out))
     return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
@@ -139,7 +139,7 @@ class Schedule:
         return Intervals(every, self._refresh.deterministic)
 
     def due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
-        """What this step does with the bases of covered blocks before it uses them.
+        """Find what this step does with the bases of covered blocks before it uses them.
 
         Returns:
             The blocks to solve for in full, and those to refresh, warm, with the iterations of their two sides.
@@ -164,18 +164,18 @@ class Schedule:
         return solves, warm
 
     def renews(self, block: Block) -> bool:
-        """Whether this step uses a basis that is not known before it."""
+        """Tell whether this step uses a basis that is not known before it."""
         return block.covered and any(self.due([block]))
 
     def takes_factors(self, block: Block) -> bool:
-        """Whether this step takes its batch into the block's A and B."""
+        """Tell whether this step takes its batch into the block's A and B."""
         decay, layer = self._refresh.factor_decay, self._partition.layer_of[block.key]
         if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, self._refresh.factor_every):
             return True
         return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
 
     def iterations_after(self, block: Block) -> tuple[int, int]:
-        """How many iterations the two sides of the block's basis get after this step."""
+        """Return how many iterations the two sides of the block's basis get after this step."""
         if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
             return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         covered = self._partition.covered

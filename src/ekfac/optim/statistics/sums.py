@@ -42,19 +42,19 @@ class BlockSums:
         self.fingerprint = new if self.fingerprint is None else self.fingerprint + new
 
     def tensors(self) -> list[Tensor]:
-        """A, B and squared gradients, those of them that there are."""
+        """Return A, B and squared gradients, those of them that there are."""
         found = [] if self.factors is None else [self.factors.A, self.factors.B]
         return found if self.scaling is None else [*found, self.scaling]
 
     def at(self, places: Iterator[Tensor]) -> BlockSums:
-        """The same with its :meth:`tensors` at other places."""
+        """Return the same with its :meth:`tensors` at other places."""
         f = self.factors
         factors = None if f is None else FactorSums(next(places), f.terms, next(places))
         return BlockSums(factors, None if self.scaling is None else next(places))
 
 
 def bytes_of(calls: list[Call]) -> int:
-    """The bytes of calls' inputs and output gradients."""
+    """Return the bytes of calls' inputs and output gradients."""
     return sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
 
 
@@ -109,13 +109,13 @@ def reduce_over_processes(
 
 
 def reduced_zeros(block: Block) -> Tensor:
-    """The scaling sum of a process that saw no example."""
+    """Return the scaling sum of a process that saw no example."""
     s = block.shape
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
 
 
 def differ_between_processes(numbers: list[Tensor | None], device: torch.device) -> Tensor:
-    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+    """Find which numbers differ between processes, as a mask that all of them agree on.
 
     None counts as zero, so that all take part in the same reduction.
     """

@@ -18,8 +18,8 @@ from ekfac.optim.types import StepInputs
 
 #: Ratios above the first let damping fall, ratios below the second let it rise.
 GOOD, POOR = 0.75, 0.25
-#: A step is undone if the loss is higher than foreseen by this share of the model's terms, and damping then rises by so
-#: many powers of 1 / omega.
+#: A step is undone if the loss is higher than foreseen by this fraction of the model's terms, and damping then rises
+#: by so many powers of 1 / omega.
 SURPRISE, LEAP = 0.5, 4
 #: A fall of the loss that is smaller than so many units of its rounding tells nothing.
 ROUNDING = 16.0
@@ -39,10 +39,10 @@ class AdaptiveDamping:
         \epsilon \leftarrow \omega \epsilon \; \text{ if } r > 3/4, \qquad
         \epsilon \leftarrow \epsilon / \omega \; \text{ if } r < 1/4
 
-    One batch says little, so both falls are averaged over comparisons before they are divided. Each is taken as a share
-    of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step after
-    which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises by
-    more. The first steps, and those that follow such a one, are all compared.
+    One batch says little, so both falls are averaged over comparisons before they are divided. Each is taken as a
+    fraction of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step
+    after which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises
+    by more. The first steps, and those that follow such a one, are all compared.
 
     ``opt.step`` needs a closure, as for torch's LBFGS: a function that clears the gradients, computes the loss of this
     step's batch, calls backward and returns the loss. Its second call leaves gradients, buffers, captured statistics
@@ -102,7 +102,7 @@ class Adaptation:
         self.watched = settings.every
 
     def __call__(self, step: int) -> float:
-        """The damping in use."""
+        """Return the damping in use."""
         return self.damping
 
     @property
@@ -111,7 +111,7 @@ class Adaptation:
         return self.actual / self.predicted if self.predicted > 0 else math.nan
 
     def due(self, step: int) -> bool:
-        """Whether this step is compared."""
+        """Tell whether this step is compared."""
         return self.watched > 0 or step % self.settings.every == 0
 
     def learn(self, fall: float, slope: float, curved: float) -> bool:
@@ -142,11 +142,11 @@ class Adaptation:
         return not undone
 
     def stats(self) -> dict[str, float]:
-        """What a logger may want to know."""
+        """Return what a logger may want to know."""
         return {"damping": self.damping, "reduction_ratio": self.ratio, "undone_steps": float(self.undone_steps)}
 
     def save(self) -> dict[str, Any]:
-        """All of it, as plain numbers."""
+        """Return all of it, as plain numbers."""
         return {name: getattr(self, name) for name in SAVED}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
@@ -241,7 +241,7 @@ class Comparison:
         return float(torch.stack(slope).sum()), float(torch.stack(curved).sum())
 
     def _evaluate(self) -> float:
-        """The loss of the same batch with the parameters as they now are; nothing else is changed by it."""
+        """Return the loss of the same batch with the parameters as they now are; nothing else is changed by it."""
         engine, collector = self._engine, self._engine.collector
         collector.drop()
         gradients = {p: p.grad for p in engine.partition.parameters}
@@ -265,7 +265,7 @@ class Comparison:
 
 
 def as_number(loss: Any) -> float:
-    """What a closure returned, as a number."""
+    """Return what a closure returned, as a number."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.item()
     if isinstance(loss, (int, float)):

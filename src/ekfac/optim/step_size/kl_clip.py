@@ -35,7 +35,8 @@ class KLClip:
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
         size = torch.stack([term.to(terms[0]) for term in terms]).sum()
-        nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1)
+        # NaN is a product that overflowed: the step is too long by far.
+        nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1).nan_to_num(nan=0.0)
         if not isinstance(self.hits, Tensor):
             self.hits = torch.full((), self.hits, device=nu.device)
         self.hits.add_((nu < 1).float())

@@ -112,7 +112,7 @@ class LRFraction:
 
 
 def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
-    """How far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)), bounded, + max(0, cos(g, m) - 1/2).
+    """Tell how far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)), bounded, + max(0, cos(g, m) - 1/2).
 
     In the whitened cosine every coordinate counts alike; in the plain one the few directions of large curvature
     decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
@@ -131,7 +131,7 @@ def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
 
 
 def _products(directions: list[Direction], device: torch.device) -> Tensor | None:
-    """What alignments are made of, ``[blocks, 2, 3]``; ``None`` if nothing is known yet."""
+    """Return what alignments are made of, ``[blocks, 2, 3]``; ``None`` if nothing is known yet."""
     found = [d.products for d in directions if d.products is not None]
     return torch.stack([one.to(found[0]) for one in found]).double().to(device) if found else None
 

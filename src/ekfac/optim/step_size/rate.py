@@ -37,7 +37,7 @@ class RateCourse:
             checks.integer("total_steps", self.total_steps, least=1)
 
     def factor(self, t: int) -> float:
-        """The factor of the step after t applied ones."""
+        """Return the factor of the step after t applied ones."""
         warmup = self.warmup if self.total_steps is None else min(self.warmup, max(1, self.total_steps // 10))
         rise = min(1.0, (t + 1) / warmup) if warmup else 1.0
         if self.total_steps is not None:
@@ -46,7 +46,7 @@ class RateCourse:
 
 
 def course_of(decay_steps: float | str | None, total_steps: int | None, warms_up: bool) -> RateCourse:
-    """The built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
+    """Return the built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
 
     Args:
         decay_steps: See :class:`~ekfac.optim.options.StepSize`.

@@ -1,0 +1,40 @@
+"""Which parameters a backward pass brings gradients to."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ekfac.curvature.blocks import Block
+from ekfac.optim.statistics.partition import Partition
+
+
+class Reach:
+    """Asks autograd, within a backward pass, where that pass goes.
+
+    Args:
+        partition: The parameters.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        #: What adds to each parameter's ``.grad`` in a backward pass.
+        self.accumulators: dict[nn.Parameter, Node] = {}
+
+    def reaches_parameters(self, block: Block | None) -> bool:
+        """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
+        return any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
+
+    def _reaches(self, parameter: nn.Parameter) -> bool:
+        if not parameter.requires_grad:
+            return False
+        known = self.accumulators.get(parameter)
+        try:
+            if known is not None and torch._C._will_engine_execute_node(known):
+                return True
+            # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
+            found = self.accumulators[parameter] = get_gradient_edge(parameter).node
+            return bool(torch._C._will_engine_execute_node(found))
+        except RuntimeError:
+            return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad

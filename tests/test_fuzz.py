@@ -1,0 +1,47 @@
+"""A few tries of every fuzzer whose promise is kept today, and the harness itself; ``make fuzz`` makes thousands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fuzz.__main__ import FUZZERS
+from fuzz.harness import Broken, Fuzzer, attempt, run, table
+
+# Mended elsewhere: what an optimizer makes of a changed state, and of solvers that fail.
+OPEN = ("states", "solvers")
+TRIES = {"disk-full": 3, "kills": 1, "save-checkpoint": 15, "train": 10, "runs": 15, "studies": 6, "constructors": 10}
+
+
+@pytest.mark.parametrize("name", [name for name in FUZZERS if name not in OPEN])
+def test_a_few_tries(name: str) -> None:
+    for number in range(TRIES.get(name, 25)):
+        what, why, _ = attempt(FUZZERS[name], 123, number)
+        assert why is None, f"try {number}: {why}"
+        assert what
+
+
+def _sometimes(chance, folder: Path) -> str:
+    assert not list(folder.iterdir())
+    if chance.random() < 0.5:
+        raise Broken("tails")
+    return "heads"
+
+
+def test_tries_are_seeded_journalled_and_not_repeated(tmp_path: Path) -> None:
+    fuzzer = Fuzzer("coin", "heads", 20, _sometimes)
+    first = run(fuzzer, 5, range(10), tmp_path / "coin", lambda line: None)
+    kept = (tmp_path / "coin").read_text()
+    (tmp_path / "coin").write_text(kept + '{"try": 10, "wha')  # killed in the middle of a line
+    said: list[str] = []
+    again = run(fuzzer, 5, range(20), tmp_path / "coin", said.append)
+    assert 0 < first.held < 10 and first.held + len(first.failures) == 10
+    assert {n: w for n, w in again.failures.items() if n < 10} == first.failures
+    assert len(said) == len(again.failures) - len(first.failures)
+    fresh = run(fuzzer, 5, range(20), tmp_path / "other", lambda line: None)
+    assert fresh.failures == again.failures and fresh.kinds == again.kinds
+    text = table([again])
+    assert f"{len(again.failures)} x Broken: tails" in text and "heads" in text
+    assert [json.loads(line)["try"] for line in (tmp_path / "coin").read_text().splitlines()] == list(range(20))
