@@ -76,10 +76,10 @@ def state(studies: Sequence[Trials]) -> State:
         settled = {t.user_attrs.get("key") for t in trials if t.state != TrialState.FAIL}
         for trial in trials:
             name = trial.state.name.lower()
-            if trial.state == TrialState.FAIL:
+            if trial.state == TrialState.FAIL and trial.user_attrs.get("error") == PAUSED:
                 if trial.user_attrs.get("key") in settled:
-                    continue  # tried again since
-                name = "paused" if trial.user_attrs.get("error") == PAUSED else name
+                    continue  # it has gone on since
+                name = "paused"
             counts[name] += 1
             diverged += bool(trial.user_attrs.get("diverged"))
             if trial.state == TrialState.COMPLETE and trial.value is not None and math.isfinite(trial.value):
