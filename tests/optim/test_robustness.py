@@ -327,3 +327,16 @@ def test_factor_products_are_in_full_float32_whatever_the_flag(tf32: bool) -> No
         assert torch.backends.cuda.matmul.allow_tf32 == tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_kfac_bears_inputs_with_a_large_offset() -> None:
+    """Raw timestamps: in float32 the damped factor is all but singular, and torch's inverse raises."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    opt = KFAC(model, lr=1e-3, damping=1e-3)
+    for _ in range(5):
+        x = 1e4 + torch.randn(64, 3)
+        opt.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        opt.step()
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())

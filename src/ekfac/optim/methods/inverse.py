@@ -213,16 +213,23 @@ def damped_inverse(
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     damped = (matrix + matrix.mT) / 2 + added[:, None, None] * eye
     if not wait and old is not None:
-        factor, info = torch.linalg.cholesky_ex(damped)
-        inverse = torch.cholesky_inverse(factor)
-        good = (info == 0).all() & torch.isfinite(inverse).all()
+        inverse, good = by_cholesky(damped)
         return torch.where(good, inverse, old[0]), torch.where(good, added, old[1]), True
     for attempt in (damped, damped.double()):
-        factor, info = torch.linalg.cholesky_ex(attempt)
-        inverse = torch.cholesky_inverse(factor)
-        if bool((info == 0).all() & torch.isfinite(inverse).all()):
+        inverse, good = by_cholesky(attempt)
+        if bool(good):
             return inverse.to(matrix), added, True
     return (*(old or (eye.expand_as(matrix) / added[:, None, None], added)), False)
+
+
+def by_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverse of a symmetric matrix, and whether it is one, 0-dim."""
+    try:
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        inverse = torch.cholesky_inverse(factor)
+    except RuntimeError:  # torch raises on a factor that is all but singular
+        return torch.full_like(matrix, float("nan")), torch.zeros((), dtype=torch.bool, device=matrix.device)
+    return inverse, (info == 0).all() & torch.isfinite(inverse).all()
 
 
 def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor:
