@@ -133,7 +133,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("scaling", ["running", "per_example", "kronecker"])
 def test_layers_that_no_hook_can_see_into_train_by_their_blocks_and_without_any(scaling: str, exclude: Any) -> None:
     model = Recurrent()
-    opt = EKFAC(model, lr=0.03, scaling=scaling, damping=1e-3, kl_clip=0.01, exclude=exclude)
+    opt = EKFAC(model, lr=0.03 if exclude else 0.01, scaling=scaling, damping=1e-3, kl_clip=0.01, exclude=exclude)
     assert {row.block == "diagonal" for row in opt.summary().rows} == ({True} if exclude else {True, False})
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     x = torch.randn(64, 5, 3)

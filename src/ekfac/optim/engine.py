@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim.cuda.executor import make_executor  # or, slower: from ekfac.optim.executor import make_executor
@@ -99,7 +100,7 @@ class Engine:
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.
         """
-        if self.replicas.together():
+        if self._shares():
             return self.replicas.step(rates, apply)
         inputs = self.collector.inputs()
         if inputs is None:
@@ -112,6 +113,11 @@ class Engine:
         self.collector.verify(inputs)
         apply(inputs, self.directions(inputs, rates), rates)
         return True
+
+    def _shares(self) -> bool:
+        """Tell whether other processes take part in this step."""
+        running = dist.is_available() and dist.is_initialized()
+        return (running or self.partition.owners.size > 1) and self.replicas.together()
 
     def check_finite(self, inputs: StepInputs) -> bool:
         """Tell whether to go on: all gradients are finite, or a mask will see to it that nothing changes."""
@@ -186,7 +192,7 @@ class Engine:
             self.schedule.applied_steps -= 1
             self._count_skipped()
         if self.schedule.pending:
-            self.schedule.poll(wait or self.options.processes.size > 1)
+            self.schedule.poll(wait or self._shares())
         return skipped
 
     def skip(self) -> None:
@@ -214,7 +220,7 @@ class Engine:
         self.collector.drop()
         if not due:
             return
-        if self.replicas.together():
+        if self._shares():
             self.replicas.refresh(dict(due), rates)
             return
         with self.executor.beside(self.partition.device):

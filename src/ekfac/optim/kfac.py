@@ -94,7 +94,6 @@ class KFAC(Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
-            "decay_vectors": True,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
         }

@@ -78,9 +78,10 @@ class Optimizer(Base, Joinable, Grouped):
                 and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
         """
         engine, comparison = self.engine, None
-        if closure is None and self._only_to_initialise():
+        if closure is None and not engine.collector.capture.examples and self._only_to_initialise():
             return None
-        self._not_joined_yet()
+        if self._join_config is not None:
+            self._not_joined_yet()
         adaptation = None if self._adaptation is None else self._adapts()
         if adaptation is not None:
             engine.settle()
@@ -109,8 +110,7 @@ class Optimizer(Base, Joinable, Grouped):
 
     def _only_to_initialise(self) -> bool:
         """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
-        capture = self.engine.collector.capture
-        nothing = not capture.examples and not capture.separate_examples
+        nothing = not self.engine.collector.capture.separate_examples
         return nothing and all(bool(group["lr"] == 0) for group in self.param_groups)
 
     def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:

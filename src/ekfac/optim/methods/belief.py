@@ -71,14 +71,9 @@ class Belief(TorchRule):
         beta1, beta2 = betas_of(self.betas, step)
         root = (state.s / remaining(beta2, state.count).to(state.s)).sqrt_().add_(self.eps)
         x = (state.m / remaining(beta1, state.count).to(state.m)).div_(root)
-        x = x / root_mean_square(x).clamp(min=1)
+        x = x / x.square().mean().sqrt().clamp(min=1)
         return x if step.ok is None else x * step.ok.to(x)
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
         return s / remaining(self.betas[1], state.count).to(s) if hasattr(state, "count") else s
-
-
-def root_mean_square(x: Tensor) -> Tensor:
-    """Return the root of the mean of x^2."""
-    return x.square().mean().sqrt()

@@ -12,7 +12,7 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.curvature.operators.parts import Part
-from ekfac.optim.methods.rules import SPIKE, overwrite, shortening
+from ekfac.optim.methods.rules import overwrite
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import PATIENCE, Refresher
 from ekfac.optim.types import BlockStep, InverseState
@@ -128,12 +128,11 @@ class InverseMethod:
     def rescale(self, block: Block, state: InverseState, step: BlockStep) -> Tensor:
         """Take the two products."""
         A, B, gradient = state.inverse_A, state.inverse_B, step.gradient
-        factor = shortening(squared_length(gradient), SPIKE**2 * usual_size(state))
         if isinstance(gradient, Rows):
             delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B
             h: Tensor = gradient.h * A[:, None, :] if block.diagonal_A else gradient.h @ A
-            return delta.mT @ (h * factor)
-        return kronecker_product(block, gradient * factor, A, B, state.get("inverse_extra"))
+            return delta.mT @ h
+        return kronecker_product(block, gradient, A, B, state.get("inverse_extra"))
 
     def project_back(self, x: Tensor, step: BlockStep) -> Tensor:
         """Stay in the parameters' own coordinates."""
@@ -177,18 +176,6 @@ def pi_of(A: Tensor, B: Tensor) -> Tensor:
     mean_A, mean_B = (M.mean(-1) if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (A, B))
     pi = (mean_A / mean_B).sqrt()
     return torch.where(torch.isfinite(pi) & (pi > 0), pi, 1.0)
-
-
-def usual_size(state: InverseState) -> Tensor:
-    """tr A tr B, which the squared length of a gradient is hardly ever above."""
-    return factors.trace(state.A) * factors.trace(state.B) / state.factor_weight**2
-
-
-def squared_length(gradient: Tensor | Rows) -> Tensor:
-    """|G|^2."""
-    if isinstance(gradient, Rows):
-        return (gradient.delta @ gradient.delta.mT).mul_(gradient.h @ gradient.h.mT).sum()
-    return gradient.square().sum()
 
 
 def damped_inverse(

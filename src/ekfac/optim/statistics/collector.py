@@ -243,7 +243,7 @@ class Collector:
             if (text := low_coverage(self._partition.blocks)) is not None:
                 warnings.warn(text, UserWarning, stacklevel=2)
         self.capture.finish()
-        processes, covered = self.options.processes.size, self._partition.covered
+        processes, covered = self._partition.owners.size, self._partition.covered
         if self.capture.examples == 0 and processes == 1:
             raise RuntimeError(NO_EXAMPLES)
         silent = [

@@ -152,7 +152,7 @@ class Partition:
         """Keep state in another mapping from now on, whose entries may be plain dicts."""
         self.states = states
         for block in self.blocks:
-            if states.get(block.key):
+            if block.key in states:
                 self.state(block)
 
     def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
