@@ -3,7 +3,7 @@ import gzip, lzma, math, os, struct
 import numpy as np, torch
 from torch import nn
 from torch.nn import functional as F
-DATA = os.environ.get("RDATA", "/work/shared/data")
+DATA = os.environ.get("RDATA", "data")
 dev = "cuda" if torch.cuda.is_available() else "cpu"
 
 def idx(path):
