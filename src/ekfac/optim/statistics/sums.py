@@ -166,7 +166,7 @@ def weigh(
         each = torch.stack([torch.as_tensor(t, dtype=first.dtype, device=first.device) for t in terms])
         weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
     else:
-        each = first.new_tensor([float(t) for t in terms])
+        each = torch.tensor([float(t) for t in terms], dtype=first.dtype).to(first.device, non_blocking=True)
         weights = torch.ones_like(each) * as_number(n, first)
     by = torch.stack([weights / each, weights * as_number(square, first)])
     new = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions)]) * by
