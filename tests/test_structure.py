@@ -18,7 +18,7 @@ import ekfac
 ROOT = Path(__file__).resolve().parents[1] / "src"
 FILES = sorted((ROOT / "ekfac").rglob("*.py"))
 #: Each room may import from itself and from those before it.
-ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", "cli")
+ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", "cli", "__main__")
 
 
 def module_of(file: Path) -> str:

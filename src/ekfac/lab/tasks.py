@@ -47,7 +47,7 @@ class Task:
     about: str = ""
 
 
-TASKS: Registry[Task] = Registry("task")
+TASKS: Registry[Task] = Registry("task", plugins=True)
 
 
 def register_task(name: str, task: Task) -> Task:

@@ -63,7 +63,7 @@ class Dataset:
         return replace(self, splits={name: Split(moved(x), y.to(device)) for name, (x, y) in self.splits.items()})
 
 
-DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset")
+DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset", plugins=True)
 
 
 def register_dataset(name: str, load: Callable[[Path], Dataset]) -> Callable[[Path], Dataset]:
