@@ -46,7 +46,7 @@ class Prices:
     renewing: float
 
     def at(self, refresh_every: int) -> float:
-        """Seconds of a mean step when the basis is renewed every so many."""
+        """Return the seconds of a mean step when the basis is renewed every so many."""
         return self.plain + max(0.0, self.renewing - self.plain) / refresh_every
 
 

@@ -67,7 +67,7 @@ class Forwards:
 
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
-        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
         if self._in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -81,7 +81,7 @@ class Forwards:
             self._current, self._depth, self._in_batch = None, 0, False
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts: count its examples."""
+        """Count the examples of a forward of the model that starts."""
         if self._depth and not self._in_batch and calls_under_way(self.model) < 2:
             self._current, self._depth = None, 0  # the one that it was within has been interrupted
         self._depth += 1
@@ -98,7 +98,7 @@ class Forwards:
         self._current = self._new(self._count(args, kwargs))
 
     def end(self) -> Record | None:
-        """A forward of the model ended, well or by an exception; return its record if it has one."""
+        """Return the record of a forward that has ended, well or by an exception; None if it has none."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return None
@@ -106,7 +106,7 @@ class Forwards:
         return record
 
     def record(self) -> Record | None:
-        """The record that a call under way belongs to; None if it is not to be captured."""
+        """Return the record that a call under way belongs to; None if it is not to be captured."""
         if self._current is not None:
             return self._current
         if inside_backward() and self.latest is not None:

@@ -85,7 +85,7 @@ def run_demo(
 
 
 def _say(console: Console, name: str, run: Run) -> None:
-    """Where nothing can be redrawn, print a line at every tenth epoch."""
+    """Print a line at every tenth epoch, where nothing can be redrawn."""
     last = run.history[-1]
     if last["epoch"] % 10 == 0 or run.status != "unfinished":
         loss = demo.points(run, "step")

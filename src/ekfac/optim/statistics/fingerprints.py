@@ -27,7 +27,7 @@ class Fingerprints:
         self._vectors: dict[Block, fingerprint.Vectors] = {}
 
     def vectors(self, block: Block) -> fingerprint.Vectors:
-        """u and v of a block, made once."""
+        """Return u and v of a block, made once."""
         if block not in self._vectors:
             self._vectors[block] = fingerprint.vectors_of(block)
         return self._vectors[block]
