@@ -131,7 +131,7 @@ class Engine:
         return go
 
     def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Factors, bases, scalings, directions: the part of a step that the device does."""
+        """Compute factors, bases, scalings and directions: the part of a step that the device does."""
         self.collector.update_factors(inputs)
         known = (block for block in self.partition.blocks if block not in inputs.unknown)
         blocks = [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
@@ -140,14 +140,14 @@ class Engine:
         return self.executor.parallel(lambda block: self.precondition_block(block, inputs, rates), blocks)
 
     def precondition_block(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
-        """Algorithm 1 for one block; no block depends on another."""
+        """Do Algorithm 1 for one block; no block depends on another."""
         # A basis from the factors, where it is due.
         if block in inputs.solves or block in inputs.warm:
             self.compute_eigenbasis(block, inputs, rates)
         return self.direction(block, inputs, rates)
 
     def direction(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
-        """Algorithm 1 for one block with its basis as it stands."""
+        """Do Algorithm 1 for one block with its basis as it stands."""
         method = self.method if block.covered else self.elementwise
         state = self.partition.states.get(block.key)
         if state is None:
@@ -173,7 +173,7 @@ class Engine:
         return Direction(block, steps, G, step.products)
 
     def compute_eigenbasis(self, block: Block, inputs: StepInputs, rates: Rates) -> None:
-        """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""
+        """Do Algorithm 1's ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""
         state = self.partition.states[block.key]
         (A, B), damping = factors_of(state), rates.of(block.key).damping
         if block in inputs.solves:

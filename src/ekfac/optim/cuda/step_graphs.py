@@ -220,7 +220,7 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
 
 
 def tensors_of(inputs: StepInputs) -> tuple[list[Tensor], ...]:
-    """Gradients, what was captured of calls, and sums."""
+    """Return gradients, what was captured of calls, and sums."""
     calls = [t for kept in inputs.calls.values() for cs, _ in kept for c in cs for t in (c.x, c.d)]
     return list(inputs.gradients.values()), calls, [t for sums in inputs.sums.values() for t in sums.tensors()]
 

@@ -46,7 +46,7 @@ class Refresher:
     # --- in full ----------------------------------------------------------------------------------------------------
 
     def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
-        """U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
+        """Return U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
         started = time.perf_counter()
         with factors.full_precision(A.device):
             U_A, S_A, kept_A = self._side(block, "A", A, block.diagonal_A, None if old is None else old.U_A)
