@@ -62,6 +62,6 @@ def test_every_extension_is_shown_in_few_lines() -> None:
 def test_an_extension_runs(name: str, tmp_path: Path) -> None:
     """In a process of its own, as it registers names."""
     (tmp_path / "mine.py").write_text(CODE[name] + "\n" + CHECKS[name])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

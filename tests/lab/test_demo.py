@@ -59,7 +59,22 @@ def test_each_gets_the_same_time_and_its_own_folder(tmp_path):
         assert last >= 0.1 > before[-1]
     assert runs["lost"].status == "diverged" and runs["one"].status == "finished"
     assert seen[:3] == ["one", "two", "lost"] and len(seen) == sum(len(run.history) for run in runs.values())
-    assert load_run(tmp_path / "one").history == runs["one"].history
+    recorded = load_run(tmp_path / "one")
+    assert recorded.history == runs["one"].history and recorded.status == "finished"
+    assert f"--epochs {len(recorded.history) - 1} " in recorded.about["command"]  # what it had time for, and no more
+
+
+def test_a_race_that_is_cut_short_leaves_runs_that_can_be_repeated(tmp_path):
+    def stop(name, run):
+        if len(run.history) == 3:
+            raise KeyboardInterrupt
+
+    entrants = {"one": TrainConfig("classifier", "sgd", **SMALL), "two": TrainConfig("classifier", "adam", **SMALL)}
+    with pytest.raises(KeyboardInterrupt):
+        demo.race(entrants, seconds=1e9, out=tmp_path, on_epoch=stop)
+    for name in entrants:
+        run = load_run(tmp_path / name)
+        assert run.config.epochs == max(1, run.history[-1]["epoch"])
 
 
 def test_the_number_of_epochs_can_be_bounded():

@@ -117,6 +117,15 @@ def require_plugins(names: Iterable[str]) -> None:
         raise LabError(f"the settings name code that was not asked for; if you trust it, pass {words}")
 
 
+def portable(where: str) -> str:
+    """Name a plugin without folders of this machine: as it was named, a file's whole path relative or by its name."""
+    path = Path(where)
+    if not _is_file(where) or not path.is_absolute():
+        return where
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+
+
 def _is_file(where: str) -> bool:
     return where.endswith(".py")
 

@@ -118,18 +118,28 @@ def race(
         _add(name, trainers[name].initial_record(), runs, folders)
         on_epoch(name, runs[name])
     racing = [name for name in trainers if not runs[name].history[-1]["diverged"]]
-    while racing:
-        name = min(racing, key=lambda candidate: trainers[candidate].seconds)
-        record = trainers[name].train_epoch()
-        _add(name, record, runs, folders)
-        if record["diverged"] or record["seconds"] >= seconds or record["epoch"] >= max_epochs:
-            racing.remove(name)
-            runs[name].status = "diverged" if record["diverged"] else "finished"
-            trainers[name].close()
-        on_epoch(name, runs[name])
-    for folder in folders.values():
-        folder.close()
+    try:
+        while racing:
+            name = min(racing, key=lambda candidate: trainers[candidate].seconds)
+            record = trainers[name].train_epoch()
+            _add(name, record, runs, folders)
+            if record["diverged"] or record["seconds"] >= seconds or record["epoch"] >= max_epochs:
+                racing.remove(name)
+                runs[name].status = "diverged" if record["diverged"] else "finished"
+                trainers[name].close()
+            on_epoch(name, runs[name])
+    finally:
+        for name, folder in folders.items():
+            _settle(runs[name], folder)
     return runs
+
+
+def _settle(run: Run, folder: RunFolder) -> None:
+    """Record a run as one of the epochs that it had time for, so that it can be repeated."""
+    run.config = replace(run.config, epochs=max(1, run.history[-1]["epoch"]))
+    run.about["command"] = run.config.command()
+    folder.write_config(run.config, run.about)
+    folder.close()
 
 
 def _add(name: str, record: dict[str, Any], runs: Mapping[str, Run], folders: Mapping[str, RunFolder]) -> None:

@@ -80,5 +80,6 @@ def repeated(before: Run, after: Run) -> str:
     words = ["diverged" if loss is None else f"training loss {loss:.6g}" for loss in (new, old)]
     if old == new:
         return f"the same as recorded after epoch {epoch}: {words[0]}"
+    words[1] += "" if before.about.get("data_sha256") == after.about.get("data_sha256") else ", on other data"
     apart = "" if old is None or new is None else f" ({abs(new - old) / abs(old):.2g} apart)"
     return f"after epoch {epoch}: {words[0]}; recorded: {words[1]}{apart}"

@@ -232,7 +232,7 @@ def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = N
     """Return what config.json says besides the settings."""
     folder = None if data_dir is None else str(Path(data_dir).resolve())
     return {
-        "command": config.command(folder),
+        "command": config.command(),
         **({} if folder is None else {"data_dir": folder}),
         "versions": versions(),
         "machine": machine(),
