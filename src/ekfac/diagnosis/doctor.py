@@ -53,7 +53,7 @@ class Diagnosis:
         drift: Largest off-diagonal residual of the factors in the basis when it was renewed: 0 where it still fits.
         drift_steps: Steps between the renewals.
         captured_bytes: The most that captured inputs and output gradients took at one time.
-        prices: Seconds of a step: Adam's, EKFAC's, and EKFAC's with a renewal.
+        prices: Seconds of a step: Adam's, and EKFAC's without and with statistics and renewals.
         trials: The short runs.
         trial_steps: Steps of each.
         options: The options of EKFAC that were given.
@@ -128,8 +128,8 @@ class Diagnosis:
         seconds = [self.prices.at(interval) for interval in INTERVALS]
         rows = [
             ("basis renewed every", [f"{interval}" for interval in INTERVALS]),
-            ("ms a step", [f"{1e3 * s:.3g}" for s in seconds]),
-            ("times Adam's", [f"{s / self.prices.adam:.2f}" for s in seconds]),
+            ("ms a step", [f"{1e3 * s:.4g}" for s in seconds]),
+            ("times Adam's", [f"{s / self.prices.adam:.3f}" for s in seconds]),
         ]
         lines = [f"{name:20}" + "".join(f"{cell:>8}" for cell in cells) for name, cells in rows]
         return "\n".join([*lines, f"Adam: {1e3 * self.prices.adam:.3g} ms"])
