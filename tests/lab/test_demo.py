@@ -97,10 +97,19 @@ def test_the_entrants_are_the_papers_five_and_the_default():
 def test_the_first_race_is_on_one_network_with_the_library_as_it_comes():
     entrants = demo.RACES[demo.FIRST].entrants
     assert len({(c.task, c.batch_norm, c.width, c.batch_size) for c in entrants.values()}) == 1
-    own = entrants["EKFAC"]
-    assert own == TrainConfig(own.task, "ekfac-default", lr=own.lr), "only its learning rate is set, as the others' is"
+    assert entrants["EKFAC (defaults)"] == TrainConfig("deep", "ekfac-default"), "nothing is set"
+    for name in ("SGD", "Adam", "EKFAC (lr 0.01)"):
+        own = entrants[name]
+        assert own == TrainConfig(own.task, own.optimizer, lr=own.lr), "only the learning rate is set"
     for race in demo.RACES.values():
         assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in race.entrants.values())
+
+
+def test_the_demo_says_what_was_set():
+    said = demo.what_was_set(demo.RACES[demo.FIRST].entrants)
+    assert said == "What was set: SGD: lr 0.1; Adam: lr 0.01; EKFAC (defaults): nothing; EKFAC (lr 0.01): lr 0.01."
+    options = {"one": TrainConfig("deep", "kfac", damping=1e-3, refresh_every=5, options={"kl_clip": 0.1})}
+    assert demo.what_was_set(options) == "What was set: one: damping 0.001, refresh every 5, kl_clip 0.1."
 
 
 def test_the_recorded_race_is_the_records_and_is_replayed_in_order():

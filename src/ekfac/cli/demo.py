@@ -40,13 +40,15 @@ def demo(
     console = Console()
     if recorded:
         title, run = _recorded(10.0 if seconds is None else seconds)
+        settings = ""
     else:
-        title, run = _fresh(race, seconds, batch_size, width, batch_norm, seed, out, data_dir)
+        title, settings, run = _fresh(race, seconds, batch_size, width, batch_norm, seed, out, data_dir)
     with interruptible("nothing was written" if out is None else f"what each had done by then is recorded in {out}"):
         runs = run(lambda name, found: None) if json else display.run_demo(console, title, run)
     if json:
         result = {
             "verdict": asdict(lab_demo.verdict(runs)),
+            "settings": settings,
             "runs": {n: r.to_dict() for n, r in runs.items()},
         }
         display.show_json(result)
@@ -54,6 +56,7 @@ def demo(
     display.show_verdict(console, runs)
     if recorded:
         return
+    console.print(settings, highlight=False, markup=False)
     if out is not None:
         console.print(f"recorded in {out}", soft_wrap=True)
     console.print(demo_report(list(runs.values()), out), soft_wrap=True, markup=False)
@@ -78,7 +81,7 @@ def _fresh(
     seed: int,
     out: str | None,
     data_dir: str | None,
-) -> tuple[str, Racing]:
+) -> tuple[str, str, Racing]:
     chosen = lab_demo.RACES[race]
     entrants = dict(chosen.entrants)
     if batch_norm and "Adam + BN" not in entrants:
@@ -91,7 +94,8 @@ def _fresh(
     def run(on_epoch: Callable[[str, Run], None]) -> Runs:
         return lab_demo.race(entrants, time, out=out, data_dir=data_dir, seed=seed, on_epoch=on_epoch)
 
-    return title, run
+    settings = lab_demo.what_was_set(entrants) + (f" {chosen.rates}" if chosen.rates and not changes else "")
+    return title, settings, run
 
 
 def register(app: typer.Typer) -> None:
