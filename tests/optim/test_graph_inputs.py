@@ -200,6 +200,7 @@ def replayed(model: nn.Module, opt: ekfac.EKFAC, steps: int, sizes: tuple[int, .
     return opt.engine.executor.step_graphs.replays - before
 
 
+@pytest.mark.over_a_second
 def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(recording: Torch) -> None:
     model, opt = small(refresh_every=16)  # every step takes the factors of a quarter of the layers
     replayed(model, opt, 20)
@@ -216,6 +217,7 @@ def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(r
     assert all(a is b for a, b in zip(*gradients[:2], strict=True)), "gradients at one place"
 
 
+@pytest.mark.over_a_second
 def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
     model, opt = small(refresh_every=16)
     replayed(model, opt, 20)
@@ -224,6 +226,7 @@ def test_batches_of_three_sizes_are_all_replayed(recording: Torch) -> None:
     assert replayed(model, opt, 48, (16, 12, 8)) == 48
 
 
+@pytest.mark.over_a_second
 def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
     model, opt = small(deterministic=True, factor_every=1, refresh_every=100)
     assert replayed(model, opt, 40, (12,)) >= 10
