@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 
 from ekfac.lab.show import demo, replay
 from ekfac.lab.show.chart import chart
@@ -97,7 +98,7 @@ def test_the_entrants_are_the_papers_five_and_the_default():
 def test_the_first_race_is_on_one_network_with_the_library_as_it_comes():
     entrants = demo.RACES[demo.FIRST].entrants
     assert len({(c.task, c.batch_norm, c.width, c.batch_size) for c in entrants.values()}) == 1
-    assert entrants["EKFAC (defaults)"] == TrainConfig("deep", "ekfac-default"), "nothing is set"
+    assert entrants["EKFAC"] == TrainConfig("deep", "ekfac-default"), "nothing is set"
     for name in ("SGD", "Adam", "EKFAC (lr 0.01)"):
         own = entrants[name]
         assert own == TrainConfig(own.task, own.optimizer, lr=own.lr), "only the learning rate is set"
@@ -105,9 +106,16 @@ def test_the_first_race_is_on_one_network_with_the_library_as_it_comes():
         assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in race.entrants.values())
 
 
+def test_threads_are_the_races_while_it_lasts():
+    before, seen = torch.get_num_threads(), []
+    entrants = {"one": TrainConfig("classifier", "sgd", **SMALL)}
+    demo.race(entrants, 1e9, max_epochs=1, threads=1, on_epoch=lambda name, run: seen.append(torch.get_num_threads()))
+    assert set(seen) == {1} and torch.get_num_threads() == before
+
+
 def test_the_demo_says_what_was_set():
     said = demo.what_was_set(demo.RACES[demo.FIRST].entrants)
-    assert said == "What was set: SGD: lr 0.1; Adam: lr 0.01; EKFAC (defaults): nothing; EKFAC (lr 0.01): lr 0.01."
+    assert said == "What was set: SGD: lr 0.1; Adam: lr 0.01; EKFAC: nothing; EKFAC (lr 0.01): lr 0.01."
     options = {"one": TrainConfig("deep", "kfac", damping=1e-3, refresh_every=5, options={"kl_clip": 0.1})}
     assert demo.what_was_set(options) == "What was set: one: damping 0.001, refresh every 5, kl_clip 0.1."
 

@@ -92,7 +92,9 @@ def _fresh(
     time = chosen.seconds if seconds is None else seconds
 
     def run(on_epoch: Callable[[str, Run], None]) -> Runs:
-        return lab_demo.race(entrants, time, out=out, data_dir=data_dir, seed=seed, on_epoch=on_epoch)
+        return lab_demo.race(
+            entrants, time, out=out, data_dir=data_dir, seed=seed, threads=chosen.threads, on_epoch=on_epoch
+        )
 
     settings = lab_demo.what_was_set(entrants) + (f" {chosen.rates}" if chosen.rates and not changes else "")
     return title, settings, run

@@ -141,7 +141,8 @@ class TrainConfig:
         words = ["ekfac", "train", self.task]
         for f in fields(self):
             value = getattr(self, f.name)
-            if "kind" not in f.metadata or value is None or (f.default is not MISSING and value == f.default):
+            usual = f.default is not MISSING and value == f.default and f.name != "optimizer"
+            if "kind" not in f.metadata or value is None or usual:
                 continue
             flag = f.name.replace("_", "-")
             if f.metadata["kind"] is bool:
