@@ -140,7 +140,7 @@ def _race(
         dataset = given(config.dataset)
         data[dataset] = data.get(dataset) or load_dataset(dataset, data_dir)
         trainers[name] = Trainer(config, data[dataset])
-        runs[name] = Run(config, about=about(config, trainers[name], data_dir))
+        runs[name] = Run(config, about={**about(config, trainers[name], data_dir), "race_seconds": seconds})
         if out is not None:
             runs[name].path = path = Path(out) / re.sub(r"[^a-z0-9+-]", "", name.lower().replace(" (", "-"))
             folders[name] = RunFolder(path)
