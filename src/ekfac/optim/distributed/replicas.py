@@ -95,7 +95,8 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        apply(inputs, engine.directions(inputs, rates), rates)
+        engine.collector.update_factors(inputs)
+        apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
         whole = engine.executor.whole_steps
         self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
         if not whole:
