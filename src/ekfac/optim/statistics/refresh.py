@@ -214,7 +214,7 @@ def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
-    """One below the other; a single one as it is."""
+    """Put tensors one below the other; a single one stays as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
