@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import ekfac
 from ekfac.cli import main as cli
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import portable
-from ekfac.lab.show.listing import repeated
+from ekfac.lab.show.listing import repeated, row
 from ekfac.lab.training.run import load_run
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, read_tags
@@ -72,6 +73,12 @@ def test_runs_are_listed_sorted_and_chosen(recorded: Path, capsys: pytest.Captur
     for words in (["--sort", "colour"], ["--status", "good"]):
         assert run("ls", recorded, *words) == 2
     assert run("ls", recorded / "none") == 2
+
+
+def test_changed_defaults_are_not_listed_as_the_defaults() -> None:
+    plain = TrainConfig("deep", "ekfac-default", device="cpu").resolved()
+    assert row(Run(plain, []))["method"] == "EKFAC (defaults)"
+    assert row(Run(replace(plain, lr=0.01), []))["method"] == "EKFAC (changed)"
 
 
 def test_what_differs_between_two_runs_is_shown(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,11 @@ def test_threads_are_the_races_while_it_lasts():
     assert set(seen) == {1} and torch.get_num_threads() == before
 
 
+def test_a_busy_machine_is_told():
+    assert demo.busy(60.0, 55.0) == "" and demo.busy(60.0, 110.0) == ""
+    assert demo.busy(60.0, 20.0).startswith("The machine was busy: this had a core for 20 of 60 s.")
+
+
 def test_the_demo_says_what_was_set():
     said = demo.what_was_set(demo.RACES[demo.FIRST].entrants)
     assert said == "What was set: SGD: lr 0.1; Adam: lr 0.01; EKFAC: nothing; EKFAC (lr 0.01): lr 0.01."

@@ -66,6 +66,8 @@ RACES = {
     "autoencoder": Race(f"the paper's auto-encoder at width {WIDTH}, 4,000 digits, batch 200", _PAPER, 20.0),
 }
 FIRST = "deep"
+#: With less than this fraction of one core, a race is told to have had a busy machine.
+BUSY = 0.7
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,13 @@ def what_was_set(entrants: Mapping[str, TrainConfig]) -> str:
         values += [f"{one} {value}" for one, value in config.options.items()]
         said.append(f"{name}: {', '.join(values) or 'nothing'}")
     return f"What was set: {'; '.join(said)}."
+
+
+def busy(wall: float, cpu: float) -> str:
+    """Say that the machine did much else meanwhile, if it did; then seconds tell little of who is faster."""
+    if cpu >= BUSY * wall:
+        return ""
+    return f"The machine was busy: this had a core for {cpu:.0f} of {wall:.0f} s. Run it again when it is idle."
 
 
 def points(run: Run, x: str) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ekfac.lab.labels import describe, method
+from ekfac.lab.labels import describe, shown_method
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import read_tags
 
@@ -19,7 +19,7 @@ def row(run: Run) -> dict[str, Any]:
     return {
         "run": None if run.path is None else _short(run.path),
         "task": run.config.task,
-        "method": method(run.config),
+        "method": shown_method(run.config),
         "setting": describe(run.config),
         "seed": run.config.seed,
         "epoch": last.get("epoch", 0),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ekfac.lab.labels import method, touched
+from ekfac.lab.labels import shown_method
 from ekfac.lab.search.selection import Curve, best_final, by_method, curves, last
 from ekfac.lab.training.runs import Run
 
@@ -28,9 +28,8 @@ class Group:
 
 
 def name_of(curve: Curve) -> str:
-    """Return the method's name; settings near the library's defaults are not called the defaults."""
-    name = method(curve.config)
-    return name.replace("(defaults)", "(changed)") if touched(curve.config) else name
+    """Return the name of a setting's method."""
+    return shown_method(curve.config)
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
