@@ -171,7 +171,7 @@ class Schedule:
         return solves, warm
 
     def _ready_elsewhere(self, block: Block) -> bool:
-        """Whether another process has the block's basis."""
+        """Tell whether another process has the block's basis."""
         found = self._partition.ready_elsewhere
         return bool(found) and members(block) in found
 
