@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -59,6 +60,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
         self.engine = make_engine(self._all_parameters(), self.state)
+        self.engine.collector.on_replaced = self._follow(weakref.ref(self))
         compares = self.engine.method.compares_gradients
         self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
         try:
@@ -176,23 +178,25 @@ class Optimizer(Base, Joinable, Grouped):
         steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
         if self.step_size.max_change is not None:
             most = self.step_size.max_change
-            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, self.engine.options.processes)
+            processes = self.engine.options.processes
+            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, processes, inputs.weights)
         if adapts:
             self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         for group, lr in zip(self.param_groups, lrs, strict=True):
-            self._update_parameters(group, steps, lr, inputs.ok)
+            self._update_parameters(group, steps, lr, inputs)
 
     def _update_parameters(
-        self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, ok: Tensor | None
+        self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, inputs: StepInputs
     ) -> None:
         """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
-        parameters = [p for p in group["params"] if p in steps]
-        if not parameters:
+        updated = [p for p in group["params"] if p in steps]
+        if not updated:
             return
-        p_steps = [steps[p] for p in parameters]
-        mu = group["momentum"]
+        p_steps = [steps[p] for p in updated]
+        parameters: list[Tensor] = [inputs.weights.get(p, p) for p in updated] if inputs.weights else updated
+        mu, ok = group["momentum"], inputs.ok
         if ok is not None:
             lr = lr * ok
         decayed = parameters if group["decay_vectors"] else [p for p in parameters if p.dim() > 1]
@@ -201,7 +205,7 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_mul_(decayed, shrink.to(decayed[0]) if isinstance(shrink, Tensor) else shrink)
         if mu:
             velocities = []
-            for p, step in zip(parameters, p_steps, strict=True):
+            for p, step in zip(updated, p_steps, strict=True):
                 state = self.state[p]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)

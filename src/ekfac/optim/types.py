@@ -179,6 +179,7 @@ class StepInputs:
         touched: Parameters whose gradient was changed since.
         ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
         bad: True on the device where ``ok`` is 0.
+        weights: The whole of parameters that are sharded, for those that this process owns.
     """
 
     gradients: dict[nn.Parameter, Tensor]
@@ -197,6 +198,7 @@ class StepInputs:
     unknown: set[Block] = field(default_factory=set)
     ok: Tensor | None = None
     bad: Tensor | None = None
+    weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros in a step that must change nothing."""

@@ -116,7 +116,7 @@ class Capture:
         for module, uses in self._uses.items():
             layer = uses[0][1]
             if layer.seen_through_linear:
-                self._products[module] = Products(self, uses)
+                self._products[module] = Products(self, module, uses)
                 self._handles.append(module.register_forward_pre_hook(EnterHook(me)))
                 self._handles.append(module.register_forward_hook(LeaveHook(me), always_call=True))
                 continue

@@ -84,6 +84,8 @@ class Processes:
 
         One bucket for every owner, dtype and device.
         """
+        if self.size == 1:
+            return
         buckets = [(owner, bucket) for owner, bucket in _by_kind(tensors, lambda t: (t.dtype, t.device))]
         flats = [torch.cat([t.reshape(-1) for t in bucket]) for _, bucket in buckets]
         works = [self._sum_at(flat, owner) for flat, (owner, _) in zip(flats, buckets, strict=True)]
@@ -103,6 +105,8 @@ class Processes:
 
         One bucket for every owner and device, whatever the dtypes.
         """
+        if self.size == 1:
+            return
         buckets = []
         for owner, bucket in _by_kind(tensors, lambda t: t.device):
             bucket = sorted(bucket, key=Tensor.element_size, reverse=True)  # so that every part is aligned
@@ -119,6 +123,33 @@ class Processes:
                 parts = flat.split([t.numel() * t.element_size() for t in bucket])
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+    def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+        """Send tensors to every rank, and copy what every rank sends into others: one message, whatever the dtypes.
+
+        Args:
+            outgoing: By the rank that they are sent to.
+            incoming: By the rank that they come from; in number and kind as that one sends them.
+            device: Where all of them are.
+        """
+        if self.size == 1:
+            for target, source in zip(incoming[0], outgoing[0], strict=True):
+                target.copy_(source)
+            return
+        sent = [t.detach().reshape(-1).view(torch.uint8) for to_rank in outgoing for t in to_rank]
+        sizes = [[sum(map(_bytes, of_rank)) for of_rank in side] for side in (outgoing, incoming)]
+        flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
+        received = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, flat, sizes[1], sizes[0], group=self.group)
+        targets = [t for from_rank in incoming for t in from_rank]
+        for target, part in zip(targets, received.split([_bytes(t) for t in targets]), strict=True):
+            if part.storage_offset() % target.element_size():
+                part = part.clone()
+            target.copy_(part.view(target.dtype).view(target.shape))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _by_kind(tensors: ByOwner, kind: Any) -> Iterator[tuple[int, list[Tensor]]]:

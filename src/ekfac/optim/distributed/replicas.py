@@ -2,6 +2,8 @@
 
     backward -> statistics to the owners -> basis, direction, update by the owner -> parameters to everybody
 
+Where ranks hold pieces of parameters, the owner gets gradient and parameter from all of them, and each gets its piece.
+
 Whatever a process computes that rounding may decide (solves, products, sums over many numbers) is computed once, so
 replicas are equal to the bit with any number of threads, on unlike processors, and when a solver fails on one of them.
 """
@@ -25,6 +27,7 @@ from ekfac.optim.distributed.agreement import (
     roll_call,
     structure_of,
 )
+from ekfac.optim.distributed.shards import Shards, is_sharded, local, placed
 from ekfac.optim.distributed.states import keep_own
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
 from ekfac.optim.statistics.partition import members
@@ -48,6 +51,7 @@ class Replicas:
         self._engine = engine
         self.processes = engine.options.processes
         self.owners = engine.partition.owners
+        self.shards = Shards(self.owners)
         #: What this process could not do since the last roll call: the others have to hear of it first.
         self.failure: Exception | None = None
         #: Flags of owners that failed, which the host has not read.
@@ -55,12 +59,12 @@ class Replicas:
         self._checked: Any = None
 
     def together(self) -> bool:
-        """Tell whether other processes take part."""
+        """Tell whether other processes take part, or hold pieces of the parameters as if they did."""
         size = self.processes.size
         if size != self.owners.size:  # torch.distributed has been started or shut down since
             self._engine.partition.assign_owners()
             keep_own(self._engine)
-        return size > 1
+        return size > 1 or self._engine.partition.sharded
 
     # --- before a step --------------------------------------------------------------------------------------------
 
@@ -89,25 +93,50 @@ class Replicas:
             engine.skip()
             return False
         if engine.schedule.applied_steps % COMPARE_EVERY == 0:
-            compare_parameters(self.processes, dict(engine.model.named_parameters()))
+            replicated = {name: p for p, name in engine.partition.names.items() if not is_sharded(p)}
+            compare_parameters(self.processes, replicated)
         fetched = self._fetch_gradients(inputs, call)
+        self._make_whole(inputs, call)
         collector.collect(inputs)
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
         apply(inputs, engine.directions(inputs, rates), rates)
-        whole = engine.executor.whole_steps
-        self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
-        if not whole:
+        whole_steps = engine.executor.whole_steps
+        self._hand_round_results(
+            {p: p if whole_steps else g for p, g in inputs.gradients.items() if p not in self.shards}
+        )
+        if self.shards:
+            pieces = {p: p if whole_steps else p.grad for p in inputs.gradients if p in self.shards}
+            whole = inputs.weights if whole_steps else inputs.gradients
+            self.shards.scatter(whole, {p: local(piece) for p, piece in pieces.items() if piece is not None})
+        if not whole_steps:
             for p in fetched:
                 p.grad = inputs.gradients[p]
         return True
 
+    def _make_whole(self, inputs: StepInputs, call: RollCall) -> None:
+        """Give owners the whole gradient, and the whole parameter, of what ranks hold pieces of."""
+        if not self.shards:
+            return
+        pieces = [p for p in self._engine.partition.offered if p in self.shards]
+        device = self._engine.partition.device
+        for p, size, left in zip(pieces, call.largest[::2], call.largest[1::2], strict=True):
+            if p in inputs.gradients:
+                inputs.sizes[p], inputs.left[p] = (torch.tensor(x, dtype=torch.float64, device=device) for x in (size, left))
+        touched = {p for p, was in zip(self._engine.partition.offered, call.touched, strict=True) if was}
+        inputs.touched = [p for p in inputs.gradients if p in touched] if touched else []
+        mine = {p: g for p, g in inputs.gradients.items() if p in self.shards}
+        inputs.gradients.update(self.shards.gather({p: placed(g, p) for p, g in mine.items()}))
+        if self._engine.executor.whole_steps:
+            inputs.weights = self.shards.gather({p: local(p).detach() for p in mine})
+
     def _check_model(self) -> None:
         partition = self._engine.partition
         if self._checked != (self.processes.size, partition.offered):
-            structure = structure_of(self._engine.model, partition.offered)
+            structure = structure_of(partition.names, partition.offered)
             check_structure(self.processes, structure, partition.device)
+            self.shards.learn({p: partition.names[p] for p in partition.offered})
             self._checked = self.processes.size, partition.offered
 
     def _call(self, inputs: StepInputs, finite: bool) -> RollCall:
@@ -119,7 +148,7 @@ class Replicas:
         near: list[bool | None] = [
             partition.states.get(p, {}).get("near") if p in mine else None for p in partition.offered
         ]
-        silent = [name for name, p in engine.model.named_parameters() if p in partition.silent]
+        silent = [name for p, name in partition.names.items() if p in partition.silent]
         touched = set(inputs.touched)
         call = roll_call(
             self.processes,
@@ -131,6 +160,7 @@ class Replicas:
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,
+            largest=self._largest(inputs),
         )
         self._raise_together(call.failed)
         if call.diverged:
@@ -145,6 +175,13 @@ class Replicas:
                 partition.state(block).near = heard[block.key]
         return call
 
+    def _largest(self, inputs: StepInputs) -> list[float]:
+        """The largest magnitude in this process's piece of each sharded gradient, as it stands and as it was left."""
+        pieces = [p for p in self._engine.partition.offered if p in self.shards]
+        none = torch.zeros((), dtype=torch.float64, device=self._engine.partition.device)
+        found = [of.get(p, none).to(none) for p in pieces for of in (inputs.sizes, inputs.left)]
+        return torch.stack(found).tolist() if found else []
+
     def _verify(self, inputs: StepInputs, call: RollCall) -> None:
         """Check that gradients are those that passed through the calls; all raise if one finds that they are not."""
         collector, partition = self._engine.collector, self._engine.partition
@@ -152,12 +189,15 @@ class Replicas:
             return
         touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
         try:
-            collector.fingerprints.verify(inputs, touched, collector.loss_scale())
+            collector.fingerprints.verify(inputs, touched, collector.loss_scale(), self._is_whole)
         except RuntimeError as error:
             self.failure = error
         first = self.processes.rank if self.failure is not None else self.processes.size
         found = self.processes.least(torch.tensor(first, device=partition.device))
         self._raise_together(int(found))
+
+    def _is_whole(self, block: Block) -> bool:
+        return not self.shards or self.owners.mine(block)
 
     def _raise_together(self, first: int) -> None:
         """Raise if a rank has failed, here its own error; all of them know which."""
@@ -171,6 +211,10 @@ class Replicas:
         fetched = []
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
             if holder is None or complete:
+                continue
+            if p in self.shards:
+                if p not in inputs.gradients:  # what this process has of it is zero
+                    inputs.gradients[p] = p.grad = torch.zeros_like(p)
                 continue
             if p not in inputs.gradients:
                 inputs.gradients[p] = torch.empty_like(p)
@@ -187,7 +231,7 @@ class Replicas:
         wanted: dict[int, list[Tensor]] = {}
         ratios: dict[nn.Parameter, Tensor] = {}
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
-            if holder is not None and not complete:
+            if holder is not None and not complete and p not in self.shards:
                 one = torch.ones((), dtype=torch.float64, device=p.device)
                 ratios[p] = inputs.rescaled.get(p, one).to(one, copy=True)
                 wanted.setdefault(holder, []).append(ratios[p])

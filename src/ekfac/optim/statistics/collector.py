@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ekfac import checks
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
@@ -62,6 +61,8 @@ class Collector:
         self._schedule = schedule
         self.executor = executor
         self._moved = moved
+        #: Told the new parameter for every old one where the model is found to have others.
+        self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
         self.reach = Reach(partition)
         self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
@@ -75,7 +76,7 @@ class Collector:
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
         self.capture = Capture(
-            partition.model, self._receive, self._wanted, self._before_forward, self.reach.reaches_parameters,
+            partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
@@ -88,6 +89,14 @@ class Collector:
         self.watch.attach(self._partition.parameters)
         self.sums = {b: s for b, s in self.sums.items() if b in set(self._partition.blocks)}
 
+    def _replaced(self) -> None:
+        """Go on with the parameters that have been put in the place of those that were offered."""
+        new = self._partition.replace()
+        self.drop()
+        self.fingerprints.unverified.clear()
+        self.on_replaced(new)
+        self.set_parameters([new[p] for p in self._partition.offered])
+
     # --- during forward and backward ------------------------------------------------------------------------------
 
     def _before_forward(self) -> bool:
@@ -96,6 +105,8 @@ class Collector:
         Returns:
             Whether to capture: not where the whole model is frozen, as another's adversary.
         """
+        if self._partition.is_replaced():
+            self._replaced()
         if self._partition.is_frozen():
             return False
         if not self._partition.is_current():
@@ -104,8 +115,16 @@ class Collector:
             if kind != self._partition.kind:
                 self._moved()
         self.watch.before_forward()
-        if self.capture.examples and not self.capture.separate and self.watch.nothing_there:
+        if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
+        return True
+
+    def _reaches_parameters(self, block: Block | None) -> bool:
+        """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
+        if not self.reach.reaches_parameters(block):
+            return False
+        if self._partition.sharded:  # nothing is accumulated in the parameters themselves
+            self.watch.backward_runs()
         return True
 
     def _wanted(self, block: Block) -> bool:
@@ -229,14 +248,12 @@ class Collector:
     def inputs(self) -> StepInputs | None:
         """Return what the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
-        if not gradients or not self.capture.examples:
-            checks.whole(self._partition.model)
         if not gradients:
             self.drop()
             return None
         for p, gradient in gradients.items():
             if gradient.layout != torch.strided:
-                name = next((name for name, q in self._partition.model.named_parameters() if q is p), "?")
+                name = self._partition.names[p]
                 raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
         if not self._told_coverage:
             self._told_coverage = True

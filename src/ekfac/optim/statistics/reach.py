@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature.blocks import Block
+from ekfac.optim.distributed.shards import is_sharded
 from ekfac.optim.statistics.partition import Partition
 
 
@@ -29,12 +30,23 @@ class Reach:
     def _reaches(self, parameter: nn.Parameter) -> bool:
         if not parameter.requires_grad:
             return False
+        if self._partition.gathers:
+            return self._reaches_gathered(parameter)
+        return self._executes(parameter, parameter)
+
+    def _reaches_gathered(self, parameter: nn.Parameter) -> bool:
+        """The same of a parameter that is used in a gathered form, which is known while its layer has it."""
+        module, name = self._partition.places[parameter]
+        used = module._parameters[name]
+        return used is None or self._executes(parameter, used) or is_sharded(used)
+
+    def _executes(self, parameter: nn.Parameter, used: nn.Parameter) -> bool:
         known = self.accumulators.get(parameter)
         try:
             if known is not None and torch._C._will_engine_execute_node(known):
                 return True
             # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
-            found = self.accumulators[parameter] = get_gradient_edge(parameter).node
+            found = self.accumulators[parameter] = get_gradient_edge(used).node
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
             return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad

@@ -1,0 +1,162 @@
+"""Parameters of which every rank holds a piece (FSDP2, HSDP, tensor parallel): whole at their owners during a step.
+
+    .grad, theta: pieces -> owner        direction, update: by the owner        theta: owner -> pieces
+
+Each way is one message to every rank, of its own pieces or of those that it owns: with W ranks a W-th of all numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from ekfac.optim.distributed.owners import Owners
+
+#: Where a piece begins in the whole, and how large it is.
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, whose class takes long to import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the piece of a tensor that this process holds: of a plain one all of it."""
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[operator]
+
+
+def units(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called with: those that gather their parameters when they run."""
+    return [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Have the model hold its parameters as the optimizer knows them, not gathered for a forward under way."""
+    gathered = [unit for unit in units(model) if not all(is_sharded(p) for p in _own(unit))]
+    for unit in gathered:
+        unit.state_dict()  # puts the pieces back; reshard() would do nothing within a forward
+    try:
+        yield
+    finally:
+        for unit in gathered:
+            unit.unshard()
+
+
+def _own(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module outside of further such modules in it."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
+        if not hasattr(child, "reshard"):
+            yield from _own(child)
+
+
+class Shards:
+    """Which rank holds which piece of every sharded parameter.
+
+    Args:
+        owners: Who owns what.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+        self._processes = owners.processes
+        #: The piece of every rank, by parameter.
+        self._regions: dict[nn.Parameter, list[Region]] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._regions
+
+    def __bool__(self) -> bool:
+        return bool(self._regions)
+
+    def learn(self, parameters: Mapping[nn.Parameter, str]) -> None:
+        """Learn who holds what; every process has to call this.
+
+        Args:
+            parameters: All that are trained, and their names.
+        """
+        sharded = {p: name for p, name in parameters.items() if is_sharded(p)}
+        for p, name in sharded.items():
+            self._check(p, name)
+        everyone = self._processes.gather([_region(p) for p in sharded]) if sharded else []
+        self._regions = {p: [theirs[index] for theirs in everyone] for index, p in enumerate(sharded)}
+
+    def _check(self, p: Any, name: str) -> None:
+        ranks = sorted(p.device_mesh.mesh.flatten().tolist())
+        alone = self._processes.given is None or not dist.is_initialized()
+        group = [dist.get_rank()] if alone else dist.get_process_group_ranks(self._processes.group or dist.group.WORLD)
+        if ranks != sorted(group):
+            raise ValueError(
+                f"process_group: parameter '{name}' is sharded over ranks {ranks}, statistics are shared by ranks "
+                f"{sorted(group)}. Allowed: the group of exactly the ranks that hold its pieces and replicas, as "
+                "process_group=mesh.get_group() has it for a mesh of one dimension"
+            )
+
+    def gather(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return the whole of what all ranks hold pieces of, for the parameters that this one owns."""
+        rank, size = self._processes.rank, self._processes.size
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(size)]
+        whole = {}
+        for p, piece in pieces.items():
+            owner, regions = self._owners.of_parameter(p), self._regions[p]
+            # Of replicas the first speaks for all.
+            first = {region: r for r, region in reversed(list(enumerate(regions)))}
+            if first[regions[rank]] == rank:
+                outgoing[owner].append(piece)
+            if owner == rank:
+                whole[p] = torch.empty(p.shape, dtype=piece.dtype, device=piece.device)
+                for region, r in first.items():
+                    incoming[r].append(_cut(whole[p], region))
+        self._exchange(outgoing, incoming, pieces)
+        return whole
+
+    def scatter(self, whole: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor]) -> None:
+        """Copy what owners have of the whole to the pieces of all ranks."""
+        rank, size = self._processes.rank, self._processes.size
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(size)]
+        for p, piece in pieces.items():
+            owner = self._owners.of_parameter(p)
+            incoming[owner].append(piece)
+            if owner == rank:
+                for r, region in enumerate(self._regions[p]):
+                    outgoing[r].append(_cut(whole[p], region).to(piece.dtype))
+        self._exchange(outgoing, incoming, pieces)
+
+    def _exchange(
+        self, outgoing: list[list[Tensor]], incoming: list[list[Tensor]], pieces: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        if pieces:
+            self._processes.exchange(outgoing, incoming, next(iter(pieces.values())).device)
+
+
+def _cut(whole: Tensor, region: Region) -> Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(*region, strict=True))]
+
+
+def _region(p: Any) -> Region:
+    """The piece of a parameter that this process holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(map(int, offset)), tuple(map(int, shape))
+
+
+def placed(gradient: Any, parameter: Any) -> Tensor:
+    """Return the piece of a gradient that belongs to the piece of its parameter; ranks may have to sum theirs."""
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)
+
+
+def any_sharded(parameters: Iterable[Tensor]) -> bool:
+    """Tell whether ranks hold pieces of one of these parameters."""
+    return any(map(is_sharded, parameters))
