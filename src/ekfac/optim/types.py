@@ -173,6 +173,7 @@ class StepInputs:
         solves: Blocks whose bases are solved for in full before they are used.
         warm: Blocks whose bases are refreshed, warm, before they are used, and the iterations of their two sides.
         processes: How many processes train together.
+        batches: How many batches they have: under tensor parallel several share one.
         mean: What gradients are multiplied by to be those of a mean over examples.
         sizes: The largest magnitude of every gradient.
         left: The same as backward left it.
@@ -190,6 +191,7 @@ class StepInputs:
     solves: set[Block] = field(default_factory=set)
     warm: dict[Block, tuple[int, int]] = field(default_factory=dict)
     processes: int = 1
+    batches: int = 1
     mean: float | Tensor = 1.0
     sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     left: dict[nn.Parameter, Tensor] = field(default_factory=dict)

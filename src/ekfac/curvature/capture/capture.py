@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from ekfac.curvature.capture.counting import Count, tensors
 from ekfac.curvature.capture.forwards import Forwards
 from ekfac.curvature.capture.functional import Products
 from ekfac.curvature.capture.hooks import (
+    ATTACHED,
     BeginHook,
     EndHook,
     EnterHook,
@@ -40,12 +41,10 @@ from ekfac.curvature.capture.hooks import (
     remove_hooks,
     run_hooks_in_compiled_models,
 )
+from ekfac.curvature.capture.meshes import Mesh, gives_out_pieces, whole
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
 from ekfac.curvature.layers.base import Call, Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
-
-_ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
-
 
 class Capture:
     """Hooks on a model that hand h and delta to a receiver; :meth:`attach` puts them on.
@@ -82,6 +81,8 @@ class Capture:
         self.batch_dim = batch_dim
         self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
         self.per_example = per_example
+        #: Who computes the layers together with this process.
+        self.mesh = Mesh()
         #: Told each tensor whose gradient is waited for.
         self.on_output: Callable[[Tensor], None] | None = None
         #: Inside ``statistics()``: backward passes that are not the training loss's.
@@ -110,7 +111,7 @@ class Capture:
         self.fired &= {block for uses in self._uses.values() for block, _ in uses}
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             run_hooks_in_compiled_models()
-        _ATTACHED.add(self)
+        ATTACHED.add(self)
         me = weakref.ref(self)
         self._readings, self._products = {}, {}
         for module, uses in self._uses.items():
@@ -122,14 +123,15 @@ class Capture:
                 continue
             if layer.reading is not None:
                 self._readings[module] = layer.reading(module)
-            self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True))
+            pieces = layer.reading is None and gives_out_pieces(module, self.model)
+            self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True, prepend=pieces))
         self._handles.append(self.model.register_forward_pre_hook(BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
     def close(self) -> None:
         """Remove the hooks and let go of what was captured."""
         remove_hooks(self._handles)
-        _ATTACHED.discard(self)
+        ATTACHED.discard(self)
         self.drop()
 
     @property
@@ -207,16 +209,17 @@ class Capture:
         n = record.n
         if n is None:
             n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        self.mesh.note(output)
         given = Input(None)
         if self.wanted(block):
-            x = x.detach()
+            x = whole(x.detach())
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self._checked(block, layer, x, n, arrange)
         call = self._number(record, block)
 
         def hook(d: Tensor) -> None:
-            self.arrived(record, block, layer, given, d.detach(), call)
+            self.arrived(record, block, layer, given, d.detach() if given.x is None else whole(d.detach()), call)
 
         output.register_hook(hook)
 
@@ -252,7 +255,7 @@ class Capture:
         reading = self._readings[module]
         kept: list[Tensor] = []
         if record.n is None or any(self.wanted(block) for block, _ in uses):
-            kept = [t.detach() for t in reading.keep(args, kwargs)]
+            kept = [whole(t.detach()) for t in reading.keep(args, kwargs)]
             record.settle(reading.examples(kept))
         versions = [t._version for t in kept]
         numbers = {block: self._number(record, block) for block, _ in uses}
@@ -266,7 +269,7 @@ class Capture:
                 refuse_changed(uses[0][0])
             outputs_gradient = next(g for g in grads if g is not None)
             with torch.no_grad():
-                parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
+                parts = reading.read(kept, [g if g is None else whole(g.detach()) for g in grads]) if wanted else {}
             if not keeps_graph():
                 kept.clear()
             for block, layer in uses:
@@ -387,14 +390,3 @@ class Capture:
                 self.forwards.hand_on(record)
         finally:
             self.separate = False
-
-
-@contextmanager
-def unseen(model: nn.Module) -> Iterator[None]:
-    """No capture that is on the model now sees what happens inside."""
-    modules = set(model.modules())
-    with ExitStack() as stack:
-        for capture in list(_ATTACHED):
-            if not modules.isdisjoint(capture._uses):
-                stack.enter_context(capture.paused())
-        yield

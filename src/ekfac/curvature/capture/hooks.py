@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
+
+
+#: All captures whose hooks are on a model.
+ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 class _Hook:
@@ -119,3 +125,14 @@ def inside_transform() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward pass under way keeps its graph, so that a second one may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+@contextmanager
+def unseen(model: nn.Module) -> Iterator[None]:
+    """No capture that is on the model now sees what happens inside."""
+    modules = set(model.modules())
+    with ExitStack() as stack:
+        for capture in list(ATTACHED):
+            if not modules.isdisjoint(capture._uses):
+                stack.enter_context(capture.paused())
+        yield

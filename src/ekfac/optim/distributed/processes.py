@@ -57,6 +57,13 @@ class Processes:
         """The place of this process among them."""
         return dist.get_rank(self.group) if self.size > 1 else 0
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in the default group, of these processes."""
+        if self.given is None:
+            return [dist.get_rank()]
+        return sorted(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+
     # --- collectives ----------------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:

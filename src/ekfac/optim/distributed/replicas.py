@@ -82,7 +82,7 @@ class Replicas:
             self.failure = self.failure or error
         if inputs is None:
             due = engine.schedule.due(engine.partition.covered)
-            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size)
+            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size, self.processes.size // collector.capture.mesh.size)
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
             collector.drop()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from ekfac.optim.distributed.owners import Owners
 
@@ -90,13 +89,12 @@ class Shards:
 
     def _check(self, p: Any, name: str) -> None:
         ranks = sorted(p.device_mesh.mesh.flatten().tolist())
-        alone = self._processes.given is None or not dist.is_initialized()
-        group = [dist.get_rank()] if alone else dist.get_process_group_ranks(self._processes.group or dist.group.WORLD)
-        if ranks != sorted(group):
+        group = self._processes.ranks
+        if not set(ranks) <= set(group):
             raise ValueError(
                 f"process_group: parameter '{name}' is sharded over ranks {ranks}, statistics are shared by ranks "
-                f"{sorted(group)}. Allowed: the group of exactly the ranks that hold its pieces and replicas, as "
-                "process_group=mesh.get_group() has it for a mesh of one dimension"
+                f"{group}. Allowed: a group of all ranks that hold pieces or replicas of the model, such as "
+                "mesh.get_group() of a mesh of one dimension"
             )
 
     def gather(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:

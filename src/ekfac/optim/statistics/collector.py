@@ -138,7 +138,7 @@ class Collector:
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
-        if self.separate and not self.capture.separate:
+        if (self.separate and not self.capture.separate) or not self.capture.mesh.first:
             return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
@@ -270,9 +270,10 @@ class Collector:
             self._give_up_on(silent)
         n, mean = float(self.capture.examples), 1.0
         if self.options.batch.reduction == "sum" and n:
-            mean = processes / n
+            mean = processes / self.capture.mesh.size / n
         solves, warm = self._schedule.due(covered)
-        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
+        batches = processes // self.capture.mesh.size
+        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean)
 
     def _give_up_on(self, silent: list[Block]) -> None:
         """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
@@ -295,7 +296,8 @@ class Collector:
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
-            counts = [self.capture.examples, int(inputs.n_statistics)]
+            speaks = self.capture.mesh.first
+            counts = [self.capture.examples * speaks, int(inputs.n_statistics) * speaks]
             expected = {b: self._expected(b) for b in self._partition.covered}
             owners = self._partition.owners
             totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
@@ -303,7 +305,7 @@ class Collector:
             elsewhere = [b for b, what in expected.items() if what.factors and not owners.mine(b)]
             self._partition.factors_elsewhere.update(map(members, elsewhere))
             if self.options.batch.reduction == "sum":
-                inputs.mean = inputs.processes / inputs.n
+                inputs.mean = inputs.batches / inputs.n
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
             here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
@@ -352,7 +354,7 @@ class Collector:
         Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
         W processes it is N / W times. Under a sum it is the captured gradient itself.
         """
-        n, w = inputs.n_statistics, inputs.processes
+        n, w = inputs.n_statistics, inputs.batches
         scale = 1.0 if self.options.grad_scaler is None else self.loss_scale()
         if self.options.batch.reduction == "sum":
             return 1 / (n * scale * scale)

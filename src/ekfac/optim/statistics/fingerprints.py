@@ -68,7 +68,7 @@ class Fingerprints:
                 continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
             gradients = [inputs.gradients[p] * loss_scale for p in parameters]
-            if fingerprint.differs(block, gradients, of_calls / inputs.processes, self.vectors(block)):
+            if fingerprint.differs(block, gradients, of_calls / inputs.batches, self.vectors(block)):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "
