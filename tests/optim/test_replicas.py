@@ -25,6 +25,7 @@ ON_TWO = (
 )  # fmt: skip
 ON_FOUR = ("trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "subgroups", "saved_and_loaded")
 
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     return run_ranks("replicas_worker.py", 2, ON_TWO, tmp_path_factory.mktemp("two"))

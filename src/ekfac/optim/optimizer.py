@@ -16,6 +16,7 @@ from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
+from ekfac.optim.distributed.shards import local
 from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Grouped, Groups
@@ -95,7 +96,7 @@ class Optimizer(Base, Joinable, Grouped):
         if adaptation is None:
             engine.settle()  # not before the closure: it waits for the last step
         if hasattr(self, "found_inf"):
-            self._refuse_scaler()
+            self._heed_scaler()
         device = self.param_groups[0]["params"][0].device
         casts = torch.is_autocast_enabled(device.type)
         with no_autocast(device) if casts else nullcontext():
@@ -122,6 +123,11 @@ class Optimizer(Base, Joinable, Grouped):
                 "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
                 "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
             )
+        if self.engine.partition.sharded:
+            raise ValueError(
+                "damping=AdaptiveDamping(...) with parameters that are sharded over ranks. Allowed: a number, a "
+                "function of the step, or whole parameters on every rank"
+            )
         if not adaptation.due(self.engine.schedule.applied_steps):
             return None
         return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"])
@@ -130,9 +136,18 @@ class Optimizer(Base, Joinable, Grouped):
     def _step_supports_amp_scaling(self) -> bool:
         # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
         # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
-        return self.engine.options.grad_scaler is None
+        # And where others take the step too, it is they together who decide whether it is skipped.
+        options = self.engine.options
+        return options.grad_scaler is None or options.processes.size > 1
 
-    def _refuse_scaler(self) -> None:
+    def _heed_scaler(self) -> None:
+        """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
+        if self.engine.options.grad_scaler is not None:
+            scale = getattr(self, "grad_scale", None)
+            if scale is not None:  # as the scaler does, which leaves no trace in their versions
+                grads = [local(p.grad) for p in self._all_parameters() if p.grad is not None]
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros_like(scale), 1 / scale)
+            return
         for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
             self.__dict__.pop(name, None)
         raise RuntimeError(

@@ -46,6 +46,7 @@ from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Reco
 from ekfac.curvature.layers.base import Call, Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
 
+
 class Capture:
     """Hooks on a model that hand h and delta to a receiver; :meth:`attach` puts them on.
 

@@ -31,8 +31,8 @@ class Mesh:
             self._mesh = output.device_mesh
         if self._mesh != output.device_mesh:
             raise ValueError(
-                f"layers are spread over two meshes of processes, {self._mesh} and {output.device_mesh}. Allowed: tensor "
-                "parallel over one mesh"
+                f"layers are spread over two meshes of processes, {self._mesh} and {output.device_mesh}. Allowed: "
+                "tensor parallel over one mesh"
             )
 
 

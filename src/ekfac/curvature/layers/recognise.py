@@ -86,8 +86,9 @@ def multiplies_with_its_weight(module: nn.Module) -> bool:
             return False
         _KNOWN[module] = False
         if not weight.is_meta:
-            like = {"device": weight.device, "dtype": weight.dtype if isinstance(module, nn.Linear) else torch.long}
-            x = torch.zeros(1, weight.shape[1] if isinstance(module, nn.Linear) else 1, **like)
+            is_linear = isinstance(module, nn.Linear)
+            width, dtype = (weight.shape[1], weight.dtype) if is_linear else (1, torch.long)
+            x = torch.zeros(1, width, dtype=dtype, device=weight.device)
             with torch.random.fork_rng(devices=[]), stand_ins(module), _OwnWeight(module._parameters["weight"]) as mode:
                 try:
                     type(module).forward(module, x)

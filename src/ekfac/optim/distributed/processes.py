@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,11 @@ from torch import distributed as dist
 
 #: Stands for torch's default group, if torch.distributed runs.
 DEFAULT = "default"
+
+#: Seconds after which a process says whom it waits for.
+PATIENCE = 20.0
+#: How often these ranks have met for what.
+_MET: dict[str, int] = {}
 
 #: Tensors by the rank, within the group, that they belong to.
 ByOwner = Mapping[int, Sequence[Tensor]]
@@ -63,6 +70,34 @@ class Processes:
         if self.given is None:
             return [dist.get_rank()]
         return sorted(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+
+    def meet(self, what: str) -> None:
+        """Wait until all processes are here, before the collectives of something that one of them may call alone.
+
+        Raises:
+            RuntimeError: Some have not come within the group's time-out. It names them.
+        """
+        if self.size == 1:
+            return
+        me, ranks, store = dist.get_rank(), self.ranks, dist.distributed_c10d._get_default_store()
+        place = f"ekfac/{what}/{'-'.join(map(str, ranks))}"
+        count = _MET.get(place, 0) + 1
+        store.set(f"{place}/{count}/{me}", "here")
+        patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        began, warned, missing = time.monotonic(), False, ranks
+        while missing := [r for r in missing if not store.check([f"{place}/{count}/{r}"])]:
+            said = (
+                f"{what} was called on rank {me}, not on ranks {missing}, which own parts of the state: call it on all"
+            )
+            if time.monotonic() > began + patience:
+                store.delete_key(f"{place}/{count}/{me}")
+                raise RuntimeError(f"{said}. Gave up after {patience:.0f} s")
+            if not warned and time.monotonic() > began + PATIENCE:
+                warned = True
+                warnings.warn(said, RuntimeWarning, stacklevel=5)
+            time.sleep(0.002)
+        store.delete_key(f"{place}/{count - 1}/{me}")  # all have left it
+        _MET[place] = count
 
     # --- collectives ----------------------------------------------------------------------------------------------
 
@@ -131,7 +166,9 @@ class Processes:
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
-    def exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> None:
         """Send tensors to every rank, and copy what every rank sends into others: one message, whatever the dtypes.
 
         Args:

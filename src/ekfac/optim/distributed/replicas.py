@@ -82,7 +82,16 @@ class Replicas:
             self.failure = self.failure or error
         if inputs is None:
             due = engine.schedule.due(engine.partition.covered)
-            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size, self.processes.size // collector.capture.mesh.size)
+            inputs = StepInputs(
+                {},
+                collector.calls,
+                collector.sums,
+                0.0,
+                0.0,
+                *due,
+                self.processes.size,
+                self.processes.size // collector.capture.mesh.size,
+            )
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
@@ -123,7 +132,9 @@ class Replicas:
         device = self._engine.partition.device
         for p, size, left in zip(pieces, call.largest[::2], call.largest[1::2], strict=True):
             if p in inputs.gradients:
-                inputs.sizes[p], inputs.left[p] = (torch.tensor(x, dtype=torch.float64, device=device) for x in (size, left))
+                inputs.sizes[p], inputs.left[p] = (
+                    torch.tensor(x, dtype=torch.float64, device=device) for x in (size, left)
+                )
         touched = {p for p, was in zip(self._engine.partition.offered, call.touched, strict=True) if was}
         inputs.touched = [p for p in inputs.gradients if p in touched] if touched else []
         mine = {p: g for p, g in inputs.gradients.items() if p in self.shards}

@@ -7,6 +7,7 @@ Each way is one message to every rank, of its own pieces or of those that it own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the piece of a tensor that this process holds: of a plain one all of it."""
-    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[operator]
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[attr-defined]
 
 
 def units(model: nn.Module) -> list[Any]:
@@ -86,6 +87,12 @@ class Shards:
             self._check(p, name)
         everyone = self._processes.gather([_region(p) for p in sharded]) if sharded else []
         self._regions = {p: [theirs[index] for theirs in everyone] for index, p in enumerate(sharded)}
+        for p, regions in self._regions.items():
+            if sum(math.prod(shape) for _, shape in set(regions)) != p.numel():
+                raise ValueError(
+                    f"parameter '{sharded[p]}': its pieces {sorted(set(regions))} (offset, shape) do not make up its "
+                    f"shape {tuple(p.shape)}. Allowed: pieces that cut it along its dimensions, and replicas of them"
+                )
 
     def _check(self, p: Any, name: str) -> None:
         ranks = sorted(p.device_mesh.mesh.flatten().tolist())

@@ -46,6 +46,7 @@ class WholeState:
 
 def whole_state(engine: Engine) -> WholeState:
     """Gather the state of all owners; every process has to call this, and gets all of it."""
+    engine.options.processes.meet("state_dict()")
     engine.settle(wait=True)
     engine.replicas.together()
     partition, owners, processes = engine.partition, engine.partition.owners, engine.options.processes

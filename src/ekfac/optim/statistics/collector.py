@@ -63,7 +63,8 @@ class Collector:
         self._moved = moved
         #: Told the new parameter for every old one where the model is found to have others.
         self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
-        self.reach = Reach(partition)
+        self.watch = GradientWatch([], options.processes)
+        self.reach = Reach(partition, self.watch)
         self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
@@ -76,11 +77,10 @@ class Collector:
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
         self.capture = Capture(
-            partition.model, self._receive, self._wanted, self._before_forward, self._reaches_parameters,
+            partition.model, self._receive, self._wanted, self._before_forward, self.reach.reaches_parameters,
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch = GradientWatch([], options.processes)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -117,14 +117,6 @@ class Collector:
         self.watch.before_forward()
         if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
-        return True
-
-    def _reaches_parameters(self, block: Block | None) -> bool:
-        """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        if not self.reach.reaches_parameters(block):
-            return False
-        if self._partition.sharded:  # nothing is accumulated in the parameters themselves
-            self.watch.backward_runs()
         return True
 
     def _wanted(self, block: Block) -> bool:
@@ -269,10 +261,10 @@ class Collector:
         if silent and processes == 1:
             self._give_up_on(silent)
         n, mean = float(self.capture.examples), 1.0
+        batches = 1 if processes == 1 else processes // self.capture.mesh.size
         if self.options.batch.reduction == "sum" and n:
-            mean = processes / self.capture.mesh.size / n
+            mean = batches / n
         solves, warm = self._schedule.due(covered)
-        batches = processes // self.capture.mesh.size
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean)
 
     def _give_up_on(self, silent: list[Block]) -> None:

@@ -178,7 +178,10 @@ class GradientWatch:
         if pieces := [p for p in touched if is_sharded(p)]:
             none = torch.zeros(3, dtype=torch.float64, device=pieces[0].device)
             one = none.new_ones(())
-            rows = [torch.stack([self._lengths[p].to(none) ** 2, now[p].to(none) ** 2, one]) if p in now else none for p in pieces]
+            rows = [
+                torch.stack([self._lengths[p].to(none) ** 2, now[p].to(none) ** 2, one]) if p in now else none
+                for p in pieces
+            ]
             for p, (before, after, ranks) in zip(pieces, self._processes.sum(torch.stack(rows)), strict=True):
                 if ranks == self._processes.size:
                     found[p] = before.sqrt(), after.sqrt()

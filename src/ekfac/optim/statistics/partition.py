@@ -175,9 +175,8 @@ class Partition:
         if self.states or self.put_away:
             name = next(name for p, name in names.items() if now.get(name) is not p)
             raise RuntimeError(
-                f"parameter '{name}' was replaced after steps were taken, by fully_shard or tensor parallel say. Shard the "
-                "model first and construct this after it, or before the first step; or save state_dict() before and load "
-                "it into a new one"
+                f"parameter '{name}' was replaced after steps were taken, by fully_shard or tensor parallel say. Shard "
+                "the model before the first step; or save state_dict() first and load it into a new optimizer"
             )
         if missing := [name for name in names.values() if name not in now]:
             raise RuntimeError(f"parameter '{missing[0]}' is gone from the model: construct this anew")

@@ -8,6 +8,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.shards import is_sharded
+from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.statistics.partition import Partition
 
 
@@ -16,16 +17,21 @@ class Reach:
 
     Args:
         partition: The parameters.
+        watch: Told of a pass that brings gradients to parameters which are sharded: it leaves nothing in these itself.
     """
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, watch: GradientWatch) -> None:
         self._partition = partition
+        self._watch = watch
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self.accumulators: dict[nn.Parameter, Node] = {}
 
     def reaches_parameters(self, block: Block | None) -> bool:
         """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        return any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
+        found = any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
+        if found and self._partition.sharded:
+            self._watch.backward_runs()
+        return found
 
     def _reaches(self, parameter: nn.Parameter) -> bool:
         if not parameter.requires_grad:
