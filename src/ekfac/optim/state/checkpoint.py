@@ -79,7 +79,7 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
             f"{', '.join(missing) or 'nothing'}; only in this model: {', '.join(extra) or 'nothing'}; "
             f"other shapes: {', '.join(other) or 'none'}"
         )
-    return dict(saved)
+    return {"silent": [], "put_away": [], "fallbacks": {}, **saved}  # torch leaves out what is empty when it flattens
 
 
 def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:

@@ -198,10 +198,15 @@ class Partition:
         return found
 
     def take_states(self, states: MutableMapping[Tensor, Any]) -> None:
-        """Keep state in another mapping from now on, whose entries may be plain dicts."""
+        """Keep state in another mapping from now on, whose entries may be plain dicts.
+
+        What was put away for a block that is trained now, as it was not when a checkpoint was written, comes back.
+        """
         self.states = states
         for block in self.blocks:
-            if block.key in states:
+            if members(block) in self.put_away:
+                self.state(block).update(self.put_away.pop(members(block)))
+            elif block.key in states:
                 self.state(block)
 
     def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
