@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -19,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ekfac
@@ -386,6 +390,86 @@ def scaled_alone() -> Result:
 def one_rank(rank: int, world: int) -> Result:
     """A mesh of a single rank."""
     return {method: eventful(method, "fsdp", 0, 1, always=True) for method in ("default", "per_example", "kfac")}
+
+
+# --- bytes and messages -------------------------------------------------------------------------------------------
+
+
+def deep() -> nn.Sequential:
+    """Blocks enough to be shared out evenly."""
+    torch.manual_seed(0)
+    widths = [12, 24, 24, 32, 24, 24, 32, 32, 24, 24, 32, 24, 12]
+    return nn.Sequential(*(m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh()))).double()
+
+
+class Wire:
+    """Counts what collectives send: messages, and bytes that leave this rank as rings and trees have it on average."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.messages = 0
+        self.bytes = 0.0
+
+    def __enter__(self) -> Wire:
+        share = (self._world - 1) / self._world
+        costs = {"all_reduce": 2 * share, "reduce": share, "broadcast": share}
+        self._patches = [mock.patch.object(dist, name, self._counted(getattr(dist, name), cost)) for name, cost in costs.items()]
+        self._patches.append(mock.patch.object(dist, "all_to_all_single", self._exchange(dist.all_to_all_single)))
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _counted(self, function: Any, cost: float) -> Any:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.messages += 1
+            self.bytes += cost * tensor.numel() * tensor.element_size()
+            return function(tensor, *args, **kwargs)
+
+        return counted
+
+    def _exchange(self, function: Any) -> Any:
+        def counted(received: Tensor, sent: Tensor, in_sizes: list[int], out_sizes: list[int], group: Any) -> Any:
+            self.messages += 1
+            self.bytes += sum(size for rank, size in enumerate(out_sizes) if rank != dist.get_rank())
+            return function(received, sent, in_sizes, out_sizes, group=group)
+
+        return counted
+
+
+def traffic(layout: str, rank: int, world: int) -> Result:
+    """What one rank keeps, and what it sends in each step beside DDP's or FSDP2's own averaging."""
+    model: nn.Module = deep()
+    if layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    opt = ekfac.EKFAC(model, lr=0.01, refresh_every=20)
+    used = DistributedDataParallel(model) if layout == "ddp" and world > 1 else model
+    steps = []
+    for step in range(24):
+        x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(step + 100 * rank))
+        opt.zero_grad()
+        used(x).square().mean().backward()
+        takes = all(opt.engine.schedule.takes_factors(b) for b in opt.engine.partition.covered)
+        with Wire(world) if world > 1 else contextlib.nullcontext() as wire:
+            opt.step()
+        if wire is not None:
+            steps.append([wire.messages, wire.bytes, takes])
+    gradient = sum(p.numel() * p.element_size() for p in deep().parameters())
+    summary = opt.summary()
+    found = {
+        "counted": base.own_bytes(opt), "summary": summary.bytes, "text": str(summary), "steps": steps,
+        "averaging": gradient * (world - 1) / world * (2 if layout == "ddp" else 3),
+    }  # fmt: skip
+    opt.close()
+    return found
+
+
+@scenario
+def bytes_and_messages(rank: int, world: int) -> Result:
+    return {layout: traffic(layout, rank, world) for layout in ("ddp", "fsdp")}
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.skipif(
 
 ON_TWO = (
     "fsdp", "fsdp_in_other_ways", "tensor_parallel", "other_kinds_of_layers", "preconditioner", "mixed_precision",
-    "refusals", "scaler_skips_on_one_rank",
+    "refusals", "scaler_skips_on_one_rank", "bytes_and_messages",
 )  # fmt: skip
-ON_FOUR = ("hsdp", "tensor_parallel")
+ON_FOUR = ("hsdp", "tensor_parallel", "bytes_and_messages")
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +98,29 @@ def test_a_mesh_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
     (end,) = of(ends, "one_rank")
     for method, found in end.items():
         assert_near(found["model"], worker.eventful(method)["model"])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_keeps_its_part_of_the_curvature(world: int, layout: str, request: pytest.FixtureRequest) -> None:
+    alone = worker.traffic("ddp", 0, 1)
+    ends = [end[layout] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "bytes_and_messages")]
+    for kept in ("counted", "summary"):
+        assert sum(end[kept] for end in ends) == alone[kept]
+        for end in ends:
+            assert abs(end[kept] / alone[kept] * world - 1) <= 0.15
+    for end in ends:  # but for two counts a block, in float64
+        assert end["summary"] <= end["counted"] <= end["summary"] + 12 * 3 * 8
+        assert "on this rank" in end["text"]
+    assert "on this rank" not in alone["text"]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_and_bytes_of_a_step(world: int, layout: str, request: pytest.FixtureRequest) -> None:
+    """A few messages an owner; in an ordinary step fewer bytes than averaging the gradients takes."""
+    for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "bytes_and_messages"):
+        assert all(messages <= 2 * world + 6 for messages, _, _ in end[layout]["steps"])
+        ordinary = [sent for _, sent, all_take in end[layout]["steps"] if not all_take]
+        assert len(ordinary) >= 2
+        assert max(ordinary) <= end[layout]["averaging"]
