@@ -413,7 +413,9 @@ class Wire:
     def __enter__(self) -> Wire:
         share = (self._world - 1) / self._world
         costs = {"all_reduce": 2 * share, "reduce": share, "broadcast": share}
-        self._patches = [mock.patch.object(dist, name, self._counted(getattr(dist, name), cost)) for name, cost in costs.items()]
+        self._patches = [
+            mock.patch.object(dist, name, self._counted(getattr(dist, name), cost)) for name, cost in costs.items()
+        ]
         self._patches.append(mock.patch.object(dist, "all_to_all_single", self._exchange(dist.all_to_all_single)))
         for patch in self._patches:
             patch.start()

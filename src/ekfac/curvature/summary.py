@@ -75,8 +75,8 @@ class Summary:
         share = 100 * covered / max(1, numbers)
         everywhere = f" of {human(sum(r.bytes for r in self.rows))} on this rank" if shared else ""
         lines.append(
-            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}{everywhere}, "
-            f"about {human(self.peak)} at the peak of a step"
+            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; "
+            f"state {human(self.bytes)}{everywhere}, about {human(self.peak)} at the peak of a step"
         )
         return "\n".join(line.rstrip() for line in lines)
 

@@ -49,9 +49,7 @@ class Base:
                 return 0
             return block.eigen_numbers() - sum(block.factor_numbers())  # the basis, for s* of this process's examples
 
-        return summarise(
-            engine.partition.blocks, numbers, owners.of if owners.size > 1 else lambda block: None, here
-        )
+        return summarise(engine.partition.blocks, numbers, owners.of if owners.size > 1 else lambda block: None, here)
 
     def curvature(self) -> Curvature:
         """Return what has been learnt so far as an operator: products, solves, spectrum; a snapshot."""

@@ -172,7 +172,7 @@ class Partition:
         with resharded(self.model):
             now = dict(self.model.named_parameters())
         names = {p: self.names[p] for p in self.offered}
-        if self.states or self.put_away:
+        if any(map(len, self.states.values())) or self.put_away:
             name = next(name for p, name in names.items() if now.get(name) is not p)
             raise RuntimeError(
                 f"parameter '{name}' was replaced after steps were taken, by fully_shard or tensor parallel say. Shard "
@@ -181,6 +181,7 @@ class Partition:
         if missing := [name for name in names.values() if name not in now]:
             raise RuntimeError(f"parameter '{missing[0]}' is gone from the model: construct this anew")
         self.owners.forget()
+        self.states.clear()
         self.blocks, self._known, self.silent = [], {}, set()
         return {p: now[name] for p, name in names.items()}
 
