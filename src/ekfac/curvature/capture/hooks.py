@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
-
-
-#: All captures whose hooks are on a model.
-ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 class _Hook:
@@ -47,7 +41,8 @@ class ForwardHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
-        return None if self.capture is None else self.capture.called(module, args, *kwargs_and_output)
+        capture = self._capture()
+        return None if capture is None or capture.quiet else capture.called(module, args, *kwargs_and_output)
 
 
 class EnterHook(_Hook):
@@ -125,14 +120,3 @@ def inside_transform() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward pass under way keeps its graph, so that a second one may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-@contextmanager
-def unseen(model: nn.Module) -> Iterator[None]:
-    """No capture that is on the model now sees what happens inside."""
-    modules = set(model.modules())
-    with ExitStack() as stack:
-        for capture in list(ATTACHED):
-            if not modules.isdisjoint(capture._uses):
-                stack.enter_context(capture.paused())
-        yield
