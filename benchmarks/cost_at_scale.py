@@ -97,7 +97,7 @@ class Pieces:
         turns = dict(_rows(folder / "turn_h200.txt", "whole"))
         self.widest = max(self.solvers)
         self.product = single[self.widest]["mm"]
-        # An iteration is a product and two passes of Cholesky QR; how much more it took as a whole, where that is known.
+        # An iteration is a product and two passes of Cholesky QR; how much more it took as a whole, where it is known.
         known = max(turns)
         self.factor = turns[known]["whole"] / self._pieces(known)
         self.iteration = self.factor * self._pieces(self.widest)
@@ -217,8 +217,8 @@ def table(rows: list[Row], pieces: Pieces, command: str) -> str:
         lines.append(
             f"| {r.model} | {r.max_factor_dim:,} | {r.ranks:,} | {r.state / 1e9:.2f} ({r.state_mean / 1e9:.2f}) | "
             f"{r.during_step / 1e9:.2f} | {r.fsdp_sent / 1e9:.1f} | {r.sent / 1e9:.2f} | "
-            f"{r.statistics_sent / 1e9:.2f} | {r.wire_seconds * 1e3:.0f} ({r.fsdp_wire_seconds * 1e3:.0f}) | {r.projection_seconds * 1e3:.0f} | "
-            f"{r.refresh_seconds_a_step * 1e3:.1f} | {r.refresh_seconds * 1e3:.0f} |"
+            f"{r.statistics_sent / 1e9:.2f} | {r.wire_seconds * 1e3:.0f} ({r.fsdp_wire_seconds * 1e3:.0f}) | "
+            f"{r.projection_seconds * 1e3:.0f} | {r.refresh_seconds_a_step * 1e3:.1f} | {r.refresh_seconds * 1e3:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ekfac
+import paper
 import replicas_worker as base
+from ekfac.optim.methods.inverse import InverseMethod
 from replicas_worker import METHODS, Result, batch, error_of, main, network, scenario
 
 #: How a model is laid out over ranks.
@@ -346,6 +348,14 @@ def refusals(rank: int, world: int) -> Result:
     base.one_step(model, opt)
     lay_out(model, "fsdp", world)
     found["too late"] = error_of(lambda: base.one_step(model, opt))
+    # An owner fails in the step, and all hear of it.
+    model = network()
+    lay_out(model, "fsdp", world)
+    kfac = paper.KFAC(model)
+    fails = mock.patch.object(InverseMethod, "rescale", side_effect=RuntimeError("made to fail"))
+    with fails if rank == 1 else contextlib.nullcontext():
+        found["one rank fails within"] = error_of(lambda: base.one_step(model, kfac))
+    found["afterwards"] = error_of(lambda: base.one_step(model, kfac))
     return found
 
 

@@ -82,6 +82,10 @@ def test_what_cannot_be_shared_is_refused(two: Ends) -> None:
         assert "process_group: parameter '0.weight' is sharded over ranks [0, 1]" in said["alone"]
         assert "AdaptiveDamping" in said["adaptive"]
         assert "parameter '0.weight' was replaced after steps were taken" in said["too late"]
+        assert said["afterwards"] == ""
+    first, second = of(two, "refusals")
+    assert "rank 1 of the process group" in first["one rank fails within"]
+    assert "made to fail" in second["one rank fails within"]
 
 
 @pytest.mark.parametrize("how", ["whole", "fsdp"])

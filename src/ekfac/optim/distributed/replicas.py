@@ -110,15 +110,15 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        apply(inputs, engine.directions(inputs, rates), rates)
+        engine.collector.update_factors(inputs)
+        apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
         whole_steps = engine.executor.whole_steps
         self._hand_round_results(
             {p: p if whole_steps else g for p, g in inputs.gradients.items() if p not in self.shards}
         )
-        if self.shards:
-            pieces = {p: p if whole_steps else p.grad for p in inputs.gradients if p in self.shards}
-            whole = inputs.weights if whole_steps else inputs.gradients
-            self.shards.scatter(whole, {p: local(piece) for p, piece in pieces.items() if piece is not None})
+        self._return_pieces(inputs)
+        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
+            self._raise_if_failed()
         if not whole_steps:
             for p in fetched:
                 p.grad = inputs.gradients[p]
@@ -368,8 +368,17 @@ class Replicas:
                 )
                 tensors.append(self._flags[-1])
         self.processes.hand_round(found)
-        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
-            self._raise_if_failed()
+
+    def _return_pieces(self, inputs: StepInputs) -> None:
+        """Copy what owners have made of sharded parameters to the ranks' pieces, and learn whether an owner failed."""
+        if not self.shards:
+            return
+        whole_steps, size = self._engine.executor.whole_steps, self.processes.size
+        pieces = {p: p if whole_steps else p.grad for p in inputs.gradients if p in self.shards}
+        held = {p: local(piece) for p, piece in pieces.items() if piece is not None}
+        failed = self.processes.rank if self.failure is not None else size
+        flag = torch.full((), failed, dtype=torch.int64, device=self._engine.partition.device)
+        self._flags += self.shards.scatter(inputs.weights if whole_steps else inputs.gradients, held, flag)
 
     def _raise_if_failed(self) -> None:
         """Read the owners' flags of the last step."""

@@ -120,11 +120,14 @@ class Shards:
                 whole[p] = torch.empty(p.shape, dtype=piece.dtype, device=piece.device)
                 for region, r in first.items():
                     incoming[r].append(_cut(whole[p], region))
-        self._exchange(outgoing, incoming, pieces)
+        if pieces:
+            self._processes.exchange(outgoing, incoming, next(iter(pieces.values())).device)
         return whole
 
-    def scatter(self, whole: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor]) -> None:
-        """Copy what owners have of the whole to the pieces of all ranks."""
+    def scatter(
+        self, whole: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor], flag: Tensor
+    ) -> list[Tensor]:
+        """Copy what owners have of the whole to the pieces of all ranks; returns every rank's flag."""
         rank, size = self._processes.rank, self._processes.size
         outgoing: list[list[Tensor]] = [[] for _ in range(size)]
         incoming: list[list[Tensor]] = [[] for _ in range(size)]
@@ -134,13 +137,11 @@ class Shards:
             if owner == rank:
                 for r, region in enumerate(self._regions[p]):
                     outgoing[r].append(_cut(whole[p], region).to(piece.dtype))
-        self._exchange(outgoing, incoming, pieces)
-
-    def _exchange(
-        self, outgoing: list[list[Tensor]], incoming: list[list[Tensor]], pieces: Mapping[nn.Parameter, Tensor]
-    ) -> None:
-        if pieces:
-            self._processes.exchange(outgoing, incoming, next(iter(pieces.values())).device)
+        flags = [torch.empty_like(flag) for _ in range(size)]
+        for of_rank, theirs in zip((*outgoing, *incoming), (*[flag] * size, *flags), strict=True):
+            of_rank.append(theirs)
+        self._processes.exchange(outgoing, incoming, flag.device)
+        return flags
 
 
 def _cut(whole: Tensor, region: Region) -> Tensor:

@@ -49,8 +49,8 @@ class Intervals:
     Attributes:
         every: The interval, in applied steps.
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
-            is renewed once in an interval by orthogonal iteration, after a step, one side of the blocks of one shape at
-            a time, so that no step pays for all; and all of them within the steps of :func:`early_steps`.
+            is renewed once in an interval by orthogonal iteration, after a step, the blocks of one shape at a time, so
+            that no step pays for all; and all of them within the steps of :func:`early_steps`.
     """
 
     every: int
@@ -68,9 +68,9 @@ class Intervals:
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
         iterations = []
-        for side, stretch in enumerate(stretches):
+        for stretch in stretches:
             interval = self.every * stretch
-            phase = (2 * index + side) * interval // max(1, 2 * shapes)
+            phase = index * interval // max(1, shapes)
             iterations.append(int((applied + phase) % interval == 0))
         return iterations[0], iterations[1]
 
