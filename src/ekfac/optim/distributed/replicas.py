@@ -27,8 +27,8 @@ from ekfac.optim.distributed.agreement import (
     roll_call,
     structure_of,
 )
-from ekfac.optim.distributed.shards import Shards, is_sharded, local, placed
-from ekfac.optim.distributed.states import keep_own
+from ekfac.optim.distributed.shards import Shards, is_sharded, local
+from ekfac.optim.distributed.states import keep_own, make_contiguous
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
 from ekfac.optim.statistics.partition import members
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
@@ -105,7 +105,9 @@ class Replicas:
             replicated = {name: p for p, name in engine.partition.names.items() if not is_sharded(p)}
             compare_parameters(self.processes, replicated)
         fetched = self._fetch_gradients(inputs, call)
-        self._make_whole(inputs, call)
+        if self.shards:
+            touched = [p for p, was in zip(engine.partition.offered, call.touched, strict=True) if was]
+            self.shards.make_whole(inputs, call.largest, touched, engine.executor.whole_steps)
         collector.collect(inputs)
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
@@ -123,24 +125,6 @@ class Replicas:
             for p in fetched:
                 p.grad = inputs.gradients[p]
         return True
-
-    def _make_whole(self, inputs: StepInputs, call: RollCall) -> None:
-        """Give owners the whole gradient, and the whole parameter, of what ranks hold pieces of."""
-        if not self.shards:
-            return
-        pieces = [p for p in self._engine.partition.offered if p in self.shards]
-        device = self._engine.partition.device
-        for p, size, left in zip(pieces, call.largest[::2], call.largest[1::2], strict=True):
-            if p in inputs.gradients:
-                inputs.sizes[p], inputs.left[p] = (
-                    torch.tensor(x, dtype=torch.float64, device=device) for x in (size, left)
-                )
-        touched = {p for p, was in zip(self._engine.partition.offered, call.touched, strict=True) if was}
-        inputs.touched = [p for p in inputs.gradients if p in touched] if touched else []
-        mine = {p: g for p, g in inputs.gradients.items() if p in self.shards}
-        inputs.gradients.update(self.shards.gather({p: placed(g, p) for p, g in mine.items()}))
-        if self._engine.executor.whole_steps:
-            inputs.weights = self.shards.gather({p: local(p).detach() for p in mine})
 
     def _check_model(self) -> None:
         partition = self._engine.partition
@@ -171,7 +155,7 @@ class Replicas:
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,
-            largest=self._largest(inputs),
+            largest=self.shards.largest(inputs, partition.device),
         )
         self._raise_together(call.failed)
         if call.diverged:
@@ -185,13 +169,6 @@ class Replicas:
             if heard[block.key] is not None and not self.owners.mine(block):
                 partition.state(block).near = heard[block.key]
         return call
-
-    def _largest(self, inputs: StepInputs) -> list[float]:
-        """The largest magnitude in this process's piece of each sharded gradient, as it stands and as it was left."""
-        pieces = [p for p in self._engine.partition.offered if p in self.shards]
-        none = torch.zeros((), dtype=torch.float64, device=self._engine.partition.device)
-        found = [of.get(p, none).to(none) for p in pieces for of in (inputs.sizes, inputs.left)]
-        return torch.stack(found).tolist() if found else []
 
     def _verify(self, inputs: StepInputs, call: RollCall) -> None:
         """Check that gradients are those that passed through the calls; all raise if one finds that they are not."""
@@ -257,7 +234,12 @@ class Replicas:
         engine, partition = self._engine, self._engine.partition
         renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
         mine = [b for b in blocks if self.owners.mine(b)]
-        self._run(lambda b: engine.compute_eigenbases([b], inputs, rates), [b for b in mine if b in set(renewed)])
+
+        def renew(block: Block) -> None:
+            engine.compute_eigenbases([block], inputs, rates)
+            make_contiguous(partition.state(block))
+
+        self._run(renew, [b for b in mine if b in set(renewed)])
         for block in renewed:
             if not self.owners.mine(block):
                 if block in inputs.solves:
@@ -340,8 +322,13 @@ class Replicas:
     def refresh(self, due: dict[Block, tuple[int, int]], rates: Rates) -> None:
         """Refresh the bases that are due between two steps, warm, each by its owner."""
         engine = self._engine
+
+        def renew(block: Block) -> None:
+            engine.warm_refresh({block: due[block]}, rates)
+            make_contiguous(engine.partition.state(block))
+
         with engine.executor.beside(engine.partition.device, sum(sum(b.factor_numbers()) for b in due)):
-            self._run(lambda b: engine.warm_refresh({b: due[b]}, rates), list(filter(self.owners.mine, due)))
+            self._run(renew, list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()
             self.hand_round_bases(due)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ekfac.optim.distributed.owners import Owners
+
+if TYPE_CHECKING:
+    from ekfac.optim.types import StepInputs
 
 #: Where a piece begins in the whole, and how large it is.
 Region = tuple[tuple[int, ...], tuple[int, ...]]
@@ -103,6 +106,30 @@ class Shards:
                 f"{group}. Allowed: a group of all ranks that hold pieces or replicas of the model, such as "
                 "mesh.get_group() of a mesh of one dimension"
             )
+
+    def largest(self, inputs: StepInputs, device: torch.device) -> list[float]:
+        """The largest magnitude in this process's piece of each gradient, as it stands and as backward left it."""
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        found = [of.get(p, none).to(none) for p in self._regions for of in (inputs.sizes, inputs.left)]
+        return torch.stack(found).tolist() if found else []
+
+    def make_whole(self, inputs: StepInputs, largest: list[float], touched: list[nn.Parameter], weights: bool) -> None:
+        """Give owners the whole gradients of their parameters, and all ranks what is to be known of them.
+
+        Args:
+            inputs: A step's inputs.
+            largest: The most of what all ranks found by :meth:`largest`.
+            touched: Parameters whose gradients some rank has changed since backward left them.
+            weights: Give owners the whole parameters too.
+        """
+        for p, size, left in zip(self._regions, largest[::2], largest[1::2], strict=True):
+            if p in inputs.gradients:
+                inputs.sizes[p], inputs.left[p] = torch.tensor([size, left], dtype=torch.float64, device=p.device)
+        inputs.touched = [p for p in touched if p in inputs.gradients]
+        mine = {p: g for p, g in inputs.gradients.items() if p in self._regions}
+        inputs.gradients.update(self.gather({p: placed(g, p) for p, g in mine.items()}))
+        if weights:
+            inputs.weights = self.gather({p: local(p).detach() for p in mine})
 
     def gather(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the whole of what all ranks hold pieces of, for the parameters that this one owns."""
