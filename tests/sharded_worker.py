@@ -31,8 +31,8 @@ import replicas_worker as base
 from ekfac.optim.methods.inverse import InverseMethod
 from replicas_worker import METHODS, Result, batch, error_of, main, network, scenario
 
-#: How a model is laid out over ranks.
-LAYOUTS = ("fsdp", "fsdp, root alone", "fsdp, after", "hsdp")
+#: The default, EKFAC-ra, the paper's EKFAC, KFAC.
+FEW = ("default", "running", "per_example", "kfac")
 
 
 def lay_out(model: nn.Sequential, layout: str, world: int, **options: Any) -> None:
@@ -111,7 +111,7 @@ def fsdp_in_other_ways(rank: int, world: int) -> Result:
 
 @scenario
 def hsdp(rank: int, world: int) -> Result:
-    return {method: eventful(method, "hsdp", rank, world) for method in base.TRAJECTORIES}
+    return {method: eventful(method, "hsdp", rank, world) for method in FEW}
 
 
 # --- tensor parallel ----------------------------------------------------------------------------------------------

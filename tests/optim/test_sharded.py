@@ -8,9 +8,10 @@ import torch
 import sharded_worker as worker
 from ranks import Ends, assert_near, of, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
-)
+pytestmark = [
+    pytest.mark.over_a_second,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
 
 ON_TWO = (
     "fsdp", "fsdp_in_other_ways", "tensor_parallel", "other_kinds_of_layers", "preconditioner", "mixed_precision",
@@ -29,9 +30,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     return run_ranks("sharded_worker.py", 4, ON_FOUR, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (4, "hsdp")])
-@pytest.mark.parametrize("method", worker.base.TRAJECTORIES)
-def test_ranks_train_as_one_process_does(method: str, world: int, layout: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("world", "layout", "method"),
+    [*((2, "fsdp", method) for method in worker.base.TRAJECTORIES), *((4, "hsdp", method) for method in worker.FEW)],
+)
+def test_ranks_train_as_one_process_does(world: int, layout: str, method: str, request: pytest.FixtureRequest) -> None:
     expected = worker.eventful(method)
     for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), layout):
         assert end[method]["skipped"] == expected["skipped"] == 1

@@ -14,9 +14,10 @@ import torch
 import states_worker as worker
 from ranks import TESTS, Ends, assert_near, of, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
-)
+pytestmark = [
+    pytest.mark.over_a_second,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
 
 
 @pytest.fixture(scope="module")
