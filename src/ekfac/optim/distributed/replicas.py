@@ -81,17 +81,9 @@ class Replicas:
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            due = engine.schedule.due(engine.partition.covered)
-            inputs = StepInputs(
-                {},
-                collector.calls,
-                collector.sums,
-                0.0,
-                0.0,
-                *due,
-                self.processes.size,
-                self.processes.size // collector.capture.mesh.size,
-            )
+            due, size = engine.schedule.due(), self.processes.size
+            batches = size // collector.capture.mesh.size
+            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, size, batches)
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
