@@ -101,22 +101,10 @@ def decays(name: str, value: Any) -> None:
         number(name, item, least=0, below=1)
 
 
-def whole(model: nn.Module) -> None:
-    """Refuse a module whose parameters are sharded; ``fully_shard`` also replaces those of one that is in use."""
-    for name, p in model.named_parameters():
-        if hasattr(p, "device_mesh"):  # of a DTensor, whose class takes long to import
-            raise ValueError(
-                f"parameter '{name}' is a DTensor of shape {tuple(p.shape)}: fully_shard or tensor parallel. "
-                "Allowed: whole parameters on every rank, under DistributedDataParallel or averaged by hand; factors, "
-                "bases and moments are then shared between ranks (process_group=)"
-            )
-
-
 def model(value: Any) -> None:
     """Require a module with at least one trainable number, all of them real and there."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"model={value!r} must be a torch.nn.Module (the model itself, not its parameters)")
-    whole(value)
     trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
     for name, p in trainable:
         if isinstance(p, nn.parameter.UninitializedParameter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from torch import Tensor, nn
 
@@ -38,13 +38,20 @@ class Fingerprints:
         found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
         return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
 
-    def verify(self, inputs: StepInputs, touched: Set[nn.Parameter], loss_scale: float | Tensor) -> None:
+    def verify(
+        self,
+        inputs: StepInputs,
+        touched: Set[nn.Parameter],
+        loss_scale: float | Tensor,
+        here: Callable[[Block], bool] = lambda block: True,
+    ) -> None:
         """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block.
 
         Args:
             inputs: What the step has gathered.
             touched: Parameters whose gradients were changed since backward left them, on any process.
             loss_scale: What a GradScaler has multiplied the loss by.
+            here: Whether a block's gradient is whole on this process; otherwise another one compares it.
         """
         for block in list(self.unverified):
             of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
@@ -56,9 +63,12 @@ class Fingerprints:
                 if self._touched[block] == TRIES:
                     self.unverified.discard(block)
                 continue
+            if not here(block):
+                self.unverified.discard(block)
+                continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
             gradients = [inputs.gradients[p] * loss_scale for p in parameters]
-            if fingerprint.differs(block, gradients, of_calls / inputs.processes, self.vectors(block)):
+            if fingerprint.differs(block, gradients, of_calls / inputs.batches, self.vectors(block)):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "
