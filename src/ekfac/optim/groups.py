@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +16,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim import options
 from ekfac.optim.engine import Engine
 from ekfac.optim.options import FLAT, GROUPS, RULE_OPTIONS
+from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -46,6 +50,7 @@ class Grouped(torch.optim.Optimizer):
         self._group_defaults = defaults
         defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_update_options(defaults)
+        import_compiler()
         groups = as_groups(model.parameters() if params is None else params)
         named = [self._named_group(group, defaults, index) for index, group in enumerate(groups)]
         super().__init__(named, {**defaults, "damping": options.damping("damping", defaults["damping"])})
@@ -101,6 +106,7 @@ class Grouped(torch.optim.Optimizer):
             self._adaptation = self._adapts()
             raise
         self.engine.collector.set_parameters(self._all_parameters())
+        ownership.register(self.engine.collector)
 
     def _check_damping_within_layers(self, blocks: list[Block]) -> None:
         group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -131,6 +137,18 @@ class Grouped(torch.optim.Optimizer):
         checks.number("lr", group["lr"], least=0)
         options.damping("damping", group["damping"])
         self._checked[index] = group["lr"], group["damping"]
+
+
+def import_compiler() -> None:
+    """Import what torch's optimizers import at their first use, in a thread of its own.
+
+    An error on the way, which torch keeps, holds on to the frames of whoever imports: to the first optimizer of a
+    process, and to its model.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+        thread.start()
+        thread.join()
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
+from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
@@ -66,6 +67,7 @@ class Optimizer(Base, Joinable, Grouped):
         except ValueError:
             self.close()
             raise
+        ownership.register(self.engine.collector)
 
     # --- the step -------------------------------------------------------------------------------------------------
 

@@ -26,14 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.counting import Count, tensors
 from ekfac.curvature.capture.forwards import Forwards
-from ekfac.curvature.capture.functional import Products
+from ekfac.curvature.capture.functional import Entered, Products
 from ekfac.curvature.capture.hooks import (
     BeginHook,
     EndHook,
     EnterHook,
     ForwardHook,
     LeaveHook,
-    calls_under_way,
     inside_backward,
     inside_transform,
     keeps_graph,
@@ -90,11 +89,14 @@ class Capture:
         self.separate_examples = 0
         self.fired: set[Block] = set()
         self._handles: list[RemovableHandle] = []
+        #: What a graph holds: as long as somebody holds on to a loss, its graph is there, and the hooks in it.
+        self._me = weakref.ref(self)
         weakref.finalize(self, remove_hooks, self._handles)
+        weakref.finalize(self, self.forwards.drop).atexit = False
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
-        self._entered: list[nn.Module] = []
+        self._entered = Entered()
         #: Blocks and shapes of inputs that have been found to have examples.
         self._looked_at: set[tuple[Block, torch.Size]] = set()
 
@@ -111,7 +113,8 @@ class Capture:
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             run_hooks_in_compiled_models()
         _ATTACHED.add(self)
-        me = weakref.ref(self)
+        self.forwards.closed = False
+        me = self._me
         self._readings, self._products = {}, {}
         for module, uses in self._uses.items():
             layer = uses[0][1]
@@ -127,28 +130,20 @@ class Capture:
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
     def close(self) -> None:
-        """Remove the hooks and let go of what was captured."""
+        """Remove the hooks and let go of what was captured; graphs that are still there are of no interest."""
+        self.forwards.closed = True
         remove_hooks(self._handles)
         _ATTACHED.discard(self)
         self.drop()
 
-    @property
-    def enabled(self) -> bool:
-        """Whether forwards are captured."""
-        return self.forwards.enabled
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Capture nothing: forwards inside count no examples."""
-        before, self.forwards.enabled = self.forwards.enabled, False
-        try:
-            yield
-        finally:
-            self.forwards.enabled = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Capture nothing of this thread: forwards inside count no examples."""
+        return self.forwards.paused()
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
-        self._leave_interrupted()
+        if self._entered.under_way:
+            self._entered.leave_interrupted()
         self.forwards.drop()
         self.examples = self.separate_examples = 0
         if self.held.now:
@@ -168,7 +163,8 @@ class Capture:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts."""
-        self._leave_interrupted()
+        if self._entered.under_way:
+            self._entered.leave_interrupted()
         self.forwards.begin(args, kwargs)
 
     def end(self, output: Any) -> None:
@@ -176,14 +172,20 @@ class Capture:
         record = self.forwards.end()
         if record is None:
             return
+        me = self._me
+
+        def hook(d: Tensor) -> None:
+            if (capture := me()) is not None:
+                capture._come(record)
+
         for tensor in tensors(output):
             if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                tensor.register_hook(lambda d: self._come(record))
+                tensor.register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """A covered layer was called: keep its input until its output's gradient comes; return what to give out."""
         uses = self._uses.get(module)
-        if uses is None or not self.enabled or inside_transform():
+        if uses is None or not self.forwards.enabled or inside_transform():
             return None
         if module in self._readings:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
@@ -213,10 +215,11 @@ class Capture:
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self._checked(block, layer, x, n, arrange)
-        call = self._number(record, block)
+        call, me = self._number(record, block), self._me
 
         def hook(d: Tensor) -> None:
-            self.arrived(record, block, layer, given, d.detach(), call)
+            if (capture := me()) is not None:
+                capture.arrived(record, block, layer, given, d.detach(), call)
 
         output.register_hook(hook)
 
@@ -259,9 +262,12 @@ class Capture:
         if self.on_output is not None:
             for tensor in outputs:
                 self.on_output(tensor)
+        me = self._me
 
         def hook(grads: Sequence[Tensor | None]) -> None:
-            wanted = bool(kept) and any(self.wanted(block) and self._counts(block) for block, _ in uses)
+            if (capture := me()) is None:
+                return
+            wanted = bool(kept) and any(capture.wanted(block) and capture._counts(block) for block, _ in uses)
             if wanted and versions != [t._version for t in kept]:
                 refuse_changed(uses[0][0])
             outputs_gradient = next(g for g in grads if g is not None)
@@ -273,30 +279,22 @@ class Capture:
                 given, d = Input(None), outputs_gradient
                 if layer.part in parts:
                     x, d = parts[layer.part]
-                    given = self._checked(block, layer, x, record.examples())
-                self.arrived(record, block, layer, given, d, numbers[block])
+                    given = capture._checked(block, layer, x, record.examples())
+                capture.arrived(record, block, layer, given, d, numbers[block])
 
         register_multi_grad_hook(outputs, hook)
 
     def enter(self, module: nn.Module) -> None:
         """A module that hides its products is about to be called: watch them, if anything of it is needed."""
         uses = self._uses.get(module)
-        if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+        if uses is None or not (self.forwards.enabled and torch.is_grad_enabled()) or inside_transform():
             return
         if any(self.wanted(block) or block not in self.fired for block, _ in uses):
-            self._products[module].__enter__()  # type: ignore[no-untyped-call]
-            self._entered.append(module)
+            self._entered.enter(module, self._products[module])
 
     def leave(self, module: nn.Module) -> None:
         """It has been called."""
-        if self._entered and self._entered[-1] is module:
-            self._entered.pop()
-            self._products[module].__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _leave_interrupted(self) -> None:
-        """Stop watching modules whose calls were broken off, by Ctrl-C say, which skips the hooks after them."""
-        while self._entered and not calls_under_way(self._entered[-1]):
-            self.leave(self._entered[-1])
+        self._entered.leave(module)
 
     def _checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
         """Keep an input; refuse one whose positions belong to no example, where that matters."""
@@ -320,17 +318,17 @@ class Capture:
 
     def _counts(self, block: Block | None) -> bool:
         """Whether the backward pass under way is to be captured."""
-        return self.enabled and (self.separate or self.reaches_parameters(block))
+        return self.forwards.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
         """A backward pass has come to the output of a forward."""
-        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+        self.forwards.reach(record)
         if self._counts(None):
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
         """A backward pass has come to a record: its examples count, once."""
-        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+        self.forwards.reach(record)
         self.forwards.list(record)
         if self.separate:
             if not record.reached_separately:
@@ -343,7 +341,7 @@ class Capture:
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """The gradient of a call's output is here."""
         if given.x is None and record.reached and block in self.fired and not self.separate:
-            self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+            self.forwards.reach(record)
             return  # nothing that is not known
         if not self._counts(block):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -36,7 +37,7 @@ class CudaExecutor(Executor):
         self.mask = NonFiniteMask()
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
-        self.step_graphs = StepGraphs(self)
+        self.step_graphs = StepGraphs(weakref.proxy(self))  # a cycle would keep graphs and their memory
         n = options.numerics
         self.replays = {
             "a refresh": Replays("a refresh", n.cuda_graphs),

@@ -7,8 +7,10 @@ calls better they are kept for it.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics import ownership
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
@@ -74,8 +77,12 @@ class Collector:
         self.separate = False
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
+        #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
+        self.active = True
+        me = weakref.proxy(self)  # whom the capture must not keep alive
+        receive, wanted = partial(Collector._receive, me), partial(Collector._wanted, me)
         self.capture = Capture(
-            partition.model, self._receive, self._wanted, self._before_forward, self.reach.reaches_parameters,
+            partition.model, receive, wanted, partial(Collector._before_forward, me), self.reach.reaches_parameters,
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
@@ -84,17 +91,32 @@ class Collector:
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
         self.fingerprints.unverified |= self._partition.assign(parameters)
-        self.capture.attach(self._partition.blocks)
-        self.watch.attach(self._partition.parameters)
+        if self.active:
+            self.capture.attach(self._partition.blocks)
+            self.watch.attach(self._partition.parameters)
         self.sums = {b: s for b, s in self.sums.items() if b in set(self._partition.blocks)}
+
+    @property
+    def offered(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer was given."""
+        return self._partition.offered
+
+    def activate(self, active: bool) -> None:
+        """Put the hooks on, or take them off and let go of what was captured."""
+        self.active = active
+        if active:
+            self.set_parameters(self.offered)
+        else:
+            self.drop()
+            self.capture.close()
+            self.watch.close()
 
     # --- during forward and backward ------------------------------------------------------------------------------
 
     def _before_forward(self) -> bool:
         """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
 
-        Returns:
-            Whether to capture: not where the whole model is frozen, as another's adversary.
+        Returns whether to capture: not where the whole model is frozen, as another's adversary.
         """
         if self._partition.is_frozen():
             return False
@@ -103,6 +125,8 @@ class Collector:
             self.set_parameters(self._partition.offered)
             if kind != self._partition.kind:
                 self._moved()
+        if self.capture.forwards.busy_elsewhere():
+            return True  # what another thread has under way is its own affair
         self.watch.before_forward()
         if self.capture.examples and not self.capture.separate and self.watch.nothing_there:
             self.drop()
@@ -123,20 +147,13 @@ class Collector:
             return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
-            self._hold(calls)
+            self.capture.held.add_calls(calls)
             return
         if self.may_use_rows(block):  # rows of several batches are of no use to the step
             for earlier, count in self.calls.pop(block, []):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
-                for call in earlier:
-                    self.capture.held.remove(call.x)
-                    self.capture.held.remove(call.d)
+                self.capture.held.remove_calls(earlier)
         self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
-
-    def _hold(self, calls: list[Call]) -> None:
-        for call in calls:
-            self.capture.held.add(call.x)
-            self.capture.held.add(call.d)
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
@@ -171,7 +188,7 @@ class Collector:
         if self._method.needs_examples:
             if hold:
                 gathered.held.append((calls, n))
-                self._hold(calls)
+                self.capture.held.add_calls(calls)
             else:
                 self.executor.join()
                 basis = self._method.basis(block, self._partition.states[block.key])
@@ -220,14 +237,15 @@ class Collector:
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
-        self.drop()
-        self.capture.close()
-        self.watch.close()
+        self.activate(False)
+        ownership.unregister(self)
 
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
         """Return what the host can know before anything is computed; None if there is no gradient."""
+        if not self.active:
+            ownership.refuse(self)
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         if not gradients or not self.capture.examples:
             checks.whole(self._partition.model)
