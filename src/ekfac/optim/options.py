@@ -22,6 +22,8 @@ Damping = float | Callable[[int], float]
 
 #: epsilon of EKFAC and Preconditioner: a fraction of each factor's largest eigenvalue; docs/tuning.md has the evidence.
 DAMPING = 1e-8
+#: The largest rate, decay or damping: what is beyond leaves the range of float32 at the first product.
+LARGEST = 1e30
 
 
 @dataclass(frozen=True, repr=False)
@@ -297,7 +299,7 @@ def damping(name: str, value: Any, step: int = 0) -> float:
         )
     if callable(value):
         current = value(step)
-        checks.number(f"{name}({step})", current, above=0)
+        checks.number(f"{name}({step})", current, above=0, most=LARGEST)
         return float(current)
-    checks.number(name, value, above=0)
+    checks.number(name, value, above=0, most=LARGEST)
     return float(value)

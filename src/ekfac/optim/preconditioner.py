@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -151,15 +152,15 @@ class Preconditioner(Base):
         return {"state": {names[p]: state for p, state in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
+        """Take back what :meth:`state_dict` gave; all of it is checked first, as by :class:`EKFAC`."""
         saved = checkpoint.check(self.engine, state_dict)
-        parameters = dict(self.model.named_parameters())
-        saved_state = {parameters[n]: s for n, s in state_dict["state"].items()}
-        checkpoint.check_complete(saved, saved_state)
-        state = checkpoint.converted(self.engine, saved_state)
-        checkpoint.adopt(self.engine, saved, state)
+        parameters, found = dict(self.model.named_parameters()), state_dict.get("state")
+        if not isinstance(found, Mapping) or not all(name in parameters for name in found):
+            raise ValueError("state_dict, 'state': must be a dict by names of this model's parameters")
+        loaded = checkpoint.prepare(self.engine, saved, {parameters[name]: state for name, state in found.items()})
+        checkpoint.adopt(self.engine, loaded)
         self.state.clear()
-        self.state.update(state)
+        self.state.update(loaded.states)
         self.engine.partition.take_states(self.state)
         keep_own(self.engine)
 

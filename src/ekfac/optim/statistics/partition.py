@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -71,8 +71,21 @@ class Partition:
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def blocks_of(self, parameters: Iterable[nn.Parameter], frozen: bool = False) -> list[Block]:
-        """Return the blocks that these parameters would be assigned to, as if none were frozen with ``frozen``."""
+    def blocks_of(
+        self,
+        parameters: Iterable[nn.Parameter],
+        frozen: bool = False,
+        silent: Collection[nn.Parameter] | None = None,
+    ) -> list[Block]:
+        """Return the blocks that these parameters would be assigned to.
+
+        Args:
+            parameters: The parameters.
+            frozen: As if none were frozen.
+            silent: As if these were those whose layers are never called.
+        """
+        if silent is None:
+            silent = () if frozen else self.silent
         c = self._coverage
         return find_blocks(
             self.model,
@@ -83,7 +96,7 @@ class Partition:
             max_factor_dim=c.max_factor_dim,
             identity=c.basis == "identity",
             unsupported="diagonal" if frozen else c.unsupported,
-            silent=() if frozen else self.silent,
+            silent=silent,
             frozen=frozen,
         )
 
