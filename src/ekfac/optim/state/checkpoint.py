@@ -13,7 +13,6 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.states import SOLVER, WholeState
 from ekfac.optim.engine import Engine
 from ekfac.optim.state.validation import (
-    COUNTS,
     LAYOUT,
     check_count,
     check_number,
@@ -21,7 +20,7 @@ from ekfac.optim.state.validation import (
     check_tensor,
     refuse,
 )
-from ekfac.optim.statistics.partition import Members, members
+from ekfac.optim.statistics.partition import COUNTS, Members, members
 
 VERSION = 4
 
@@ -64,6 +63,7 @@ def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
     return [
         {**_block_of(covered, (names[p] for p in key)), "state": dict(state)}
         for (covered, key), state in whole.put_away.items()
+        if all(p in names for p in key)  # the model may have lost it
     ]
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ekfac import checks
 from ekfac.curvature.blocks import Block
+from ekfac.optim.statistics.partition import COUNTS
 
-#: Entries that are counted in float64 whatever the dtype of the block.
-COUNTS = ("count", "examples")
 #: Entries that are there together or not at all, of those that a block has.
 TOGETHER = (
     ("A", "B", "factor_weight"),

@@ -90,7 +90,13 @@ class Collector:
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
-        self.fingerprints.unverified |= self._partition.assign(parameters)
+        assigned = self._partition.assign(parameters)
+        self.fingerprints.unverified |= assigned.new
+        if assigned.recast:
+            self.fingerprints.forget()
+            self.drop()
+        if assigned.moved:
+            self._moved()
         if self.active:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
@@ -121,10 +127,9 @@ class Collector:
         if self._partition.is_frozen():
             return False
         if not self._partition.is_current():
-            kind = self._partition.kind
-            self.set_parameters(self._partition.offered)
-            if kind != self._partition.kind:
-                self._moved()
+            self.set_parameters(self.offered)
+        if self._partition.problem:
+            return False  # which the step will tell
         if self.capture.forwards.busy_elsewhere():
             return True  # what another thread has under way is its own affair
         self.watch.before_forward()
@@ -249,6 +254,10 @@ class Collector:
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         if not gradients or not self.capture.examples:
             checks.whole(self._partition.model)
+            if not self._partition.is_current():
+                self.set_parameters(self.offered)
+        if self._partition.problem:
+            ownership.refuse_changed(self._partition.problem)
         if not gradients:
             self.drop()
             return None
@@ -268,23 +277,13 @@ class Collector:
             b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
         if silent and processes == 1:
-            self._give_up_on(silent)
+            self._partition.give_up_on(silent)
+            self.set_parameters(self.offered)
         n, mean = float(self.capture.examples), 1.0
         if self.options.batch.reduction == "sum" and n:
             mean = processes / n
         solves, warm = self._schedule.due(covered)
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
-
-    def _give_up_on(self, silent: list[Block]) -> None:
-        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
-        warnings.warn(
-            "these layers have gradients but their forward was never called, so they get the diagonal method: "
-            + ", ".join(b.name for b in silent),
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self._partition.silent.update(p for b in silent for p in b.parameters.values())
-        self.set_parameters(self._partition.offered)
 
     def collect(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept, and sum all of them over processes.

@@ -25,6 +25,14 @@ def refuse(collector: Collector) -> NoReturn:
     raise RuntimeError(TAKEN_OVER if any(ref() is collector for ref in _LIVE) else CLOSED)
 
 
+def refuse_changed(problem: str) -> NoReturn:
+    """Say that the model is not the one that the optimizer was given."""
+    raise RuntimeError(
+        f"step(): {problem} since this optimizer was constructed, and would not be trained. Construct another one now; "
+        "for parameters that were added, opt.add_param_group({'params': ...}) will do"
+    )
+
+
 def register(collector: Collector) -> None:
     """Let a new optimizer take over the hooks on its parameters; those who had them get them back when it is closed."""
     if not any(ref() is collector for ref in _LIVE):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,23 @@ from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
 Members = tuple[bool, tuple[nn.Parameter, ...]]
+#: State that is counted in float64 whatever the dtype of the block.
+COUNTS = ("count", "examples")
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What has changed with an assignment.
+
+    Attributes:
+        new: Covered blocks that have not been there before.
+        recast: Whether the model was cast, or moved.
+        moved: Whether it is now on another kind of device.
+    """
+
+    new: set[Block]
+    recast: bool
+    moved: bool
 
 
 class Partition:
@@ -61,8 +80,14 @@ class Partition:
         self._known: dict[Members, Block] = {}
         self.put_away: dict[Members, BlockState] = {}
         self._layout: tuple[object, ...] = ()
+        self._modules: list[nn.Module] = []
         #: The kind of device that the parameters were on when they were assigned.
         self.kind = ""
+        #: Why no step can be taken: the model has other parameters than when it was given.
+        self.problem = ""
+        #: Names and shapes of all that have been parameters of the model, and whether all are trained.
+        self._seen: dict[nn.Parameter, tuple[str, torch.Size]] = {}
+        self._whole = True
 
     @property
     def device(self) -> torch.device:
@@ -100,18 +125,22 @@ class Partition:
             frozen=frozen,
         )
 
-    def assign(self, parameters: Iterable[nn.Parameter]) -> set[Block]:
-        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state.
-
-        Returns:
-            Covered blocks that have not been there before.
-        """
+    def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
+        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
         offered = list(parameters)
-        found = self.blocks_of(offered)
-        new = {b for b in found if b.covered and members(b) not in self._known}
-        blocks = [self._known.setdefault(members(b), b) for b in found]
+        self._compare(offered)
+        before = {b.key: (b.dtype, b.shape) for b in self.blocks}, self.kind
+        blocks, new = [], set()
+        for block in self.blocks_of(offered):
+            known = self._known.get(members(block))
+            # A module may have taken another's place, or a parameter have other numbers.
+            if known is None or known.uses.keys() != block.uses.keys() or known.shape != block.shape:
+                self._known[members(block)] = known = block
+                new |= {block} if block.covered else set()
+            blocks.append(known)
+        kept = set(map(members, blocks))
         for block in self.blocks:
-            if block not in blocks:
+            if members(block) not in kept:
                 self.put_away[members(block)] = self._pop(block)
         for block in blocks:
             block.__dict__.pop("dtype", None)  # the model may have been cast since
@@ -128,10 +157,42 @@ class Partition:
         self.generation += 1
         self.covered = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
         self.layer_of = layers_in_order(self.model)
-        self._layout = layout_of(offered)
+        self._modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._layout = layout_of(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()
-        return new
+        dtypes, kind = before
+        recast = any(b.key in dtypes and dtypes[b.key] != (b.dtype, b.shape) for b in blocks) or kind not in (
+            "",
+            self.kind,
+        )
+        if recast:
+            self._convert()
+        return Assigned(new, recast, kind not in ("", self.kind))
+
+    def _compare(self, offered: list[nn.Parameter]) -> None:
+        """Find out whether the model still has the parameters that are trained, and no others."""
+        now = {p: (name, p.shape) for name, p in self.model.named_parameters()}
+        if not self._seen:
+            self._seen, self._whole = now, set(now) <= set(offered)
+        lost = {self._seen[p][0] for p in offered if p in self._seen and p not in now}
+        fresh = [n for p, (n, _) in now.items() if p not in self._seen and p.requires_grad and p not in set(offered)]
+        replaced = [name for name in fresh if name in lost]
+        added = [name for name in fresh if self._whole and name not in lost]
+        other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
+        said = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
+        self.problem = "; ".join(f"parameters {', '.join(names)} {what}" for what, names in said.items() if names)
+        self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
+
+    def give_up_on(self, silent: list[Block]) -> None:
+        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
+        warnings.warn(
+            "these layers have gradients but their forward was never called, so they get the diagonal method: "
+            + ", ".join(b.name for b in silent),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self.silent.update(p for b in silent for p in b.parameters.values())
 
     def assign_owners(self) -> None:
         """Give every parameter an owner among the processes that train together."""
@@ -149,8 +210,8 @@ class Partition:
         return not any(p.requires_grad for p in self.offered)
 
     def is_current(self) -> bool:
-        """Tell whether parameters are frozen, cast and placed as when they were assigned."""
-        return layout_of(self.offered) == self._layout
+        """Tell whether parameters are frozen, cast and placed as when they were assigned, in the same modules."""
+        return layout_of(self.offered, self._modules) == self._layout
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +221,15 @@ class Partition:
         if not isinstance(found, BlockState):  # from a checkpoint, or the momentum alone
             found = self.states[block.key] = self._state_class(block)(found)
         return found
+
+    def _convert(self) -> None:
+        """Bring state to the device and into the dtype of its block: the model was cast or moved."""
+        dtypes: dict[Tensor, torch.dtype] = {p: b.dtype for b in self.blocks for p in b.parameters.values()}
+        for p, state in self.states.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    exact = name in COUNTS or p not in dtypes or not value.is_floating_point()
+                    state[name] = value.to(p.device, value.dtype if exact else dtypes[p])
 
     def take_states(self, states: MutableMapping[Tensor, Any]) -> None:
         """Keep state in another mapping from now on, whose entries may be plain dicts."""
@@ -184,10 +254,11 @@ class Partition:
         return state
 
 
-def layout_of(parameters: list[nn.Parameter]) -> tuple[object, ...]:
+def layout_of(parameters: list[nn.Parameter], modules: list[nn.Module]) -> tuple[object, ...]:
     """Return what the assignment of parameters to blocks takes for granted."""
-    found = [(p.requires_grad, p.dtype) for p in parameters]
-    return (*(p.device for p in parameters[:1]), *found)
+    found = [(p.requires_grad, p.dtype, p.shape) for p in parameters]
+    inside = [id(part) for m in modules for parts in (m._parameters, m._modules) for part in parts.values()]
+    return (*(p.device for p in parameters[:1]), *found, *inside)
 
 
 def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:
