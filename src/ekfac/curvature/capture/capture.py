@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
@@ -40,6 +39,7 @@ from ekfac.curvature.capture.hooks import (
     run_hooks_in_compiled_models,
 )
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
+from ekfac.curvature.capture.whole import watch_whole
 from ekfac.curvature.layers.base import Call, Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
 
@@ -90,13 +90,15 @@ class Capture:
         self.fired: set[Block] = set()
         self._handles: list[RemovableHandle] = []
         #: What a graph holds: as long as somebody holds on to a loss, its graph is there, and the hooks in it.
-        self._me = weakref.ref(self)
+        self.me = weakref.ref(self)
         weakref.finalize(self, remove_hooks, self._handles)
         weakref.finalize(self, self.forwards.drop).atexit = False
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered = Entered()
+        #: Who has told of a backward pass first, so far: the model's outputs, or a layer inside.
+        self._told_by: set[str] = set()
         #: Blocks and shapes of inputs that have been found to have examples.
         self._looked_at: set[tuple[Block, torch.Size]] = set()
 
@@ -114,7 +116,7 @@ class Capture:
             run_hooks_in_compiled_models()
         _ATTACHED.add(self)
         self.forwards.closed = False
-        me = self._me
+        me = self.me
         self._readings, self._products = {}, {}
         for module, uses in self._uses.items():
             layer = uses[0][1]
@@ -165,14 +167,23 @@ class Capture:
         """A forward of the model starts."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
-        self.forwards.begin(args, kwargs)
+        record = self.forwards.begin(args, kwargs)
+        self.forwards.here.quiet = record is not None and record.n is not None and self._nothing_to_learn()
+
+    def _nothing_to_learn(self) -> bool:
+        """Whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
+        if self._told_by != {"outputs"} or self.separate or self.on_output is not None:
+            return False
+        blocks = {block for uses in self._uses.values() for block, _ in uses}
+        return blocks <= self.fired and not any(map(self.wanted, blocks))
 
     def end(self, output: Any) -> None:
         """A forward of the model ended, well or by an exception."""
+        self.forwards.here.quiet = False
         record = self.forwards.end()
         if record is None:
             return
-        me = self._me
+        me = self.me
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
@@ -191,7 +202,7 @@ class Capture:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
                 # A cell's new state is made of its new memory: only a view has the gradient that comes from outside.
                 output = tuple(t.view_as(t) for t in output)
-            self._called_whole(module, uses, args, kwargs, output)
+            watch_whole(self, self._readings[module], uses, args, kwargs, output)
             return output
         if isinstance(output, Tensor) and output.requires_grad:
             x = args[0] if args else next(iter(kwargs.values()))
@@ -214,8 +225,8 @@ class Capture:
             x = x.detach()
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
-            given = self._checked(block, layer, x, n, arrange)
-        call, me = self._number(record, block), self._me
+            given = self.checked(block, layer, x, n, arrange)
+        call, me = self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
@@ -223,7 +234,7 @@ class Capture:
 
         output.register_hook(hook)
 
-    def _number(self, record: Record, block: Block) -> int:
+    def number(self, record: Record, block: Block) -> int:
         """Count a call of a block within a record; return how many there were before."""
         number = record.calls[block]
         record.calls[block] += 1
@@ -239,51 +250,6 @@ class Capture:
         free = layer.free_dims(x)
         return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
 
-    def _called_whole(
-        self,
-        module: nn.Module,
-        uses: list[tuple[Block, Layer]],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        output: Any,
-    ) -> None:
-        """A module was called that is read as a whole, once the gradients of all its outputs are there."""
-        outputs = [t for t in tensors(output) if t.requires_grad]
-        record = self.forwards.record() if outputs else None
-        if record is None:
-            return
-        reading = self._readings[module]
-        kept: list[Tensor] = []
-        if record.n is None or any(self.wanted(block) for block, _ in uses):
-            kept = [t.detach() for t in reading.keep(args, kwargs)]
-            record.settle(reading.examples(kept))
-        versions = [t._version for t in kept]
-        numbers = {block: self._number(record, block) for block, _ in uses}
-        if self.on_output is not None:
-            for tensor in outputs:
-                self.on_output(tensor)
-        me = self._me
-
-        def hook(grads: Sequence[Tensor | None]) -> None:
-            if (capture := me()) is None:
-                return
-            wanted = bool(kept) and any(capture.wanted(block) and capture._counts(block) for block, _ in uses)
-            if wanted and versions != [t._version for t in kept]:
-                refuse_changed(uses[0][0])
-            outputs_gradient = next(g for g in grads if g is not None)
-            with torch.no_grad():
-                parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
-            if not keeps_graph():
-                kept.clear()
-            for block, layer in uses:
-                given, d = Input(None), outputs_gradient
-                if layer.part in parts:
-                    x, d = parts[layer.part]
-                    given = capture._checked(block, layer, x, record.examples())
-                capture.arrived(record, block, layer, given, d, numbers[block])
-
-        register_multi_grad_hook(outputs, hook)
-
     def enter(self, module: nn.Module) -> None:
         """A module that hides its products is about to be called: watch them, if anything of it is needed."""
         uses = self._uses.get(module)
@@ -296,7 +262,7 @@ class Capture:
         """It has been called."""
         self._entered.leave(module)
 
-    def _checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
+    def checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
         """Keep an input; refuse one whose positions belong to no example, where that matters."""
         if x.dim() == 1 and layer.free_dims(x) == 0:
             if len(x) == n > 1:
@@ -316,14 +282,16 @@ class Capture:
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
-    def _counts(self, block: Block | None) -> bool:
+    def counts(self, block: Block | None) -> bool:
         """Whether the backward pass under way is to be captured."""
         return self.forwards.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
         """A backward pass has come to the output of a forward."""
         self.forwards.reach(record)
-        if self._counts(None):
+        if self.counts(None):
+            if not record.reached:
+                self._told_by.add("outputs")
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
@@ -343,8 +311,10 @@ class Capture:
         if given.x is None and record.reached and block in self.fired and not self.separate:
             self.forwards.reach(record)
             return  # nothing that is not known
-        if not self._counts(block):
+        if not self.counts(block):
             return
+        if not record.reached and not self.separate:
+            self._told_by.add("layers")
         self._reach(record)
         self.fired.add(block)
         x = given.x

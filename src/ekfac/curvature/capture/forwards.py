@@ -25,6 +25,7 @@ class UnderWay(threading.local):
         latest: That of the last forward.
         depth: How many forwards of the model are under way within each other.
         in_batch: Whether ``batch()`` is.
+        quiet: Whether the forward tells no more than its number of examples, so that hooks on layers do nothing.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class UnderWay(threading.local):
         self.latest: Record | None = None
         self.depth = 0
         self.in_batch = False
+        self.quiet = False
 
 
 class Forwards:
@@ -60,7 +62,7 @@ class Forwards:
         self.hand_on = hand_on
         self._batch_dim = batch_dim
         self._count_by = count
-        self._here = UnderWay()
+        self.here = UnderWay()
         self.closed = False
         #: How often each thread has paused.
         self._paused: Counter[int] = Counter()
@@ -101,8 +103,8 @@ class Forwards:
             record.listed = record.reached = record.reached_separately = record.kept = False
         self.records = []
         self._reached_by = {}
-        here = self._here
-        here.loose = None
+        here = self.here
+        here.loose, here.quiet = None, False
         if not here.in_batch:
             here.current, here.depth = None, 0
 
@@ -119,7 +121,7 @@ class Forwards:
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
         """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
-        here = self._here
+        here = self.here
         if here.in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -132,27 +134,28 @@ class Forwards:
         finally:
             here.current, here.depth, here.in_batch = None, 0, False
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts: count its examples."""
-        here = self._here
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
+        """A forward of the model starts: count its examples; return its record if it gets one."""
+        here = self.here
         if here.depth and not here.in_batch and calls_under_way(self.model) < 2:
             here.current, here.depth = None, 0  # the one that it was within has been interrupted
         here.depth += 1
         if here.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
-            return
+            return None
         if inside_backward():
             # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
             # without gradients before.
             if torch._C._current_graph_task_id() in self._reached_by:
-                return
+                return None
         elif not self._before_forward():
-            return
+            return None
         here.depth = 1
         here.current = self._new(self._count(args, kwargs))
+        return here.current
 
     def end(self) -> Record | None:
         """A forward of the model ended, well or by an exception; return its record if it has one."""
-        here = self._here
+        here = self.here
         here.depth = max(0, here.depth - 1)
         if here.depth:
             return None
@@ -161,7 +164,7 @@ class Forwards:
 
     def record(self) -> Record | None:
         """The record that a call under way belongs to; None if it is not to be captured."""
-        here = self._here
+        here = self.here
         if here.current is not None:
             return here.current
         if inside_backward():  # activation checkpointing calls layers again: the same examples once more
@@ -181,7 +184,7 @@ class Forwards:
         for record in self.records:
             if record.reached and not record.kept:
                 self.hand_on(record)
-        record = self._here.latest = self._latest = Record(counted)
+        record = self.here.latest = self._latest = Record(counted)
         self.list(record)
         return record
 

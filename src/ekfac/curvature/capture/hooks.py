@@ -41,7 +41,10 @@ class ForwardHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
-        return None if self.capture is None else self.capture.called(module, args, *kwargs_and_output)
+        capture = self._capture()
+        return (
+            None if capture is None or capture.forwards.here.quiet else capture.called(module, args, *kwargs_and_output)
+        )
 
 
 class EnterHook(_Hook):

@@ -48,8 +48,6 @@ class RecordedStep:
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     rates: Rates
-    refreshed: list[Block]
-    residuals: Tensor | None
 
 
 class StepGraphs:
@@ -141,10 +139,8 @@ class StepGraphs:
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
                 self.run(engine, working, placed_rates, apply)
-                refreshed = self._executor.recorded or {}
-                residuals = torch.stack([r.double() for r in refreshed.values()]) if refreshed else None
             self._places, placed.ok = known, working.ok
-            return RecordedStep(graph, placed, placed_rates, list(refreshed), residuals)
+            return RecordedStep(graph, placed, placed_rates)
         except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be recorded and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
@@ -164,33 +160,24 @@ class StepGraphs:
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
-        if recorded.residuals is not None:
-            engine.refresher.enqueue(recorded.refreshed, recorded.residuals)
         self.replays += 1
 
 
 def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     """Tell whether a step has nothing that only the host can do, so that a graph may hold it.
 
-    All parameters have gradients as backward left them, no basis is solved for, or refreshed where that takes much
-    memory, and no layer waits to be verified.
+    All parameters have gradients as backward left them, no basis is renewed, and no layer waits to be verified.
     """
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
-        and not (inputs.solves or any(b in collector.fingerprints.unverified for b in partition.covered))
-        and (refreshes_are_small(engine) or not inputs.warm)
+        and not (inputs.solves or inputs.warm)
+        and not any(b in collector.fingerprints.unverified for b in partition.covered)
         and all(p in inputs.gradients for p in partition.parameters)
         and not any(map(collector.watch.touched, partition.parameters))
         and all(b in collector.capture.fired for b in partition.covered)
     )
-
-
-def refreshes_are_small(engine: Engine) -> bool:
-    """Tell whether a graph may refresh bases: it keeps what that takes, some eight float64 matrices a stream."""
-    most = max((max(block.factor_numbers()) for block in engine.partition.covered), default=0)
-    return engine.schedule.maskable and 8 * 8 * most <= engine.options.numerics.memory_limit
 
 
 def fits_damping(engine: Engine, rates: Rates) -> bool:
@@ -215,8 +202,7 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
         for block, s in inputs.sums.items()
     )
     places = tuple((p.data_ptr(), g.stride()) for p, g in inputs.gradients.items())
-    refreshes = tuple((block.name, iterations) for block, iterations in inputs.warm.items())
-    return inputs.n, groups, rates.fixed, calls, sums, places, refreshes
+    return inputs.n, groups, rates.fixed, calls, sums, places
 
 
 def tensors_of(inputs: StepInputs) -> tuple[list[Tensor], ...]:

@@ -363,14 +363,14 @@ class Collector:
 
         Numerators and denominator are kept apart.
         """
+        sums = {block: gathered.factors for block, gathered in inputs.sums.items() if gathered.factors is not None}
+        if not sums:
+            return
         n, ok, decay = inputs.n_statistics, inputs.ok, self.options.refresh.factor_decay
         square = self.delta_square(inputs)
         totals: list[Tensor] = []
         batch: list[Tensor] = []
-        for block, gathered in inputs.sums.items():
-            f = gathered.factors
-            if f is None:
-                continue
+        for block, f in sums.items():
             state: BlockState | None = self._partition.states.get(block.key)
             if state is None:
                 state = self._partition.state(block)
