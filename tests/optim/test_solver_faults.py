@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +27,18 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def train(kind: str, fails: Callable[[int], bool], how: str, steps: int = STEPS) -> list[tuple[dict[str, Tensor], int]]:
+#: No two factors of the first are of one size: those would be decomposed in one call.
+WIDTHS = {"unlike": (4, 6, 8, 2), "alike": (4, 4, 4, 4)}
+
+
+def train(
+    kind: str, fails: Callable[[int], bool], how: str, steps: int = STEPS, widths: str = "unlike"
+) -> list[tuple[dict[str, Tensor], int]]:
     """The weights after every step, and how many decompositions have been called by then."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    sizes = WIDTHS[widths]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
     found = []
     with failing(fails, how) as count, KINDS[kind](model) as opt, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -62,6 +71,19 @@ def test_a_fault_at_any_call_stays_within_its_block(
             assert all(bool(torch.isfinite(p).all()) for p in weights.values())
             changed = {name.split(".")[0] for name, p in weights.items() if not torch.equal(p, usual[name])}
             assert t > step or len(changed) <= (t == step), f"call {at}, step {t}: layers {changed}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_a_call_for_several_layers_raises_each_is_tried_alone(kind: str) -> None:
+    clean = train(kind, lambda call: False, "raises", widths="alike")
+    for at in range(1, clean[-1][1] + 1):
+        found = train(kind, lambda call, at=at: call == at, "raises", widths="alike")
+        for t, ((weights, _), (usual, so_far)) in enumerate(zip(found, clean, strict=True)):
+            assert all(bool(torch.isfinite(p).all()) for p in weights.values())
+            apart = [n.split(".")[0] for n, p in weights.items() if not torch.allclose(p, usual[n], atol=1e-4)]
+            assert at <= so_far or not apart, f"call {at}, step {t}: layers {apart}"
+            if at <= so_far and (t == 0 or at > clean[t - 1][1]):
+                assert len(set(apart)) <= 1, f"call {at}, step {t}: layers {apart}"
 
 
 @pytest.mark.parametrize("how", ["raises", "NaN"])

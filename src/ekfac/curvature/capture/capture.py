@@ -92,7 +92,7 @@ class Capture:
         #: What a graph holds: as long as somebody holds on to a loss, its graph is there, and the hooks in it.
         self.me = weakref.ref(self)
         weakref.finalize(self, remove_hooks, self._handles)
-        weakref.finalize(self, self.forwards.drop).atexit = False
+        weakref.finalize(self, self.forwards.forget).atexit = False
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
@@ -146,7 +146,14 @@ class Capture:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
-        self.forwards.drop()
+        forwards, here = self.forwards, self.forwards.here
+        for record in forwards.records:
+            record.waiting = {}
+            record.listed = record.reached = record.reached_separately = record.kept = False
+        forwards.records, forwards.reached_by = [], {}
+        here.loose, here.quiet = None, False
+        if not here.in_batch:
+            here.current, here.depth = None, 0
         self.examples = self.separate_examples = 0
         if self.held.now:
             self.held.reset()

@@ -67,7 +67,7 @@ class Forwards:
         #: How often each thread has paused.
         self._paused: Counter[int] = Counter()
         #: The record that each backward pass has come to last; torch runs a pass in several threads.
-        self._reached_by: dict[int, Record] = {}
+        self.reached_by: dict[int, Record] = {}
         self._latest: Record | None = None
 
     @property
@@ -96,17 +96,10 @@ class Forwards:
         thread = threading.get_ident()
         return any(record.thread != thread for record in self.records)
 
-    def drop(self) -> None:
-        """Forget all records, that of a forward that somebody interrupted too."""
+    def forget(self) -> None:
+        """Let go of what records hold: graphs that are still there keep these alive."""
         for record in self.records:
             record.waiting = {}
-            record.listed = record.reached = record.reached_separately = record.kept = False
-        self.records = []
-        self._reached_by = {}
-        here = self.here
-        here.loose, here.quiet = None, False
-        if not here.in_batch:
-            here.current, here.depth = None, 0
 
     def list(self, record: Record) -> None:
         """Look after a record; one that was dropped comes back when a backward pass reaches it."""
@@ -116,7 +109,7 @@ class Forwards:
 
     def reach(self, record: Record) -> None:
         """The backward pass under way has come to a record."""
-        self._reached_by[torch._C._current_graph_task_id()] = record
+        self.reached_by[torch._C._current_graph_task_id()] = record
 
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
@@ -145,7 +138,7 @@ class Forwards:
         if inside_backward():
             # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
             # without gradients before.
-            if torch._C._current_graph_task_id() in self._reached_by:
+            if torch._C._current_graph_task_id() in self.reached_by:
                 return None
         elif not self._before_forward():
             return None
@@ -168,7 +161,7 @@ class Forwards:
         if here.current is not None:
             return here.current
         if inside_backward():  # activation checkpointing calls layers again: the same examples once more
-            latest = self._reached_by.get(torch._C._current_graph_task_id()) or here.latest or self._latest
+            latest = self.reached_by.get(torch._C._current_graph_task_id()) or here.latest or self._latest
             if latest is not None:
                 return latest
         if here.depth:
