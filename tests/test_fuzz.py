@@ -10,7 +10,16 @@ import pytest
 from fuzz.__main__ import FUZZERS
 from fuzz.harness import Broken, Fuzzer, attempt, run, table
 
-TRIES = {"disk-full": 3, "kills": 1, "save-checkpoint": 15, "train": 10, "runs": 15, "studies": 6, "constructors": 10}
+TRIES = {
+    "disk-full": 3,
+    "kills": 1,
+    "save-checkpoint": 15,
+    "train": 10,
+    "runs": 15,
+    "studies": 6,
+    "constructors": 10,
+    "spikes": 8,
+}
 
 
 @pytest.mark.parametrize("name", list(FUZZERS))

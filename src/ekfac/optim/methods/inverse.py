@@ -14,10 +14,14 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.curvature.operators.parts import Part
-from ekfac.optim.methods.rules import overwrite
+from ekfac.optim.methods.rules import blend, bounded, overwrite, shortening
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import PATIENCE, Refresher, Renewal
 from ekfac.optim.types import BlockStep, InverseState, factors_of
+
+#: How many times longer than before a gradient may be, and the weight of the past in what is usual.
+SPIKE = 30.0
+DECAY = 0.95
 
 
 class InverseMethod:
@@ -28,6 +32,7 @@ class InverseMethod:
 
     Args:
         pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or take 1.
+        exact: Take every gradient as it is, however long.
     """
 
     kind = "inverse"
@@ -41,8 +46,9 @@ class InverseMethod:
     masks_refreshes = False
     stacks = False
 
-    def __init__(self, pi_correction: bool) -> None:
+    def __init__(self, pi_correction: bool, exact: bool = False) -> None:
         self.pi_correction = pi_correction
+        self.exact = exact
         self.keeps_factors = False
 
     def numbers(self, block: Block) -> int:
@@ -126,7 +132,25 @@ class InverseMethod:
             self._invert(block, state, *self._inverted(state), float(step.rates.damping))
 
     def update_scaling(self, state: InverseState, step: BlockStep) -> None:
-        """Keep none."""
+        """Shorten a gradient that is far longer than those before: the inverses have not seen its like.
+
+        Where a batch was too large to be squared, and nothing is known of the factors yet, none of it is left.
+        """
+        if self.exact:
+            return
+        G = step.gradient
+        square = (G.square_norm() if isinstance(G, Rows) else G.square().sum()).nan_to_num(torch.inf, torch.inf)
+        if hasattr(state, "usual"):
+            limit = SPIKE**2 * state.usual
+            factor = shortening(square, limit)
+            blend(
+                state.usual, bounded(torch.where(limit > 0, torch.minimum(square, limit), square)), 1 - DECAY, step.ok
+            )
+        else:
+            factor = (state.factor_weight > 0).to(square)
+            square = bounded(square) * factor
+            state.usual = square if step.ok is None else square * step.ok.to(square)
+        step.gradient = Rows(G.h, G.delta * factor, G.one_each) if isinstance(G, Rows) else G * factor
 
     def rescale(self, block: Block, state: InverseState, step: BlockStep) -> Tensor:
         """Take the two products."""

@@ -21,7 +21,7 @@ TOGETHER = (
     ("inverse_A", "inverse_B", "inverse_extra", "added_A", "added_B", "inverted_at"),
 )
 #: Tensors whose shapes follow from the block's.
-SHAPED = {*(n for names in TOGETHER for n in names), "m", "inverted_A", "inverted_B"} - {"inverted_at"}
+SHAPED = {*(n for names in TOGETHER for n in names), "m", "inverted_A", "inverted_B", "usual"} - {"inverted_at"}
 LAYOUT = "construct the optimizer with the same sua, basis, include, exclude and max_factor_dim as when it was saved"
 #: How far from orthonormal a basis may be, of bases in half precision too.
 DRIFT = 0.05
@@ -41,7 +41,7 @@ def shapes_of(block: Block) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"s": whole, "m": whole, "count": (), "examples": ()}
     if not block.covered:
         return found
-    found |= {"A": A, "B": B, "factor_weight": (), "S_A": A[:2], "S_B": B[:2]}
+    found |= {"A": A, "B": B, "factor_weight": (), "usual": (), "S_A": A[:2], "S_B": B[:2]}
     found |= {"inverse_A": A, "inverse_B": B, "inverted_A": A, "inverted_B": B, "added_A": A[:1], "added_B": A[:1]}
     if s.extra:
         found["inverse_extra"] = B
