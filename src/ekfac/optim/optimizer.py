@@ -215,7 +215,7 @@ class Optimizer(Base, Joinable, Grouped):
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
-            torch._foreach_add_(parameters, p_steps, alpha=-lr)
+            torch._foreach_add_(parameters, p_steps, alpha=-float(lr))
 
     # --- around it ------------------------------------------------------------------------------------------------
 

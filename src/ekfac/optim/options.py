@@ -253,6 +253,8 @@ def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], k
         names = ", ".join(sorted(known | allowed))
         raise TypeError(f"{who} has no argument {', '.join(map(repr, unknown))}. Allowed: {names}")
     arguments = into_groups({**given, **old})
+    for name in GROUPS.keys() & arguments.keys():
+        check_group(name, arguments[name])
     instead: dict[str, list[str]] = {}
     for name in old:
         group, option = FLAT[name] if name in FLAT else ("scaling", RULE_OPTIONS[name])
@@ -273,8 +275,8 @@ def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
         check_group(group, before)
         try:
             found[group] = replace(before, **{option: arguments[name]})
-        except ValueError as error:
-            raise error if name == option else ValueError(f"{name}: {error}") from None
+        except (ValueError, TypeError) as error:  # which calls it by its name in the group
+            raise type(error)(str(error).replace(option, name)) from None
     return found
 
 
