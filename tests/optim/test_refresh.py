@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim.cuda.step_graphs import signature
 from ekfac.optim.executor import Answer
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import schedule
@@ -44,7 +43,7 @@ def test_bases_turn_together_at_growing_intervals() -> None:
     gaps = [b - a for a, b in itertools.pairwise(steps[EARLY:])]
     assert all(abs(after - 1.15 * before) <= 2 for before, after in itertools.pairwise(gaps))
     opt = ekfac.EKFAC(nn.Linear(3, 2), refresh=ekfac.Refresh(deterministic=True))
-    assert not opt.engine.schedule.due(opt.engine.partition.blocks)[1]
+    assert not opt.engine.schedule.due()[1]
 
 
 @pytest.mark.parametrize("every", [3, 20])
@@ -185,24 +184,6 @@ def plain_step(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
 def test_all_layers_take_in_the_same_batches() -> None:
     taken = taken_after_the_start(plain_step, 16)
     assert taken == {str(2 * i): list(range(START, START + 16, 4)) for i in range(4)}
-
-
-def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None:
-    """Calls are kept for rules that need s*, or for their rows, in steps that leave A and B alone too."""
-    torch.manual_seed(0)
-    model = nn.Linear(40, 30).double()
-    opt = ekfac.EKFAC(model, scaling="per_example", factor_every=3)
-    known: dict[bool, set[object]] = {True: set(), False: set()}
-    for step in range(20):
-        opt.zero_grad()
-        model(torch.randn(4, 40).double()).square().sum(1).mean().backward()
-        block = opt.engine.partition.blocks[0]
-        if step > 10 and not opt.engine.schedule.renews(block):
-            assert opt.engine.collector.calls, "projected by rows"
-            known[step % 3 == 0].add(signature(opt.engine, opt.engine.collector.inputs(), opt._rates()))
-        opt.step()
-    assert len(known[True]) == len(known[False]) == 1
-    assert known[True] != known[False]
 
 
 def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> None:

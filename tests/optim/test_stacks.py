@@ -70,7 +70,7 @@ def test_stacked_or_alone_the_steps_are_the_same(
         model = network()
         opt = ekfac.EKFAC(model, **OPTIONS[name])
         found.append(train(model, opt, 14))
-        sizes = {len(s) for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0)}
+        sizes = {len(s.blocks) for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0)}
         assert (max(sizes) == 3) == stacked
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
@@ -120,14 +120,18 @@ def test_blocks_that_go_their_own_way_for_a_while(
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-def test_groups_with_rates_of_their_own_are_not_stacked_together() -> None:
-    model = equal_layers()
-    groups = [{"params": list(model[1].parameters()), "betas": (0.5, 0.9)}, {"params": list(model[4].parameters())}]
-    taken = {id(p) for group in groups for p in group["params"]}
-    groups.append({"params": [p for p in model.parameters() if id(p) not in taken]})
-    opt = ekfac.EKFAC(model, params=groups)
-    train(model, opt, 3)
-    assert opt.state[model[1].weight]["m"]._base is None
+def test_groups_may_have_rates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for stacked in (True, False):
+        if not stacked:
+            alone(monkeypatch)
+        model = equal_layers()
+        own = [{"params": list(model[1].parameters()), "betas": (0.5, 0.9)}, {"params": list(model[4].parameters())}]
+        taken = {id(p) for group in own for p in group["params"]}
+        rest = {"params": [p for p in model.parameters() if id(p) not in taken], "lr": 1e-3}
+        found.append(train(model, ekfac.EKFAC(model, params=[*own, rest]), 14))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_each_block_has_its_own_state_and_a_checkpoint_goes_on_exactly() -> None:

@@ -82,7 +82,7 @@ class Engine:
         self.executor = make_executor(options, whole_steps, parameters)
         self.refresher = Refresher(self.executor, self.schedule)
         moved = partial(Engine._moved, me)
-        self.collector = Collector(options, method, self.partition, self.schedule, self.executor, moved)
+        self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(me)
         self.skipped_steps = 0
@@ -112,14 +112,22 @@ class Engine:
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        if self.executor.replay(self, inputs, rates, apply):
+        plain = not (inputs.solves or inputs.warm or any(sums.factors is not None for sums in inputs.sums.values()))
+        if plain and self.executor.replay(self, inputs, rates, apply):
             return True
         if not self.check_finite(inputs):
             return False
         self.collector.collect(inputs)
         if inputs.touched or self.collector.fingerprints.unverified:
             self.collector.verify(inputs)
-        apply(inputs, self.directions(inputs, rates), rates)
+        # Factors and, where they are due, bases; then scalings and directions.
+        blocks = self.trained(inputs)
+        if inputs.sums:
+            self.collector.update_factors(inputs)
+        if inputs.solves or inputs.warm:
+            self.compute_eigenbases(blocks, inputs, rates)
+        if plain or not self.executor.replay(self, inputs, rates, apply):
+            apply(inputs, self.precondition(blocks, inputs, rates), rates)
         return True
 
     def _shares(self) -> bool:
@@ -138,17 +146,10 @@ class Engine:
             self.skip()
         return go
 
-    def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Factors, bases, scalings, directions: the part of a step that the device does."""
-        if inputs.sums:
-            self.collector.update_factors(inputs)
+    def trained(self, inputs: StepInputs) -> list[Block]:
+        """Return the blocks that this step changes."""
         known = (block for block in self.partition.blocks if block not in inputs.unknown)
-        blocks = [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
-        if inputs.processes > 1:
-            return self.replicas.directions(blocks, inputs, rates)
-        if inputs.solves or inputs.warm:
-            self.compute_eigenbases(blocks, inputs, rates)
-        return self.precondition(blocks, inputs, rates)
+        return [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
 
     def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
         """Algorithm 1, ComputeEigenBasis, where it is due: U_A, S_A and U_B, S_B of the factors, in full or warm."""
@@ -162,7 +163,7 @@ class Engine:
         self.warm_refresh({block: inputs.warm[block] for block in blocks if block in inputs.warm}, rates, inputs.ok)
 
     def precondition(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Algorithm 1 for blocks with their bases as they stand; no block depends on another."""
+        """Algorithm 1, the second half: scalings and directions of blocks, which do not depend on each other."""
 
         def kind(block: Block) -> Hashable:
             by_rows = block in inputs.calls and self.collector.may_use_rows(block)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ekfac.curvature.layers.base import Call
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -70,10 +69,6 @@ class Executor:
             *tensors: Its arguments.
         """
         return function(*tensors)
-
-    def keeps_calls(self, calls: list[Call], kept: int) -> bool:
-        """Tell whether a layer's calls had better be taken within the step than at once; ``kept`` bytes are already."""
-        return False
 
     def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
         """Run what is launched inside, on so many numbers, beside the next forward and backward pass."""

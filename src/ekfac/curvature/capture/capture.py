@@ -97,8 +97,8 @@ class Capture:
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered = Entered()
-        #: Who has told of a backward pass first, so far: the model's outputs, or a layer inside.
-        self._told_by: set[str] = set()
+        #: Whether a backward pass that came to a record has always come by the model's outputs; None before the first.
+        self._by_outputs: bool | None = None
         #: Blocks and shapes of inputs that have been found to have examples.
         self._looked_at: set[tuple[Block, torch.Size]] = set()
 
@@ -148,6 +148,8 @@ class Capture:
             self._entered.leave_interrupted()
         forwards, here = self.forwards, self.forwards.here
         for record in forwards.records:
+            if record.reached:
+                self._by_outputs = record.by_output and self._by_outputs is not False
             record.waiting = {}
             record.listed = record.reached = record.reached_separately = record.kept = False
         forwards.records, forwards.reached_by = [], {}
@@ -179,7 +181,7 @@ class Capture:
 
     def _nothing_to_learn(self) -> bool:
         """Whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
-        if self._told_by != {"outputs"} or self.separate or self.on_output is not None:
+        if not self._by_outputs or self.separate or self.on_output is not None:
             return False
         blocks = {block for uses in self._uses.values() for block, _ in uses}
         return blocks <= self.fired and not any(map(self.wanted, blocks))
@@ -297,8 +299,7 @@ class Capture:
         """A backward pass has come to the output of a forward."""
         self.forwards.reach(record)
         if self.counts(None):
-            if not record.reached:
-                self._told_by.add("outputs")
+            record.by_output = True
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
@@ -320,8 +321,6 @@ class Capture:
             return  # nothing that is not known
         if not self.counts(block):
             return
-        if not record.reached and not self.separate:
-            self._told_by.add("layers")
         self._reach(record)
         self.fired.add(block)
         x = given.x

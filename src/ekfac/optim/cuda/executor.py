@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
-from ekfac.curvature.layers.base import Call
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
-from ekfac.optim.cuda.streams import LARGE, ParallelStreams, SideStream
+from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.executor import Answer, Executor
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import bytes_of
 
 if TYPE_CHECKING:
     from ekfac.optim.engine import Apply, Engine
     from ekfac.optim.types import Rates, StepInputs
 
-#: Steps of networks with more parameters are not recorded: the graph's memory is better spent.
-SMALL = 2**24
+#: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
+#: some eight float64 copies of them.
+LARGE = {"a refresh": 2**22, "taking statistics": 2**25}
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -39,12 +38,10 @@ class CudaExecutor(Executor):
     Args:
         options: The engine's options.
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
-        small: Whether the network is so small that the host takes longer than the device.
     """
 
-    def __init__(self, options: EngineOptions, whole_steps: bool, small: bool = True) -> None:
+    def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         super().__init__(options, whole_steps)
-        self.records_steps = whole_steps and small
         self.mask = NonFiniteMask()
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
@@ -63,7 +60,7 @@ class CudaExecutor(Executor):
         return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
-        if not (self.records_steps and self.graphs_possible(engine.partition.device)):
+        if not (self.whole_steps and self.graphs_possible(engine.partition.device)):
             return False
         return self.step_graphs.step(engine, inputs, rates, apply)
 
@@ -89,17 +86,13 @@ class CudaExecutor(Executor):
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
     ) -> tuple[Any, ...]:
-        large = sum(t.numel() for t in tensors) > LARGE  # the device takes longer than the host, graph or no graph
+        large = sum(t.numel() for t in tensors) > LARGE[what]
         if self.records or large or (what != "a refresh" and not self.graphs_possible(tensors[0].device)):
             return function(*tensors)
         return self.replays[what](key, function, *tensors)
 
-    def keeps_calls(self, calls: list[Call], kept: int) -> bool:
-        possible = self.records_steps and self.graphs_possible(calls[0].d.device)
-        return possible and kept + bytes_of(calls) <= self.options.numerics.memory_limit
-
     def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
-        return nullcontext() if numbers > LARGE else self.side.work(device)
+        return nullcontext() if numbers > LARGE["a refresh"] else self.side.work(device)
 
     def join(self) -> None:
         self.side.join()
@@ -127,9 +120,7 @@ class CudaExecutor(Executor):
 
 def make_executor(options: EngineOptions, whole_steps: bool, parameters: Sequence[nn.Parameter]) -> Executor:
     """Return the executor for parameters where they are."""
-    if parameters[0].device.type != "cuda":
-        return Executor(options, whole_steps)
-    return CudaExecutor(options, whole_steps, small=sum(p.numel() for p in parameters) <= SMALL)
+    return (CudaExecutor if parameters[0].device.type == "cuda" else Executor)(options, whole_steps)
 
 
 def blocks_of(part: Any) -> Sequence[Block]:

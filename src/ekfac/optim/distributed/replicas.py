@@ -77,7 +77,7 @@ class Replicas:
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            due = engine.schedule.due(engine.partition.covered)
+            due = engine.schedule.due()
             inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size)
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
@@ -95,7 +95,8 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        apply(inputs, engine.directions(inputs, rates), rates)
+        engine.collector.update_factors(inputs)
+        apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
         whole = engine.executor.whole_steps
         self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
         if not whole:
