@@ -280,7 +280,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.engine.partition.take_states(self.state)  # torch has put a new dict there
         keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]
-        self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)
+        self.lr_fraction.load(saved.get("pace"), self._all_parameters()[0].device)
         if self._adaptation is not None:
             self._adaptation.load(saved.get("adaptive_damping"))
 
