@@ -169,25 +169,25 @@ class Capture:
     # --- the forward pass -----------------------------------------------------------------------------------------
 
     def batch(self, n: int) -> AbstractContextManager[None]:
-        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
         return self.forwards.batch(n)
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts."""
+        """Note that a forward of the model starts."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
         self.forwards.here.quiet = record is not None and record.n is not None and self._nothing_to_learn()
 
     def _nothing_to_learn(self) -> bool:
-        """Whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
+        """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
         if not self._by_outputs or self.separate or self.on_output is not None:
             return False
         blocks = {block for uses in self._uses.values() for block, _ in uses}
         return blocks <= self.fired and not any(map(self.wanted, blocks))
 
     def end(self, output: Any) -> None:
-        """A forward of the model ended, well or by an exception."""
+        """Note that a forward of the model has ended, well or by an exception."""
         self.forwards.here.quiet = False
         record = self.forwards.end()
         if record is None:
@@ -203,7 +203,7 @@ class Capture:
                 tensor.register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """A covered layer was called: keep its input until its output's gradient comes; return what to give out."""
+        """Keep a covered layer's input until its output's gradient comes; return what to give out."""
         uses = self._uses.get(module)
         if uses is None or not self.forwards.enabled or inside_transform():
             return None
@@ -220,7 +220,7 @@ class Capture:
         return None
 
     def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
-        """A block's weight met ``x``, which gave ``output``: keep the one until the gradient of the other comes."""
+        """Keep ``x``, which a block's weight has turned into ``output``, until the gradient of the output comes."""
         record = self.forwards.record() if output.requires_grad else None
         if record is None:
             return
@@ -255,12 +255,12 @@ class Capture:
         return tensor.movedim(self.batch_dim, 0)
 
     def _leading(self, layer: Layer, x: Tensor) -> int:
-        """How many examples a layer's input seems to have."""
+        """Guess how many examples a layer's input has."""
         free = layer.free_dims(x)
         return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
 
     def enter(self, module: nn.Module) -> None:
-        """A module that hides its products is about to be called: watch them, if anything of it is needed."""
+        """Watch the products of a module that hides them and is about to be called, if any is needed."""
         uses = self._uses.get(module)
         if uses is None or not (self.forwards.enabled and torch.is_grad_enabled()) or inside_transform():
             return
@@ -268,7 +268,7 @@ class Capture:
             self._entered.enter(module, self._products[module])
 
     def leave(self, module: nn.Module) -> None:
-        """It has been called."""
+        """Stop watching: the module has been called."""
         self._entered.leave(module)
 
     def checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
@@ -292,18 +292,18 @@ class Capture:
     # --- the backward pass ----------------------------------------------------------------------------------------
 
     def counts(self, block: Block | None) -> bool:
-        """Whether the backward pass under way is to be captured."""
+        """Tell whether the backward pass under way is to be captured."""
         return self.forwards.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
-        """A backward pass has come to the output of a forward."""
+        """Note that a backward pass has come to the output of a forward."""
         self.forwards.reach(record)
         if self.counts(None):
             record.by_output = True
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
-        """A backward pass has come to a record: its examples count, once."""
+        """Count the examples of a record that a backward pass has come to, once."""
         self.forwards.reach(record)
         self.forwards.list(record)
         if self.separate:
@@ -315,7 +315,7 @@ class Capture:
             self.examples += record.examples()
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
-        """The gradient of a call's output is here."""
+        """Take the gradient of a call's output."""
         if given.x is None and record.reached and block in self.fired and not self.separate:
             self.forwards.reach(record)
             return  # nothing that is not known
@@ -353,7 +353,7 @@ class Capture:
 
     @contextmanager
     def separate_statistics(self) -> Iterator[None]:
-        """Backward passes inside are not the training loss's: they are captured apart from its examples."""
+        """Capture backward passes inside apart from the training loss and its examples."""
         self.separate = True
         try:
             yield
@@ -365,7 +365,7 @@ class Capture:
 
 @contextmanager
 def unseen(model: nn.Module) -> Iterator[None]:
-    """No capture that is on the model now sees what happens inside."""
+    """Keep the captures that are on the model now from seeing what happens inside."""
     modules = set(model.modules())
     with ExitStack() as stack:
         for capture in list(_ATTACHED):

@@ -113,7 +113,7 @@ class Forwards:
 
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
-        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
         here = self.here
         if here.in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
@@ -128,7 +128,7 @@ class Forwards:
             here.current, here.depth, here.in_batch = None, 0, False
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
-        """A forward of the model starts: count its examples; return its record if it gets one."""
+        """Count the examples of a forward of the model that starts; return its record if it gets one."""
         here = self.here
         if here.depth and not here.in_batch and calls_under_way(self.model) < 2:
             here.current, here.depth = None, 0  # the one that it was within has been interrupted
@@ -147,7 +147,7 @@ class Forwards:
         return here.current
 
     def end(self) -> Record | None:
-        """A forward of the model ended, well or by an exception; return its record if it has one."""
+        """Return the record of a forward that has ended, well or by an exception; None if it has none."""
         here = self.here
         here.depth = max(0, here.depth - 1)
         if here.depth:
@@ -156,7 +156,7 @@ class Forwards:
         return record
 
     def record(self) -> Record | None:
-        """The record that a call under way belongs to; None if it is not to be captured."""
+        """Return the record that a call under way belongs to; None if it is not to be captured."""
         here = self.here
         if here.current is not None:
             return here.current

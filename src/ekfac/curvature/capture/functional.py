@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _attention() -> types.FunctionType:
-    """torch's attention, which hands itself over as a whole to whoever watches: a copy that goes on to its own calls.
+    """Copy torch's attention, which hands itself over as a whole to whoever watches, so that its own calls are seen.
 
     Made anew each time, so that it calls what ``torch.nn.functional`` holds now.
     """
@@ -108,7 +108,7 @@ class Products(TorchFunctionMode):
         where: Tensor | None = None,
         **options: Any,
     ) -> None:
-        """``output`` is the product of ``input`` and ``weight``, ``[out, in]`` or a stack of such matrices."""
+        """Note that ``output`` is ``input`` times ``weight``, ``[out, in]`` or a stack of such matrices."""
         capture = self._capture()
         if capture is None:
             return
@@ -125,7 +125,7 @@ class Products(TorchFunctionMode):
             capture.watch(*shift, input, output, arrange)
 
     def _find(self, tensor: Tensor, where: Tensor | None) -> tuple[Block, Layer] | None:
-        """The block of a parameter, or of the parameter that a tensor is some rows of."""
+        """Find the block of a parameter, or of the parameter that a tensor is some rows of."""
         base = tensor if id(tensor) in self._of else tensor._base
         if base is None or id(base) not in self._of:
             return None

@@ -30,7 +30,7 @@ class Held:
         self.peak = 0
 
     def add(self, tensor: Tensor) -> None:
-        """A tensor is kept."""
+        """Count a tensor that is kept."""
         storage = tensor.untyped_storage()
         if not self._references[storage.data_ptr()]:
             self.now += storage.nbytes()
@@ -38,7 +38,7 @@ class Held:
         self._references[storage.data_ptr()] += 1
 
     def remove(self, tensor: Tensor) -> None:
-        """It is let go."""
+        """Discount a tensor that is let go."""
         storage = tensor.untyped_storage()
         self._references[storage.data_ptr()] -= 1
         if not self._references[storage.data_ptr()]:
@@ -58,7 +58,7 @@ class Held:
             self.remove(call.d)
 
     def reset(self) -> None:
-        """All is let go."""
+        """Begin again from nothing kept."""
         self._references.clear()
         self.now = 0
 
@@ -109,14 +109,14 @@ class Record:
         self.listed = False
 
     def settle(self, leading: int) -> int:
-        """N, now that a layer is called with so many examples in its input, as far as that layer can tell."""
+        """Settle N, now that a layer is called with, as far as it can tell, so many examples in its input."""
         if self.n is None:
             known, listed = self._counted.n, self._counted.listed
             self.n = leading if known is None or leading == listed else known
         return self.n
 
     def examples(self) -> int:
-        """N, when a backward pass comes."""
+        """Return N, when a backward pass comes."""
         n = self._counted.n if self.n is None else self.n
         if n is None:
             raise RuntimeError(
@@ -143,5 +143,5 @@ def refuse_changed(block: Block) -> NoReturn:
 
 
 def as_batch(tensor: Tensor) -> Tensor:
-    """A vector as a batch of one."""
+    """Return a vector as a batch of one."""
     return tensor[None]

@@ -218,7 +218,7 @@ class Collector:
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
-        """Backward passes inside give factors and s*, in place of the training loss's, and leave ``.grad`` alone."""
+        """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone."""
         saved = [(p, p.grad) for p in self._partition.offered]
         for p, _ in saved:
             p.grad = None

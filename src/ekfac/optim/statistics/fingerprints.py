@@ -27,7 +27,7 @@ class Fingerprints:
         self._vectors: dict[Block, fingerprint.Vectors] = {}
 
     def vectors(self, block: Block) -> fingerprint.Vectors:
-        """u and v of a block, made once."""
+        """Return u and v of a block, made once."""
         if block not in self._vectors:
             self._vectors[block] = fingerprint.vectors_of(block)
         return self._vectors[block]
@@ -66,7 +66,9 @@ class Fingerprints:
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
                     "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "
-                    "weight_decay), or a hook on it or a change of .grad.data has altered it. So its curvature cannot "
+                    "weight_decay), or a hook on it or a change of .grad.data has altered it; or, for a kind of layer "
+                    f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
+                    "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot "
                     f"be captured: exclude=['{block.name}'], or take statistics in opt.statistics() from another loss. "
                     "Where a GradScaler is in use, pass it as grad_scaler="
                 )

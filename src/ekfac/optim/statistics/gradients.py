@@ -206,14 +206,14 @@ def _gradient_of(
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """max |x| of each tensor, NaN where it holds one."""
+    """Return max |x| of each tensor, NaN where it holds one."""
     if not tensors:
         return []
     return list(torch._foreach_norm(tensors, float("inf")))
 
 
 def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:
-    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+    """Tell for each number whether the processes hold different ones, as a mask that all of them agree on.
 
     A process that has None has no say.
     """
