@@ -92,7 +92,7 @@ class Forwards:
                 del self._paused[thread]
 
     def busy_elsewhere(self) -> bool:
-        """Whether there are records of another thread, whose backward pass may be under way."""
+        """Tell whether there are records of another thread, whose backward pass may be under way."""
         thread = threading.get_ident()
         return any(record.thread != thread for record in self.records)
 
@@ -108,7 +108,7 @@ class Forwards:
             self.records.append(record)
 
     def reach(self, record: Record) -> None:
-        """The backward pass under way has come to a record."""
+        """Note that the backward pass under way has come to a record."""
         self.reached_by[torch._C._current_graph_task_id()] = record
 
     @contextmanager

@@ -47,12 +47,12 @@ class Entered(threading.local):
         self.under_way: list[tuple[nn.Module, Products]] = []
 
     def enter(self, module: nn.Module, products: Products) -> None:
-        """A module is about to be called."""
+        """Watch the products of a module that is about to be called."""
         products.__enter__()  # type: ignore[no-untyped-call]
         self.under_way.append((module, products))
 
     def leave(self, module: nn.Module) -> None:
-        """It has been called."""
+        """Stop watching: the module has been called."""
         if self.under_way and self.under_way[-1][0] is module:
             _, products = self.under_way.pop()
             products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -149,5 +149,5 @@ class Products(TorchFunctionMode):
 
 
 def _examples_first(examples: int, tensor: Tensor) -> Tensor:
-    """``[T, N, D]`` or ``[T N, D]`` with its N examples first."""
+    """Return ``[T, N, D]`` or ``[T N, D]`` with its N examples first."""
     return tensor.reshape(-1, examples or 1, tensor.shape[-1]).transpose(0, 1)

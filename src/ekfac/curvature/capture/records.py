@@ -46,13 +46,13 @@ class Held:
             self.now -= storage.nbytes()
 
     def add_calls(self, calls: Iterable[Call]) -> None:
-        """Inputs and output gradients of calls are kept."""
+        """Count inputs and output gradients of calls that are kept."""
         for call in calls:
             self.add(call.x)
             self.add(call.d)
 
     def remove_calls(self, calls: Iterable[Call]) -> None:
-        """They are let go."""
+        """Count those of calls that are let go."""
         for call in calls:
             self.remove(call.x)
             self.remove(call.d)

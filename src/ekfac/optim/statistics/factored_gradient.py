@@ -44,7 +44,7 @@ class Rows:
         return delta.mT @ h
 
     def square_norm(self) -> Tensor:
-        """|G|^2, from the products of rows with one another."""
+        """Return |G|^2, from the products of rows with one another."""
         return ((self.h @ self.h.mT) * (self.delta @ self.delta.mT)).sum()
 
     def scaling_sum(self, basis: Basis) -> Tensor:

@@ -41,7 +41,7 @@ def register(collector: Collector) -> None:
 
 
 def unregister(collector: Collector) -> None:
-    """An optimizer is closed."""
+    """Let go of an optimizer that is closed; whoever had its hooks before has them again."""
     _LIVE[:] = [ref for ref in _LIVE if ref() not in (None, collector)]
     _share_out()
 
