@@ -178,6 +178,15 @@ class Capture:
             self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
         self.forwards.here.quiet = record is not None and record.n is not None and self._nothing_to_learn()
+        if record is not None:
+            record.quiet = self.forwards.here.quiet
+
+    def passed(self) -> None:
+        """Note that a backward pass has brought gradients: one that came to no record began inside the last forward."""
+        record = self.forwards.here.latest or self.forwards.latest
+        if record is not None and record.quiet and not record.reached and not self.separate:
+            self._by_outputs = False
+            self._reach(record)
 
     def _nothing_to_learn(self) -> bool:
         """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""

@@ -68,7 +68,7 @@ class Forwards:
         self._paused: Counter[int] = Counter()
         #: The record that each backward pass has come to last; torch runs a pass in several threads.
         self.reached_by: dict[int, Record] = {}
-        self._latest: Record | None = None
+        self.latest: Record | None = None
 
     @property
     def enabled(self) -> bool:
@@ -161,7 +161,7 @@ class Forwards:
         if here.current is not None:
             return here.current
         if inside_backward():  # activation checkpointing calls layers again: the same examples once more
-            latest = self.reached_by.get(torch._C._current_graph_task_id()) or here.latest or self._latest
+            latest = self.reached_by.get(torch._C._current_graph_task_id()) or here.latest or self.latest
             if latest is not None:
                 return latest
         if here.depth:
@@ -177,7 +177,7 @@ class Forwards:
         for record in self.records:
             if record.reached and not record.kept:
                 self.hand_on(record)
-        record = self.here.latest = self._latest = Record(counted)
+        record = self.here.latest = self.latest = Record(counted)
         self.list(record)
         return record
 

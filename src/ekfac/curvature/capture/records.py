@@ -101,6 +101,8 @@ class Record:
         self.reached_separately = False
         #: Whether one has come by the model's outputs.
         self.by_output = False
+        #: Whether hooks on layers did nothing in this forward.
+        self.quiet = False
         #: The graph was kept, so a second backward pass may add to these gradients.
         self.kept = False
         #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.

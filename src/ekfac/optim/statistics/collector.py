@@ -88,6 +88,7 @@ class Collector:
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.watch = GradientWatch([], options.processes)
+        self.watch.on_end = self.capture.passed
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""

@@ -8,7 +8,7 @@ magnitude of each gradient at the end of backward is enough to undo a rescaling,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class GradientWatch:
     def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
         self._processes = processes
         self.enabled = True
+        #: Called at the end of each backward pass that brought gradients.
+        self.on_end: Callable[[], None] | None = None
         #: Whether all gradients come from one backward pass, before which there were none.
         self.single_pass = False
         self.nothing_there = True
@@ -90,6 +92,8 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
+        if self.on_end is not None:
+            self.on_end()
         self.single_pass, self.nothing_there = self.nothing_there, False
         live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         grads = [p.grad for p in live if p.grad is not None]

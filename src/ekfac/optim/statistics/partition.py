@@ -256,7 +256,7 @@ class Partition:
 
 
 def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
-    """Number the parts of a network whose bases are refreshed together, one part after the other.
+    """Return the parts of a network whose bases are refreshed together, by number, and how many there are.
 
     Blocks of one shape are in one part. The bases of a small network are so cheap that few parts are best.
     """
