@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from fuzz import arguments, commands, files, kills, runs, saves, solvers, states, studies
+from fuzz import arguments, commands, files, kills, runs, saves, solvers, spikes, states, studies
 from fuzz.harness import Fuzzer, attempt, run, table
 
-MODULES = (files, saves, runs, studies, commands, arguments, states, solvers, kills)
+MODULES = (files, saves, runs, studies, commands, arguments, states, solvers, spikes, kills)
 FUZZERS: dict[str, Fuzzer] = {fuzzer.name: fuzzer for module in MODULES for fuzzer in module.FUZZERS}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ekfac
 from ekfac import EKFAC, KFAC, Preconditioner, fisher
 from ekfac.curvature.operators.measures import correlation, relative_error, spectrum_distance
+from ekfac.optim.options import FLAT, RULE_OPTIONS
 from fuzz.harness import Broken, Fuzzer
 
 SOURCES = str(Path(ekfac.__file__).parent)
@@ -109,7 +110,9 @@ def named(call: Callable[[], Any], name: str, given: Any) -> str:
 
 def constructor(chance: random.Random, folder: Path) -> str:
     kind = chance.choice((EKFAC, KFAC, Preconditioner))
-    names = [n for n in inspect.signature(kind.__init__).parameters if n not in ("self", "model")]
+    names = [n for n in inspect.signature(kind.__init__).parameters if n not in ("self", "model", "old")]
+    if chance.random() < 0.3:
+        names = [*FLAT, *RULE_OPTIONS]  # as they were called before
     if chance.random() < 0.15:
         odd = odd_model(chance)
         return named(lambda: step(kind(odd), odd), "model", odd)

@@ -13,7 +13,7 @@ import torch
 from fuzz.harness import Broken, Fuzzer
 from fuzz.states import KINDS, network, train
 
-SOLVERS = ("eigh", "qr", "cholesky_ex", "svd", "eigvalsh", "solve_triangular", "inv_ex")
+SOLVERS = ("eigh", "qr", "cholesky_ex", "svd", "eigvalsh", "solve_triangular", "inv_ex", "inv")
 EVERYWHERE = (*((torch.linalg, name) for name in SOLVERS), (torch, "cholesky_inverse"))
 STEPS = 8
 

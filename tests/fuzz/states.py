@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ekfac import EKFAC, KFAC
+from ekfac import EKFAC, KFAC, Batch, Preconditioner, StepSize
 from fuzz.harness import Broken, Fuzzer
 from fuzz.junk import JSON, paths
 
@@ -19,6 +19,11 @@ KINDS: dict[str, Any] = {
     "running": lambda net: EKFAC(net, scaling="running", damping=1e-2, refresh_every=2),
     "per_example": lambda net: EKFAC(net, scaling="per_example", damping=1e-2, refresh_every=2),
     "kfac": lambda net: KFAC(net, lr=0.01),
+    "anchored": lambda net: EKFAC(net, scaling="anchored", step_size=StepSize(max_change=1.0, lr_fraction=0.03)),
+    "adam": lambda net: EKFAC(net, scaling="adam", momentum=0.9),
+    "kfac, momentum": lambda net: KFAC(net, lr=0.01, momentum=0.9, damping=lambda t: 1e-2 / (1 + t)),
+    "preconditioner": lambda net: Preconditioner(net),
+    "sum": lambda net: EKFAC(net, batch=Batch(reduction="sum")),
 }
 
 
@@ -37,7 +42,21 @@ def train(net: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def changed_tensor(t: Tensor, chance: random.Random) -> tuple[Any, str]:
-    how = chance.choice(("shape", "transposed", "NaN", "infinity", "dtype", "empty", "huge", "negative", "none"))
+    kinds = (
+        "shape",
+        "transposed",
+        "NaN",
+        "infinity",
+        "dtype",
+        "empty",
+        "huge",
+        "large",
+        "one",
+        "negative",
+        "none",
+        "0",
+    )
+    how = chance.choice(kinds)
     values: dict[str, Any] = {
         "shape": lambda: torch.cat([t.reshape(-1), t.reshape(-1)[:1]]),
         "transposed": lambda: t.mT.contiguous() if t.dim() > 1 and t.shape[-1] != t.shape[-2] else t[None],
@@ -46,6 +65,9 @@ def changed_tensor(t: Tensor, chance: random.Random) -> tuple[Any, str]:
         "dtype": lambda: t.to(torch.complex64),
         "empty": lambda: t.new_zeros(0),
         "huge": lambda: torch.full_like(t, 1e38) if t.is_floating_point() else t[None],
+        "large": lambda: t * 1e20,
+        "one": lambda: t.index_fill(0, torch.tensor([0]), 1e30) if t.dim() else t * 1e30,
+        "0": lambda: t * 0,
         "negative": lambda: -t.abs() - 1,
         "none": lambda: None,
     }
@@ -98,8 +120,16 @@ def load(chance: random.Random, folder: Path) -> str:
         train(net, optimizer, 4)
         state = copy.deepcopy(optimizer.state_dict())
     how = "another rule" if chance.random() < 0.1 else mutate(state, chance)
+    if chance.random() < 0.3:  # of the network, when it is loaded
+        freeze = chance.choice(([0], [2], [3], [0, 3]))
+        how += ", frozen" if how != "another rule" else ""
+    else:
+        freeze = []
     twin = network()
-    kind = chance.choice([k for k in KINDS if k != name]) if how == "another rule" else name
+    for index in freeze:
+        twin[index].requires_grad_(False)
+    others = [k for k in KINDS if k.split(",")[0] != name.split(",")[0]]
+    kind = chance.choice(others) if how == "another rule" else name
     with KINDS[kind](twin) as optimizer:
         train(twin, optimizer, 2)
         before = snapshot(twin, optimizer)
@@ -116,10 +146,12 @@ def load(chance: random.Random, folder: Path) -> str:
         if how == "another rule":
             raise Broken(f"state of {name} was taken by {kind} without a word")
         try:
+            train(twin, optimizer, 2)
+            twin.requires_grad_(True)
             train(twin, optimizer, 4)
         except Exception as error:
             raise Broken(f"{how}: accepted, and crashed later: {type(error).__name__}") from error
-    if not all(bool(torch.isfinite(p).all()) for p in twin.parameters()):
+    if not all(bool(torch.isfinite(t).all()) for p in twin.parameters() for t in (p, p.grad)):
         raise Broken(f"{how}: accepted, and the weights are not finite")
     return f"{how}: borne"
 

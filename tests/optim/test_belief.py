@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ekfac
 from helpers import LOSSES, Batch, batches_for, compare_with_oracle, jittered, mean_loss, mlp
@@ -174,3 +176,32 @@ def test_two_batch_sizes_in_turn() -> None:
     opt, _ = compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, refresh_every=1, **BELIEF)
     for p in (model[0].weight, model[2].weight):
         assert float(opt.state[p]["examples"]) == 9
+
+
+def worst_and_last(seed: int, steps: int = 40, **options: Any) -> tuple[float, float]:
+    """Train a small rectifier auto-encoder at a large rate: its worst and last loss, as multiples of the first."""
+    torch.manual_seed(seed)
+    sizes = [24, 32, 16, 3, 16, 32, 24]
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    mix = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
+    losses = []
+    with ekfac.EKFAC(model, lr=0.3, **options) as opt:
+        for step in range(steps):
+            codes = torch.rand(64, 3, generator=torch.Generator().manual_seed(step))
+            x = torch.sigmoid(3 * (codes - 0.5) @ mix)
+            opt.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(model(x), x, reduction="none").sum(1).mean()
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    return max(losses) / losses[0], losses[-1] / losses[0]
+
+
+@pytest.mark.over_a_second
+def test_an_autoencoder_of_rectifiers_holds_where_restarts_diverge() -> None:
+    """s that restarts at KFAC's eigenvalues in every basis is too small where these are off, and one step ends it."""
+    held = [worst_and_last(seed) for seed in range(4)]
+    assert max(worst for worst, _ in held) < 50 and max(last for _, last in held) < 1.2
+    restarted = [worst_and_last(seed, scaling="anchored") for seed in range(4)]
+    assert max(worst for worst, _ in restarted) > 1000

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -122,6 +122,129 @@ def test_checkpoints_of_the_other_method_are_refused() -> None:
     usual(model, opt)
     with pytest.raises(ValueError, match="state_dict is of KFAC, this is EKFAC"):
         EKFAC(mlp()).load_state_dict(opt.state_dict())
+
+
+RULES: dict[str, Callable[[nn.Module], Any]] = {
+    "default": EKFAC,
+    "running": lambda m: EKFAC(m, scaling="running", damping=1e-2),
+    "per_example": lambda m: EKFAC(m, scaling="per_example", damping=1e-2),
+    "adam": lambda m: EKFAC(m, scaling="adam"),
+    "sum": lambda m: EKFAC(m, batch=ekfac.Batch(reduction="sum")),
+    "reduce": lambda m: EKFAC(m, coverage=ekfac.Coverage(sharing="reduce")),
+}
+
+
+@pytest.mark.parametrize("saved", RULES)
+@pytest.mark.parametrize("loaded", RULES)
+def test_state_of_another_rule_or_reduction_is_refused(saved: str, loaded: str) -> None:
+    model, other = mlp(), mlp()
+    opt = RULES[saved](model)
+    usual(model, opt)
+    new = RULES[loaded](other)
+    if saved == loaded:
+        new.load_state_dict(opt.state_dict())
+        return
+    with pytest.raises(ValueError, match=r"'settings', '(rule|reduction|sharing)': it was saved with"):
+        new.load_state_dict(opt.state_dict())
+    assert not new.state and new.stats()["steps"] == 0
+
+
+def _all_tensors(state: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for key, value in items:
+        if isinstance(value, Tensor):
+            yield (*at, key)
+        else:
+            yield from _all_tensors(value, (*at, key))
+
+
+@pytest.mark.parametrize("change", ["shape", "NaN", "complex", "integers", "missing", "text"])
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, ekfac.Preconditioner, lambda m: EKFAC(m, **ekfac.PAPER, momentum=0.9)])
+def test_every_tensor_of_a_checkpoint_is_looked_at(kind: Any, change: str) -> None:
+    """Whichever of them is changed, the error names its block and its key, and the optimizer is as it was."""
+    changes: dict[str, Callable[[Tensor], Any]] = {
+        "shape": lambda t: torch.cat([t.reshape(-1), t.reshape(-1)[:1]]),
+        "NaN": lambda t: torch.full_like(t, torch.nan),
+        "complex": lambda t: t.to(torch.complex64),
+        "integers": lambda t: t.long(),
+        "text": lambda t: "abc",
+    }
+    model, other = mlp(), mlp()
+    model[0].bias.requires_grad_(False)
+    opt, new = kind(model), kind(other)
+    usual(model, opt)
+    model.requires_grad_(True)
+    for _ in range(2):
+        usual(model, opt)
+        usual(other, new)
+    saved = opt.state_dict()
+    before = copy.deepcopy(new.state_dict())
+    places = list(_all_tensors({"state": saved["state"], "ekfac": saved["ekfac"]}))
+    assert {at[-1] for at in places} >= ({"inverse_A"} if kind is KFAC else {"U_A", "S_B", "s"})
+    assert any(at[1] == "put_away" for at in places), "the layer without its bias, of the first step"
+    for at in places:
+        if change == "integers" and at[-1] in ("count", "examples"):
+            continue
+        broken = copy.deepcopy(saved)
+        inner: Any = broken
+        for key in at[:-1]:
+            inner = inner[key]
+        if change == "missing":
+            del inner[at[-1]]
+        else:
+            inner[at[-1]] = changes[change](inner[at[-1]])
+        if change == "missing" and (at[1] == "put_away" and at[-1] in ("m", "count", "examples", "usual")):
+            continue  # what began to be averaged later may not be there yet
+        with pytest.raises(ValueError, match=r"state_dict.*" + ("lacks" if change == "missing" else f"'{at[-1]}'")):
+            new.load_state_dict(broken)
+    after = new.state_dict()
+    assert str(after) == str(before)
+
+
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, ekfac.Preconditioner, lambda m: EKFAC(m, **ekfac.PAPER, momentum=0.9)])
+@pytest.mark.parametrize("part", ["layer", "bias", "norm"])
+@pytest.mark.parametrize("frozen", ["when it was saved", "when it is loaded"])
+def test_a_checkpoint_across_a_freeze_loses_nothing(kind: Any, part: str, frozen: str) -> None:
+    """Saved with a layer frozen and loaded without, or the other way about: as if it had been one training."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def frozen_part(net: nn.Sequential) -> Any:
+        return {"layer": net[0], "bias": net[0].bias, "norm": net[1]}[part]
+
+    def steps(net: nn.Module, opt: Any, count: int) -> None:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(count):
+            opt.zero_grad()
+            F.cross_entropy(net(X.double()), Y).backward()
+            opt.step()
+            if isinstance(opt, ekfac.Preconditioner):
+                sgd.step()
+
+    model = build()
+    opt = kind(model)
+    steps(model, opt, 3)
+    if frozen == "when it was saved":
+        frozen_part(model).requires_grad_(False)
+        steps(model, opt, 2)
+    saved = copy.deepcopy(opt.state_dict())
+
+    other = build()
+    other.load_state_dict(model.state_dict())
+    if frozen == "when it is loaded":
+        frozen_part(other).requires_grad_(False)
+        frozen_part(model).requires_grad_(False)
+    new = kind(other)
+    new.load_state_dict(saved)
+    if frozen == "when it is loaded":
+        steps(model, opt, 2)
+        steps(other, new, 2)
+    for net, one in ((model, opt), (other, new)):
+        net.requires_grad_(True)
+        steps(net, one, 3)
+    assert_same(model, other)
 
 
 def test_an_optimizer_says_that_it_cannot_be_pickled() -> None:

@@ -11,7 +11,9 @@ update; EKFAC, KFAC and Preconditioner are built on it.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,20 +70,21 @@ class Engine:
         self.options = options
         self.method = method
         self.elementwise = elementwise
-        owners = Owners(options.processes, lambda block: self.method_of(block).numbers(block))
+        # What the parts are given never holds on to the engine itself: it goes as soon as nobody refers to it.
+        me = weakref.proxy(self)
+        owners = Owners(options.processes, lambda block: me.method_of(block).numbers(block))
         self.partition = Partition(
-            model, options.coverage, state, lambda block: self.method_of(block).state_class, owners
+            model, options.coverage, state, lambda block: me.method_of(block).state_class, owners
         )
-        self.stacks = Stacks(self.partition, lambda block: self.method_of(block).stacks)
+        self.stacks = Stacks(self.partition, lambda block: me.method_of(block).stacks)
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
         self.executor = make_executor(options, whole_steps, parameters)
         self.refresher = Refresher(self.executor, self.schedule)
-        self.collector = Collector(
-            options, method, self.partition, self.stacks, self.schedule, self.executor, self._moved
-        )
+        moved = partial(Engine._moved, me)
+        self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)
         self.collector.set_parameters(parameters)
-        self.replicas = Replicas(self)
+        self.replicas = Replicas(me)
         self.skipped_steps = 0
         #: After how many applied steps the last one was skipped, and how many were skipped there.
         self._skipped_at = (0, 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +16,8 @@ from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.optim import options
 from ekfac.optim.engine import Engine
-from ekfac.optim.options import FLAT, GROUPS, RULE_OPTIONS
+from ekfac.optim.options import FLAT, GROUPS, LARGEST, RULE_OPTIONS
+from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -47,6 +51,7 @@ class Grouped(torch.optim.Optimizer):
         self._group_defaults = defaults
         defaults = {**defaults, "damping": self._as_function(defaults["damping"])}
         check_update_options(defaults)
+        import_compiler()
         groups = as_groups(model.parameters() if params is None else params)
         named = [self._named_group(group, defaults, index) for index, group in enumerate(groups)]
         super().__init__(named, {**defaults, "damping": options.damping("damping", defaults["damping"])})
@@ -114,6 +119,38 @@ class Grouped(torch.optim.Optimizer):
             self._adaptation = self._adapts()
             raise
         self.engine.collector.set_parameters(self._all_parameters())
+        ownership.register(self.engine.collector)
+
+    def _saved_groups(self, given: Any) -> list[dict[str, Any]]:
+        """Return the groups of a checkpoint, checked, with what versions before did not have."""
+        if not isinstance(given, list) or not all(isinstance(group, Mapping) for group in given):
+            raise ValueError(f"state_dict, 'param_groups': is of type {type(given).__name__}. Allowed: a list of dicts")
+        theirs, mine = [group.get("params") for group in given], [group["params"] for group in self.param_groups]
+        if not all(isinstance(indices, (list, tuple)) for indices in theirs):
+            raise ValueError("state_dict, 'param_groups': a group without 'params'. Allowed: lists of numbers")
+        if list(map(len, theirs)) != list(map(len, mine)):
+            sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
+            raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
+        missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
+        missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
+        groups = []
+        for place, (group, own) in enumerate(zip(given, self.param_groups, strict=True)):
+            names = own.get("param_names")
+            found = {**missing, "param_names": names, **group}
+            found.pop("ekfac", None)
+            try:
+                if found["param_names"] != names:
+                    raise ValueError(f"param_names={found['param_names']!r} must be this group's, {names}")
+                check_update_options(found)
+                for name in ("decay_vectors", "lr_named"):
+                    checks.flag(name, found[name])
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"state_dict, 'param_groups', group {place}: {error}") from None
+            groups.append(found)
+        flat = [index for group in groups for index in group["params"]]
+        if not all(isinstance(index, (int, str)) for index in flat) or len(set(flat)) < len(flat):
+            raise ValueError("state_dict, 'param_groups': 'params' must be numbers, each of them once")
+        return groups
 
     def _check_damping_within_layers(self, blocks: list[Block]) -> None:
         group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -141,9 +178,21 @@ class Grouped(torch.optim.Optimizer):
         if index in self._damping_functions:
             applied = self.engine.schedule.applied_steps
             group["damping"] = options.damping("damping", self._damping_functions[index], applied)
-        checks.number("lr", group["lr"], least=0)
+        checks.number("lr", group["lr"], least=0, most=LARGEST)
         options.damping("damping", group["damping"])
         self._checked[index] = group["lr"], group["damping"]
+
+
+def import_compiler() -> None:
+    """Import what torch's optimizers import at their first use, in a thread of its own.
+
+    An error on the way, which torch keeps, holds on to the frames of whoever imports: to the first optimizer of a
+    process, and to its model.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+        thread.start()
+        thread.join()
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
@@ -169,10 +218,10 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 def check_update_options(values: dict[str, Any]) -> None:
     """Check what belongs to the update of the parameters, for the defaults and for every group."""
-    checks.number("lr", values["lr"], least=0)
+    checks.number("lr", values["lr"], least=0, most=LARGEST)
     options.damping("damping", values["damping"])
     checks.number("momentum", values["momentum"], least=0, below=1)
-    checks.number("weight_decay", values["weight_decay"], least=0)
+    checks.number("weight_decay", values["weight_decay"], least=0, most=LARGEST)
     if "betas" in values:
         checks.decays("betas", values["betas"])
     for name in ("nesterov", "decoupled_weight_decay", "maximize"):

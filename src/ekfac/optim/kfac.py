@@ -38,6 +38,7 @@ class KFAC(Optimizer):
         P = (B + \sqrt{\epsilon} / \pi \, I)^{-1} \, G \, (A + \pi \sqrt{\epsilon} \, I)^{-1}, \quad
         \pi = \sqrt{\frac{\operatorname{tr} A / \dim A}{\operatorname{tr} B / \dim B}}
 
+    Unless ``refresh`` is deterministic, a gradient more than 30 times as long as those before it is shortened to that.
     With ``pi_correction=False`` it equals ``EKFAC(scaling="kronecker", damping_mode="factored")``.
 
     Args:
@@ -112,7 +113,8 @@ class KFAC(Optimizer):
             raise TypeError("basis='identity': KFAC's inverse form has no basis. Allowed: basis='kronecker'")
 
         def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
-            methods = InverseMethod(pi_correction), EigenMethod(Running(), plain)
+            exact = arguments["refresh"].deterministic
+            methods = InverseMethod(pi_correction, exact), EigenMethod(Running(), plain)
             return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
 
         step_size = arguments.pop("step_size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +23,8 @@ from ekfac.optim.groups import Grouped, Groups
 from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
+from ekfac.optim.state.validation import check_number
+from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
@@ -69,6 +71,7 @@ class Optimizer(Base, Joinable, Grouped):
         except ValueError:
             self.close()
             raise
+        ownership.register(self.engine.collector)
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class Optimizer(Base, Joinable, Grouped):
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
-            torch._foreach_add_(parameters, p_steps, alpha=-lr)
+            torch._foreach_add_(parameters, p_steps, alpha=-float(lr))
 
     # --- around it ------------------------------------------------------------------------------------------------
 
@@ -269,34 +272,34 @@ class Optimizer(Base, Joinable, Grouped):
         return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
+        """Take back what :meth:`state_dict` gave.
+
+        All of it is checked first: names, settings, and the shape, dtype and values of every entry. What cannot be this
+        optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
+        """
         saved = checkpoint.check(self.engine, state_dict)
-        theirs = [list(group["params"]) for group in state_dict["param_groups"]]
-        mine = [group["params"] for group in self.param_groups]
-        if list(map(len, theirs)) != list(map(len, mine)):
-            sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
-            raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
-        saved_state = {
-            p: state_dict["state"][index]
-            for indices, group in zip(theirs, mine, strict=True)
-            for index, p in zip(indices, group, strict=True)
-            if index in state_dict["state"]
-        }
-        checkpoint.check_complete(saved, saved_state)
-        state = checkpoint.converted(self.engine, saved_state)
-        checkpoint.adopt(self.engine, saved, state)
-        missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
-        missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
-        groups = [{**missing, **group} for group in state_dict["param_groups"]]
-        for group in groups:
-            group.pop("ekfac", None)
+        groups = self._saved_groups(state_dict.get("param_groups"))
+        found = state_dict.get("state")
+        if not isinstance(found, Mapping):
+            raise ValueError(f"state_dict, 'state': is of type {type(found).__name__}. Allowed: a dict")
+        places = [
+            (i, p)
+            for g, own in zip(groups, self.param_groups, strict=True)
+            for i, p in zip(g["params"], own["params"], strict=True)
+        ]
+        loaded = checkpoint.prepare(self.engine, saved, {p: found[index] for index, p in places if index in found})
+        check_number("'kl_clip_hits'", saved.get("kl_clip_hits"), least=0)
+        self.lr_fraction.check(saved.get("pace"))
+        if self._adaptation is not None:
+            self._adaptation.check(saved.get("adaptive_damping"))
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        checkpoint.adopt(self.engine, loaded)
         self.state.clear()
-        self.state.update(state)
+        self.state.update(loaded.states)
         self.engine.partition.take_states(self.state)  # torch has put a new dict there
         keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]
-        self.lr_fraction.load(saved["pace"], self._all_parameters()[0].device)
+        self.lr_fraction.load(saved.get("pace"), self._all_parameters()[0].device)
         if self._adaptation is not None:
             self._adaptation.load(saved.get("adaptive_damping"))
 

@@ -22,6 +22,8 @@ Damping = float | Callable[[int], float]
 
 #: epsilon of EKFAC and Preconditioner: a fraction of each factor's largest eigenvalue; docs/tuning.md has the evidence.
 DAMPING = 1e-8
+#: The largest rate, decay or damping: what is beyond leaves the range of float32 at the first product.
+LARGEST = 1e30
 
 
 @dataclass(frozen=True, repr=False)
@@ -251,6 +253,8 @@ def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], k
         names = ", ".join(sorted(known | allowed))
         raise TypeError(f"{who} has no argument {', '.join(map(repr, unknown))}. Allowed: {names}")
     arguments = into_groups({**given, **old})
+    for name in GROUPS.keys() & arguments.keys():
+        check_group(name, arguments[name])
     instead: dict[str, list[str]] = {}
     for name in old:
         group, option = FLAT[name] if name in FLAT else ("scaling", RULE_OPTIONS[name])
@@ -271,8 +275,8 @@ def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
         check_group(group, before)
         try:
             found[group] = replace(before, **{option: arguments[name]})
-        except ValueError as error:
-            raise error if name == option else ValueError(f"{name}: {error}") from None
+        except (ValueError, TypeError) as error:  # which calls it by its name in the group
+            raise type(error)(str(error).replace(option, name)) from None
     return found
 
 
@@ -297,7 +301,7 @@ def damping(name: str, value: Any, step: int = 0) -> float:
         )
     if callable(value):
         current = value(step)
-        checks.number(f"{name}({step})", current, above=0)
+        checks.number(f"{name}({step})", current, above=0, most=LARGEST)
         return float(current)
-    checks.number(name, value, above=0)
+    checks.number(name, value, above=0, most=LARGEST)
     return float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ekfac.optim.methods.rules import Rule
 from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, with_old_names
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
+from ekfac.optim.statistics import ownership
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
@@ -104,6 +106,7 @@ class Preconditioner(Base):
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         parameters, methods = list(model.parameters()), eigen_methods(rule, mode)
         self.engine = Engine(model, parameters, EngineOptions(**arguments), *methods, self.state, whole_steps=False)
+        ownership.register(self.engine.collector)
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.
@@ -149,15 +152,16 @@ class Preconditioner(Base):
         return {"state": {names[p]: state for p, state in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
+        """Take back what :meth:`state_dict` gave; all of it is checked first, as by :class:`EKFAC`."""
         saved = checkpoint.check(self.engine, state_dict)
         parameters = {name: p for p, name in self.engine.partition.names.items()}
-        saved_state = {parameters[n]: s for n, s in state_dict["state"].items()}
-        checkpoint.check_complete(saved, saved_state)
-        state = checkpoint.converted(self.engine, saved_state)
-        checkpoint.adopt(self.engine, saved, state)
+        found = state_dict.get("state")
+        if not isinstance(found, Mapping) or not all(name in parameters for name in found):
+            raise ValueError("state_dict, 'state': must be a dict by names of this model's parameters")
+        loaded = checkpoint.prepare(self.engine, saved, {parameters[name]: state for name, state in found.items()})
+        checkpoint.adopt(self.engine, loaded)
         self.state.clear()
-        self.state.update(state)
+        self.state.update(loaded.states)
         self.engine.partition.take_states(self.state)
         keep_own(self.engine)
 

@@ -113,6 +113,7 @@ class InverseState(BlockState):
         inverted_A: A as it was inverted, kept once damping has changed.
         inverted_B: B as it was inverted.
         inverted_at: The damping of the inverses.
+        usual: A running mean of the gradient's squared length.
     """
 
     inverse_A: Tensor
@@ -123,6 +124,7 @@ class InverseState(BlockState):
     inverted_A: Tensor
     inverted_B: Tensor
     inverted_at: float
+    usual: Tensor
 
 
 # --- one step -----------------------------------------------------------------------------------------------------

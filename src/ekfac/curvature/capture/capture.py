@@ -25,14 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.counting import Count, tensors
 from ekfac.curvature.capture.forwards import Forwards
-from ekfac.curvature.capture.functional import Products
+from ekfac.curvature.capture.functional import Entered, Products
 from ekfac.curvature.capture.hooks import (
     BeginHook,
     EndHook,
     EnterHook,
     ForwardHook,
     LeaveHook,
-    calls_under_way,
     inside_backward,
     inside_transform,
     keeps_graph,
@@ -93,13 +92,14 @@ class Capture:
         self.separate_examples = 0
         self.fired: set[Block] = set()
         self._handles: list[RemovableHandle] = []
+        #: What a graph holds: as long as somebody holds on to a loss, its graph is there, and the hooks in it.
+        self.me = weakref.ref(self)
         weakref.finalize(self, remove_hooks, self._handles)
+        weakref.finalize(self, self.forwards.forget).atexit = False
         self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
-        self._entered: list[nn.Module] = []
-        #: Whether the forward under way tells no more than its number of examples, so that hooks on layers do nothing.
-        self.quiet = False
+        self._entered = Entered()
         #: Whether a backward pass that came to a record has always come by the model's outputs; None before the first.
         self._by_outputs: bool | None = None
         #: Blocks and shapes of inputs that have been found to have examples.
@@ -118,7 +118,8 @@ class Capture:
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             run_hooks_in_compiled_models()
         _ATTACHED.add(self)
-        me = weakref.ref(self)
+        self.forwards.closed = False
+        me = self.me
         self._readings, self._products = {}, {}
         for module, uses in self._uses.items():
             layer = uses[0][1]
@@ -135,39 +136,30 @@ class Capture:
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
     def close(self) -> None:
-        """Remove the hooks and let go of what was captured."""
+        """Remove the hooks and let go of what was captured; graphs that are still there are of no interest."""
+        self.forwards.closed = True
         remove_hooks(self._handles)
         _ATTACHED.discard(self)
         self.drop()
 
-    @property
-    def enabled(self) -> bool:
-        """Whether forwards are captured."""
-        return self.forwards.enabled
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Capture nothing: forwards inside count no examples."""
-        before, self.forwards.enabled = self.forwards.enabled, False
-        try:
-            yield
-        finally:
-            self.forwards.enabled = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Capture nothing of this thread: forwards inside count no examples."""
+        return self.forwards.paused()
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
-        if self._entered:
-            self._leave_interrupted()
-        forwards = self.forwards
+        if self._entered.under_way:
+            self._entered.leave_interrupted()
+        forwards, here = self.forwards, self.forwards.here
         for record in forwards.records:
             if record.reached:
                 self._by_outputs = record.by_output and self._by_outputs is not False
             record.waiting = {}
             record.listed = record.reached = record.reached_separately = record.kept = False
-        forwards.records, forwards.loose = [], None
-        if not forwards.in_batch:
-            forwards.current, forwards.depth = None, 0
-        self.quiet = False
+        forwards.records, forwards.reached_by = [], {}
+        here.loose, here.quiet = None, False
+        if not here.in_batch:
+            here.current, here.depth = None, 0
         self.examples = self.separate_examples = 0
         if self.held.now:
             self.held.reset()
@@ -186,15 +178,16 @@ class Capture:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that a forward of the model starts."""
-        self._leave_interrupted()
+        if self._entered.under_way:
+            self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
-        self.quiet = record is not None and record.n is not None and self._nothing_to_learn()
+        self.forwards.here.quiet = record is not None and record.n is not None and self._nothing_to_learn()
         if record is not None:
-            record.quiet = self.quiet
+            record.quiet = self.forwards.here.quiet
 
     def passed(self) -> None:
         """Note that a backward pass has brought gradients: one that came to no record began inside the last forward."""
-        record = self.forwards.latest
+        record = self.forwards.here.latest or self.forwards.latest
         if record is not None and record.quiet and not record.reached and not self.separate:
             self._by_outputs = False
             self._reach(record)
@@ -208,18 +201,24 @@ class Capture:
 
     def end(self, output: Any) -> None:
         """Note that a forward of the model has ended, well or by an exception."""
-        self.quiet = False
+        self.forwards.here.quiet = False
         record = self.forwards.end()
         if record is None:
             return
+        me = self.me
+
+        def hook(d: Tensor) -> None:
+            if (capture := me()) is not None:
+                capture._come(record)
+
         for tensor in tensors(output):
             if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                tensor.register_hook(lambda d: self._come(record))
+                tensor.register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Keep a covered layer's input until its output's gradient comes; return what to give out."""
         uses = self._uses.get(module)
-        if uses is None or not self.enabled or inside_transform():
+        if uses is None or not self.forwards.enabled or inside_transform():
             return None
         if module in self._readings:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
@@ -250,10 +249,12 @@ class Capture:
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
-        call = self.number(record, block)
+        call, me = self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
-            self.arrived(record, block, layer, given, d.detach() if given.x is None else whole(d.detach()), call)
+            if (capture := me()) is not None:
+                d = d.detach()
+                capture.arrived(record, block, layer, given, d if given.x is None else whole(d), call)
 
         output.register_hook(hook)
 
@@ -276,22 +277,14 @@ class Capture:
     def enter(self, module: nn.Module) -> None:
         """Watch the products of a module that hides them and is about to be called, if any is needed."""
         uses = self._uses.get(module)
-        if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+        if uses is None or not (self.forwards.enabled and torch.is_grad_enabled()) or inside_transform():
             return
         if any(self.wanted(block) or block not in self.fired for block, _ in uses):
-            self._products[module].__enter__()  # type: ignore[no-untyped-call]
-            self._entered.append(module)
+            self._entered.enter(module, self._products[module])
 
     def leave(self, module: nn.Module) -> None:
         """Stop watching: the module has been called."""
-        if self._entered and self._entered[-1] is module:
-            self._entered.pop()
-            self._products[module].__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _leave_interrupted(self) -> None:
-        """Stop watching modules whose calls were broken off, by Ctrl-C say, which skips the hooks after them."""
-        while self._entered and not calls_under_way(self._entered[-1]):
-            self.leave(self._entered[-1])
+        self._entered.leave(module)
 
     def checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
         """Keep an input; refuse one whose positions belong to no example, where that matters."""
@@ -315,18 +308,18 @@ class Capture:
 
     def counts(self, block: Block | None) -> bool:
         """Tell whether the backward pass under way is to be captured."""
-        return self.enabled and (self.separate or self.reaches_parameters(block))
+        return self.forwards.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
         """Note that a backward pass has come to the output of a forward."""
-        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+        self.forwards.reach(record)
         if self.counts(None):
             record.by_output = True
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
         """Count the examples of a record that a backward pass has come to, once."""
-        self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+        self.forwards.reach(record)
         self.forwards.list(record)
         if self.separate:
             if not record.reached_separately:
@@ -339,7 +332,7 @@ class Capture:
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """Take the gradient of a call's output."""
         if given.x is None and record.reached and block in self.fired and not self.separate:
-            self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
+            self.forwards.reach(record)
             return  # nothing that is not known
         if not self.counts(block):
             return

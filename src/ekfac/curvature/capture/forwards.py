@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +16,29 @@ from ekfac.curvature.capture.hooks import calls_under_way, inside_backward, insi
 from ekfac.curvature.capture.records import Record
 
 
+class UnderWay(threading.local):
+    """What one thread is in the middle of: another may evaluate the model meanwhile.
+
+    Attributes:
+        current: The record of the forward that is under way.
+        loose: That of layers that are called without the model's own forward.
+        latest: That of the last forward.
+        depth: How many forwards of the model are under way within each other.
+        in_batch: Whether ``batch()`` is.
+        quiet: Whether the forward tells no more than its number of examples, so that hooks on layers do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.current: Record | None = None
+        self.loose: Record | None = None
+        self.latest: Record | None = None
+        self.depth = 0
+        self.in_batch = False
+        self.quiet = False
+
+
 class Forwards:
-    """The forwards of a model since the last step, and the one that is under way.
+    """The forwards of a model since the last step, and those that are under way.
 
     Args:
         model: The model.
@@ -34,20 +57,49 @@ class Forwards:
         count: Count | None,
     ) -> None:
         self.model = model
-        self.enabled = True
         self.records: list[Record] = []
-        #: The record that a backward pass, or before one a forward, has come to last, and that backward pass.
-        self.latest: Record | None = None
-        self.task = -1
         self._before_forward = before_forward
         self.hand_on = hand_on
         self._batch_dim = batch_dim
         self._count_by = count
-        self.current: Record | None = None
-        #: Of layers that are called without the model's own forward.
-        self.loose: Record | None = None
-        self.depth = 0
-        self.in_batch = False
+        self.here = UnderWay()
+        self.closed = False
+        #: How often each thread has paused.
+        self._paused: Counter[int] = Counter()
+        #: The record that each backward pass has come to last; torch runs a pass in several threads.
+        self.reached_by: dict[int, Record] = {}
+        self.latest: Record | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether forwards and backwards of this thread are captured."""
+        if not self._paused or self.closed:
+            return not self.closed
+        # A thread of torch's own, which runs a part of a backward pass, belongs to whoever has paused.
+        ours = not isinstance(threading.current_thread(), threading._DummyThread)
+        return ours and threading.get_ident() not in self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Capture nothing of this thread."""
+        thread = threading.get_ident()
+        self._paused[thread] += 1
+        try:
+            yield
+        finally:
+            self._paused[thread] -= 1
+            if not self._paused[thread]:
+                del self._paused[thread]
+
+    def busy_elsewhere(self) -> bool:
+        """Tell whether there are records of another thread, whose backward pass may be under way."""
+        thread = threading.get_ident()
+        return any(record.thread != thread for record in self.records)
+
+    def forget(self) -> None:
+        """Let go of what records hold: graphs that are still there keep these alive."""
+        for record in self.records:
+            record.waiting = {}
 
     def list(self, record: Record) -> None:
         """Look after a record; one that was dropped comes back when a backward pass reaches it."""
@@ -55,67 +107,77 @@ class Forwards:
             record.listed = True
             self.records.append(record)
 
+    def reach(self, record: Record) -> None:
+        """Note that the backward pass under way has come to a record."""
+        self.reached_by[torch._C._current_graph_task_id()] = record
+
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
         """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
-        if self.in_batch:
+        here = self.here
+        if here.in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"batch(n={n!r}): n must be a whole number of examples, at least 1")
-        self.current, self.depth, self.in_batch = None, 1, True
+        here.current, here.depth, here.in_batch = None, 1, True
         try:
             if self.enabled and torch.is_grad_enabled() and self._before_forward():
-                self.current = self._new(Counted(n))
+                here.current = self._new(Counted(n))
             yield
         finally:
-            self.current, self.depth, self.in_batch = None, 0, False
+            here.current, here.depth, here.in_batch = None, 0, False
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
         """Count the examples of a forward of the model that starts; return its record if it gets one."""
-        if self.depth and not self.in_batch and calls_under_way(self.model) < 2:
-            self.current, self.depth = None, 0  # the one that it was within has been interrupted
-        self.depth += 1
-        if self.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+        here = self.here
+        if here.depth and not here.in_batch and calls_under_way(self.model) < 2:
+            here.current, here.depth = None, 0  # the one that it was within has been interrupted
+        here.depth += 1
+        if here.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return None
         if inside_backward():
             # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
             # without gradients before.
-            if self.task == torch._C._current_graph_task_id():
+            if torch._C._current_graph_task_id() in self.reached_by:
                 return None
         elif not self._before_forward():
             return None
-        self.depth = 1
-        self.current = self._new(self._count(args, kwargs))
-        return self.current
+        here.depth = 1
+        here.current = self._new(self._count(args, kwargs))
+        return here.current
 
     def end(self) -> Record | None:
         """Return the record of a forward that has ended, well or by an exception; None if it has none."""
-        self.depth = max(0, self.depth - 1)
-        if self.depth:
+        here = self.here
+        here.depth = max(0, here.depth - 1)
+        if here.depth:
             return None
-        record, self.current = self.current, None
+        record, here.current = here.current, None
         return record
 
     def record(self) -> Record | None:
         """Return the record that a call under way belongs to; None if it is not to be captured."""
-        if self.current is not None:
-            return self.current
-        if inside_backward() and self.latest is not None:
-            return self.latest  # activation checkpointing calls layers again: the same examples once more
-        if self.depth:
+        here = self.here
+        if here.current is not None:
+            return here.current
+        if inside_backward():  # activation checkpointing calls layers again: the same examples once more
+            latest = self.reached_by.get(torch._C._current_graph_task_id()) or here.latest or self.latest
+            if latest is not None:
+                return latest
+        if here.depth:
             return None
-        if self.loose is None or self.loose.reached:
+        if here.loose is None or here.loose.reached:
             if not self._before_forward():
                 return None
-            self.loose = self._new(Counted(None))
-        return self.loose
+            here.loose = self._new(Counted(None))
+        return here.loose
 
     def _new(self, counted: Counted) -> Record:
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
         for record in self.records:
             if record.reached and not record.kept:
                 self.hand_on(record)
-        record = self.latest = Record(counted)
+        record = self.here.latest = self.latest = Record(counted)
         self.list(record)
         return record
 

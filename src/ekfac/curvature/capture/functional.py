@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.hooks import calls_under_way
 from ekfac.curvature.layers.base import Layer
 from ekfac.curvature.layers.experts import ExpertsLayer, RowsOfExperts
 from ekfac.curvature.layers.linear import LinearLayer, RowsLayer
@@ -37,6 +40,35 @@ _STACKED = {torch.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.bm
 _STACKED |= {F.grouped_mm} if hasattr(F, "grouped_mm") else set()
 
 
+class Entered(threading.local):
+    """Modules whose products this thread watches, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[nn.Module, Products]] = []
+
+    def enter(self, module: nn.Module, products: Products) -> None:
+        """Watch the products of a module that is about to be called."""
+        products.__enter__()  # type: ignore[no-untyped-call]
+        self.under_way.append((module, products))
+
+    def leave(self, module: nn.Module) -> None:
+        """Stop watching: the module has been called."""
+        if self.under_way and self.under_way[-1][0] is module:
+            _, products = self.under_way.pop()
+            products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def leave_interrupted(self) -> None:
+        """Stop watching modules whose calls were broken off, by Ctrl-C say, which skips the hooks after them."""
+        while self.under_way and not calls_under_way(self.under_way[-1][0]):
+            self.leave(self.under_way[-1][0])
+
+
+class Attention(threading.local):
+    """The number of examples of the attention that this thread is within."""
+
+    examples: int | None = None
+
+
 class Products(TorchFunctionMode):
     """While entered, hands each product with a parameter of a module, or with some of its rows, to the capture.
 
@@ -57,13 +89,13 @@ class Products(TorchFunctionMode):
         ]
         self._rows: dict[tuple[Block, int], Layer] = {}
         #: Attention puts time first, and flattens it with the examples before its last projection.
-        self._examples: int | None = None
+        self._attention = Attention()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             query = args[0] if args else kwargs["query"]
-            self._examples = query.shape[1] if query.dim() == 3 else 1
+            self._attention.examples = query.shape[1] if query.dim() == 3 else 1
             with self:
                 return _attention()(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -86,7 +118,8 @@ class Products(TorchFunctionMode):
         capture = self._capture()
         if capture is None:
             return
-        arrange = None if self._examples is None else self._arrange
+        examples = self._attention.examples
+        arrange = None if examples is None else partial(_examples_first, examples)
         if where is None and weight.dim() == input.dim() == 3:  # a stack of inputs too, one for each matrix
             where = torch.arange(1, len(weight) + 1) * input.shape[1]
         found = self._find(weight, where)
@@ -96,10 +129,6 @@ class Products(TorchFunctionMode):
         # Where the weight is not the block's own (but a masked copy, say), neither is the product.
         if shift is not None and not (isinstance(shift[1], LinearLayer) and shift[1].widths) and shift != found:
             capture.watch(*shift, input, output, arrange)
-
-    def _arrange(self, tensor: Tensor) -> Tensor:
-        """Return ``[T, N, D]`` or ``[T N, D]`` with its examples first."""
-        return tensor.reshape(-1, self._examples or 1, tensor.shape[-1]).transpose(0, 1)
 
     def _find(self, tensor: Tensor, where: Tensor | None) -> tuple[Block, Layer] | None:
         """Find the block of a parameter, or of the parameter that a tensor is some rows of."""
@@ -124,3 +153,8 @@ class Products(TorchFunctionMode):
         if not isinstance(layer, LinearLayer):
             return None
         return block, self._rows.setdefault((block, start), RowsLayer(layer, start))
+
+
+def _examples_first(examples: int, tensor: Tensor) -> Tensor:
+    """Return ``[T, N, D]`` or ``[T N, D]`` with its N examples first."""
+    return tensor.reshape(-1, examples or 1, tensor.shape[-1]).transpose(0, 1)

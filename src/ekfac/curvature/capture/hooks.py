@@ -55,7 +55,9 @@ class ForwardHook(_Hook):
     def run(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
         capture = self._capture()
-        return None if capture is None or capture.quiet else capture.called(module, args, *kwargs_and_output)
+        return (
+            None if capture is None or capture.forwards.here.quiet else capture.called(module, args, *kwargs_and_output)
+        )
 
 
 class EnterHook(_Hook):

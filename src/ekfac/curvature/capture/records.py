@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from torch import Tensor
@@ -44,6 +45,18 @@ class Held:
             del self._references[storage.data_ptr()]
             self.now -= storage.nbytes()
 
+    def add_calls(self, calls: Iterable[Call]) -> None:
+        """Count inputs and output gradients of calls that are kept."""
+        for call in calls:
+            self.add(call.x)
+            self.add(call.d)
+
+    def remove_calls(self, calls: Iterable[Call]) -> None:
+        """Count those of calls that are let go."""
+        for call in calls:
+            self.remove(call.x)
+            self.remove(call.d)
+
     def reset(self) -> None:
         """Begin again from nothing kept."""
         self._references.clear()
@@ -76,6 +89,7 @@ class Record:
 
     def __init__(self, counted: Counted) -> None:
         self._counted = counted
+        self.thread = threading.get_ident()
         #: None until the first layer that is reached has said it, where the model's input does not.
         self.n = None if counted.listed is not None else counted.n
         #: How often each block's layers were called; more calls than one must be summed before they are squared.
@@ -118,9 +132,7 @@ def hand_on(receive: Receiver, held: Held, record: Record) -> None:
     """Hand on the gradients that waited for the rest of their record."""
     for block, calls in record.waiting.items():
         receive(block, list(calls.values()), record.examples())
-        for call in calls.values():
-            held.remove(call.x)
-            held.remove(call.d)
+        held.remove_calls(calls.values())
     record.waiting = {}
 
 

@@ -43,7 +43,12 @@ def watch_whole(
         for tensor in outputs:
             capture.on_output(tensor)
 
+    me = capture.me
+    del capture  # which a graph must not keep alive
+
     def hook(grads: Sequence[Tensor | None]) -> None:
+        if (capture := me()) is None:
+            return
         wanted = bool(kept) and any(capture.wanted(block) and capture.counts(block) for block, _ in uses)
         if wanted and versions != [t._version for t in kept]:
             refuse_changed(uses[0][0])

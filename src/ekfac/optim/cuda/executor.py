@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -44,7 +45,7 @@ class CudaExecutor(Executor):
         self.mask = NonFiniteMask()
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
-        self.step_graphs = StepGraphs(self)
+        self.step_graphs = StepGraphs(weakref.proxy(self))  # a cycle would keep graphs and their memory
         #: Whether a whole step is being recorded.
         self.records = False
         n = options.numerics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +14,14 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.curvature.operators.parts import Part
-from ekfac.optim.methods.rules import overwrite
+from ekfac.optim.methods.rules import blend, bounded, overwrite, shortening
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import PATIENCE, Refresher, Renewal
-from ekfac.optim.types import BlockStep, InverseState
+from ekfac.optim.types import BlockStep, InverseState, factors_of
+
+#: How many times longer than before a gradient may be, and the weight of the past in what is usual.
+SPIKE = 30.0
+DECAY = 0.95
 
 
 class InverseMethod:
@@ -27,6 +32,7 @@ class InverseMethod:
 
     Args:
         pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or take 1.
+        exact: Take every gradient as it is, however long.
     """
 
     kind = "inverse"
@@ -40,8 +46,9 @@ class InverseMethod:
     masks_refreshes = False
     stacks = False
 
-    def __init__(self, pi_correction: bool) -> None:
+    def __init__(self, pi_correction: bool, exact: bool = False) -> None:
         self.pi_correction = pi_correction
+        self.exact = exact
         self.keeps_factors = False
 
     def numbers(self, block: Block) -> int:
@@ -84,7 +91,8 @@ class InverseMethod:
                 if self.keeps_factors or f"inverted_{side}" in state:
                     overwrite(state, f"inverted_{side}", factor)
                 good = good and worked
-        failures = 0 if good else state.failed_refreshes + 1
+        # A change of damping, or a refresh between steps, is soon followed by another attempt.
+        failures = 0 if good else state.failed_refreshes + (refresher is not None and wait)
         if failures >= PATIENCE:
             raise RuntimeError(
                 f"layer '{block.name}': no inverse of its factors in {failures} refreshes in a row. "
@@ -94,17 +102,18 @@ class InverseMethod:
         if refresher is not None:
             refresher.refreshes += 1
             refresher.seconds += time.perf_counter() - started
-            if failures:
+            if not good:
                 refresher.fallbacks["kept"] += 1
 
     def _inverted(self, state: InverseState) -> tuple[Tensor, Tensor]:
         """Return A and B as they were inverted."""
         self.keeps_factors = True
-        for side in ("A", "B"):
+        for side, current in zip("AB", factors_of(state), strict=True):
             if f"inverted_{side}" not in state:
                 inverse, added = state[f"inverse_{side}"], state[f"added_{side}"]
                 with factors.full_precision(inverse.device):
-                    state[f"inverted_{side}"] = inverse_of_inverse(inverse, added)
+                    found = inverse_of_inverse(inverse, added)
+                state[f"inverted_{side}"] = current if found is None else found
         return state.inverted_A, state.inverted_B
 
     def _inverse_of_bias(self, block: Block, state: InverseState, B: Tensor, root: float, wait: bool) -> Tensor:
@@ -123,7 +132,25 @@ class InverseMethod:
             self._invert(block, state, *self._inverted(state), float(step.rates.damping))
 
     def update_scaling(self, state: InverseState, step: BlockStep) -> None:
-        """Keep none."""
+        """Shorten a gradient that is far longer than those before: the inverses have not seen its like.
+
+        Where a batch was too large to be squared, and nothing is known of the factors yet, none of it is left.
+        """
+        if self.exact:
+            return
+        G = step.gradient
+        square = (G.square_norm() if isinstance(G, Rows) else G.square().sum()).nan_to_num(torch.inf, torch.inf)
+        if hasattr(state, "usual"):
+            limit = SPIKE**2 * state.usual
+            factor = shortening(square, limit)
+            blend(
+                state.usual, bounded(torch.where(limit > 0, torch.minimum(square, limit), square)), 1 - DECAY, step.ok
+            )
+        else:
+            factor = (state.factor_weight > 0).to(square)
+            square = bounded(square) * factor
+            state.usual = square if step.ok is None else square * step.ok.to(square)
+        step.gradient = Rows(G.h, G.delta * factor, G.one_each) if isinstance(G, Rows) else G * factor
 
     def rescale(self, block: Block, state: InverseState, step: BlockStep) -> Tensor:
         """Take the two products."""
@@ -183,8 +210,10 @@ def damped_inverse(
 ) -> tuple[Tensor, Tensor, bool]:
     """Return (M + added I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the old one.
 
-    A side that is kept diagonal (``[G, D]``) is inverted entry by entry. With ``wait=False`` there is one attempt, the
-    device alone decides between it and the old inverse, and the host takes it to be good.
+    Where inputs have a large offset, rounding makes M indefinite by more than what is added: then its negative
+    eigenvalues, which are rounding alone, count as zero. A side that is kept diagonal (``[G, D]``) is inverted entry by
+    entry. With ``wait=False`` on a GPU there is one attempt, the device alone decides between it and the old inverse,
+    and the host takes it to be good.
 
     Args:
         matrix: M.
@@ -199,11 +228,11 @@ def damped_inverse(
         return 1 / (matrix + added[:, None]), added, True
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     damped = (matrix + matrix.mT) / 2 + added[:, None, None] * eye
-    if not wait and old is not None:
+    if not wait and old is not None and matrix.is_cuda:
         inverse, good = by_cholesky(damped)
         return torch.where(good, inverse, old[0]), torch.where(good, added, old[1]), True
-    for attempt in (damped, damped.double()):
-        inverse, good = by_cholesky(attempt)
+    for attempt in (by_cholesky, by_cholesky_in_double, partial(by_eigenvalues, added=added)):
+        inverse, good = attempt(damped)
         if bool(good):
             return inverse.to(matrix), added, True
     return (*(old or (eye.expand_as(matrix) / added[:, None, None], added)), False)
@@ -219,10 +248,30 @@ def by_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return inverse, (info == 0).all() & torch.isfinite(inverse).all()
 
 
-def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor:
-    """Return M of :func:`damped_inverse`'s (M + added I)^-1, found in float64."""
+def by_cholesky_in_double(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Do so in float64."""
+    return by_cholesky(matrix.double())
+
+
+def by_eigenvalues(damped: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """Do so with the eigenvalues of M, which ``added`` was added to, that are below zero taken as zero."""
+    try:
+        values, U = torch.linalg.eigh(damped.double())
+    except RuntimeError:
+        return damped, torch.zeros((), dtype=torch.bool, device=damped.device)
+    floor = added.double()[:, None]
+    inverse: Tensor = (U / values.clamp(min=floor)[:, None]) @ U.mT
+    return inverse, torch.isfinite(inverse).all() & (floor > 0).all()
+
+
+def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor | None:
+    """Return M of :func:`damped_inverse`'s (M + added I)^-1, found in float64; None where that fails."""
     if inverse.dim() == 2:
         return 1 / inverse - added[:, None]
     eye = torch.eye(inverse.shape[-1], dtype=torch.float64, device=inverse.device)
-    damped: Tensor = torch.linalg.inv(inverse.double())
-    return (damped - added[:, None, None] * eye).to(inverse)
+    try:
+        damped: Tensor = torch.linalg.inv(inverse.double())
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        return None
+    found = (damped - added[:, None, None] * eye).to(inverse)
+    return found if bool(torch.isfinite(found).all()) else None

@@ -57,6 +57,7 @@ class Rule(ABC):
                 checks.flag(option.name, value)
             elif option.name == "eps":
                 checks.number(option.name, value, above=0)
+                object.__setattr__(self, option.name, float(value))
             elif option.name == "betas":
                 checks.decays(option.name, value)
             elif option.name in ("decay", "alpha"):

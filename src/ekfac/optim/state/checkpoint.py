@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.states import SOLVER, WholeState
 from ekfac.optim.engine import Engine
-from ekfac.optim.statistics.partition import fits
+from ekfac.optim.state.validation import (
+    LAYOUT,
+    check_count,
+    check_number,
+    check_state,
+    check_tensor,
+    refuse,
+)
+from ekfac.optim.statistics.partition import COUNTS, Members, members
 
 VERSION = 4
-#: State that is counted in float64 whatever the dtype of the block.
-COUNTS = ("count", "examples")
 
 
 def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
@@ -30,6 +38,8 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "fallbacks": {name.removeprefix(SOLVER): n for name, n in counters.items() if name.startswith(SOLVER)},
         "kind": engine.method.kind,
         "lengths_wanted": whole.lengths_wanted,
+        "settings": settings_of(engine),
+        "blocks": [_block_of(b.covered, b.parameter_names.values()) for b in engine.partition.blocks],
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
         "entries": sum(map(len, whole.states.values())),
@@ -37,19 +47,24 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
     }
 
 
+def settings_of(engine: Engine) -> dict[str, str]:
+    """Return what the state depends on, and nobody could see in it."""
+    o, rule = engine.options, getattr(engine.method, "rule", engine.method)
+    return {"rule": type(rule).__name__, "reduction": o.batch.reduction, "sharing": o.coverage.sharing}
+
+
+def _block_of(covered: bool, names: Iterable[str]) -> dict[str, Any]:
+    return {"covered": covered, "parameters": list(names)}
+
+
 def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
     """Return the state of frozen blocks, by the names of their parameters."""
     names = engine.partition.names
     return [
-        {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
+        {**_block_of(covered, (names[p] for p in key)), "state": dict(state)}
         for (covered, key), state in whole.put_away.items()
+        if all(p in names for p in key)  # the model may have lost it
     ]
-
-
-def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Parameter, ...], dict[str, Any]]]:
-    parameters = {name: p for p, name in engine.partition.names.items()}
-    for entry in saved:
-        yield entry["covered"], tuple(parameters[name] for name in entry["parameters"]), entry["state"]
 
 
 def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
@@ -58,20 +73,62 @@ def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
     return {name: list(p.shape) for p, name in engine.partition.names.items() if p in offered}
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint was found to hold, ready to be taken.
+
+    Attributes:
+        saved: Counters and settings.
+        silent: Parameters whose layers are never called.
+        states: By parameter, of the blocks that are trained now, and all momentum.
+        put_away: Of blocks that are frozen now.
+    """
+
+    saved: dict[str, Any]
+    silent: set[nn.Parameter]
+    states: dict[Tensor, dict[str, Any]]
+    put_away: dict[Members, dict[str, Any]]
+
+
 def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
     groups = state_dict.get("param_groups") or [{}]
-    saved = state_dict.get("ekfac", groups[0].get("ekfac"))
+    inside = groups[0].get("ekfac") if isinstance(groups, list) and isinstance(groups[0], Mapping) else None
+    saved = state_dict.get("ekfac", inside)
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
-    if saved["kind"] != engine.method.kind:
-        names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
-        raise ValueError(f"state_dict is of {names[saved['kind']]}, this is {names[engine.method.kind]}")
-    ours, theirs = parameter_shapes(engine), dict(saved["parameters"])
+    saved = {"silent": [], "put_away": [], "fallbacks": {}, **saved}  # torch leaves out what is empty when it flattens
+    names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
+    if saved.get("kind") != engine.method.kind:
+        given = saved.get("kind")
+        of = names.get(given, repr(given)) if isinstance(given, str) else repr(given)
+        raise ValueError(f"state_dict is of {of}, this is {names[engine.method.kind]}")
+    _check_model(engine, saved)
+    if "settings" in saved:  # not before this version
+        mine, theirs = settings_of(engine), _mapping("'settings'", saved["settings"])
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                refuse(
+                    f"'settings', {name!r}",
+                    f"it was saved with {name}={theirs.get(name)!r}, this optimizer has {value!r}: construct it as the "
+                    "one that was saved",
+                )
+    for name in ("applied_steps", "skipped_steps", "refreshes", "warm_refreshes"):
+        check_count(repr(name), saved.get(name))
+    check_number("'residual_drift'", saved.get("residual_drift"), least=0)
+    for rung, count in _mapping("'fallbacks'", saved.get("fallbacks")).items():
+        check_count(f"'fallbacks', {rung!r}", count)
+    if not isinstance(saved.get("lengths_wanted"), bool):
+        refuse("'lengths_wanted'", f"is {saved.get('lengths_wanted')!r}. Allowed: True or False")
+    return dict(saved)
+
+
+def _check_model(engine: Engine, saved: Mapping[str, Any]) -> None:
+    ours, theirs = parameter_shapes(engine), dict(_mapping("'parameters'", saved.get("parameters")))
     if ours != theirs:
-        missing = [n for n in theirs if n not in ours]
+        missing = [str(n) for n in theirs if n not in ours]
         extra = [n for n in ours if n not in theirs]
         other = [f"{n} {theirs[n]} here {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]
         raise ValueError(
@@ -79,12 +136,105 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
             f"{', '.join(missing) or 'nothing'}; only in this model: {', '.join(extra) or 'nothing'}; "
             f"other shapes: {', '.join(other) or 'none'}"
         )
-    return {"silent": [], "put_away": [], "fallbacks": {}, **saved}  # torch leaves out what is empty when it flattens
+
+
+def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        refuse(where, f"is {str(value)[:60]!r} of type {type(value).__name__}. Allowed: a dict")
+    return value
+
+
+def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Parameter, Any]) -> Loaded:
+    """Check all state, and find the block that each entry is of; nothing of the optimizer changes.
+
+    A layer that was frozen when the checkpoint was saved, and is trained now, has its state back; one that was trained
+    and is frozen now has it put away until it is trained again.
+
+    Args:
+        engine: The engine.
+        saved: What :func:`check` returned.
+        state_of: The state of every parameter.
+    """
+    names = engine.partition.names
+    for p, state in state_of.items():
+        _mapping(f"parameter '{names[p]}'", state)
+    check_complete(saved, state_of)
+    listed = saved.get("silent")
+    if not isinstance(listed, (list, tuple)) or not all(n in names.values() for n in listed if isinstance(n, str)):
+        refuse("'silent'", f"is {listed!r}. Allowed: names of parameters")
+    partition = engine.partition
+    silent = {p for p, name in names.items() if name in listed}
+    now = {members(b): b for b in partition.blocks_of(partition.offered, silent=silent)}
+    found: dict[Members, tuple[Block, Mapping[str, Any]]] = {}
+    momenta: dict[Tensor, dict[str, Any]] = {}
+    for p, state in state_of.items():
+        if (buffer := state.get("momentum_buffer")) is not None:
+            usual = p.dtype if p.dtype == torch.float64 else torch.float32
+            check_tensor(f"parameter '{names[p]}', 'momentum_buffer'", "momentum_buffer", buffer, tuple(p.shape), usual)
+            momenta[p] = {"momentum_buffer": buffer}
+    for block in _saved_blocks(engine, saved, now, silent):
+        own = {n: v for n, v in state_of.get(block.key, {}).items() if n != "momentum_buffer" and v is not None}
+        if own:
+            found[members(block)] = block, own
+    for place, entry in enumerate(_listed("'put_away'", saved.get("put_away"))):
+        block = _block_named(engine, f"'put_away', entry {place}", entry, now)
+        away = _mapping(f"'put_away', block '{block.name}'", entry.get("state"))
+        found.setdefault(members(block), (block, {n: v for n, v in away.items() if v is not None}))
+    firsts = {block.key for block, _ in found.values()}
+    for p, state in state_of.items():
+        if p not in firsts and (more := [str(n) for n, v in state.items() if n != "momentum_buffer" and v is not None]):
+            refuse(f"parameter '{names[p]}'", f"has {', '.join(more)}, but no block has it first; {LAYOUT}")
+    states, put_away = momenta, dict[Members, dict[str, Any]]()
+    for who, (block, state) in found.items():
+        check_state(block, state, {f.name for f in fields(engine.method_of(block).state_class)})
+        if who in now:
+            states.setdefault(block.key, {}).update(state)
+        else:
+            put_away[who] = converted({block.key: state})[block.key]
+    return Loaded(saved, silent, converted(states), put_away)
+
+
+def _saved_blocks(
+    engine: Engine, saved: Mapping[str, Any], now: Mapping[Members, Block], silent: set[nn.Parameter]
+) -> list[Block]:
+    """Return the blocks that were trained when the checkpoint was saved."""
+    if "blocks" in saved:
+        entries = enumerate(_listed("'blocks'", saved["blocks"]))
+        return [_block_named(engine, f"'blocks', entry {place}", entry, now) for place, entry in entries]
+    # Versions before did not say: those of today, and those that would be there if nothing were frozen.
+    partition, keys = engine.partition, {block.key for block in now.values()}
+    unfrozen = partition.blocks_of(partition.offered, frozen=True, silent=silent)
+    return [*now.values(), *(block for block in unfrozen if block.key not in keys)]
+
+
+def _listed(where: str, value: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
+        refuse(where, f"is of type {type(value).__name__}. Allowed: a list of dicts")
+    return value
+
+
+def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapping[Members, Block]) -> Block:
+    """Return the block of these parameters, whether it is trained now or not."""
+    partition = engine.partition
+    names = {name: p for p, name in partition.names.items()}
+    covered, listed, offered = entry.get("covered"), entry.get("parameters"), set(partition.offered)
+    good = isinstance(covered, bool) and isinstance(listed, list) and listed and all(isinstance(n, str) for n in listed)
+    if not good or not all(n in names and names[n] in offered for n in listed or ()):
+        refuse(where, f"covered={covered!r}, parameters={listed!r} is no block of this model")
+    assert isinstance(listed, list) and isinstance(covered, bool)
+    key = covered, tuple(names[n] for n in listed)
+    if key in now:
+        return now[key]
+    for block in partition.blocks_of(key[1], frozen=True, silent=() if covered else key[1]):
+        if members(block) == key:
+            return block
+    return refuse(where, f"{', '.join(listed)} are no block of this optimizer; {LAYOUT}")
 
 
 def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse a checkpoint that has lost state on its way."""
     found, count = sum(map(len, state_of.values())), saved.get("entries", 0)
+    check_count("'entries'", count)
     if found < count:
         raise ValueError(
             f"state_dict lacks {count - found} of {count} entries of state. torch.distributed.checkpoint.load fills "
@@ -93,37 +243,18 @@ def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str,
         )
 
 
-def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Refuse state whose blocks are laid out in another way (sua, max_factor_dim, include, ... differ)."""
-    for block in engine.partition.blocks:
-        if not fits(block, state_of.get(block.key, {})):
-            raise ValueError(
-                f"state_dict holds another layout of block '{block.name}'. Construct the optimizer with the same sua, "
-                "basis, include, exclude and max_factor_dim as when it was saved"
-            )
-
-
-def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Put the counters back, after a last check that the blocks are laid out as they were."""
+def adopt(engine: Engine, loaded: Loaded) -> None:
+    """Take what a checkpoint holds but the states, which :meth:`Partition.take_states` takes."""
     engine.settle(wait=True)
-    partition, refresher = engine.partition, engine.refresher
-    before = partition.silent
-    partition.silent = {p for p, n in partition.names.items() if n in saved["silent"]}
-    if partition.silent != before:
+    partition, refresher, saved = engine.partition, engine.refresher, loaded.saved
+    if partition.silent != loaded.silent or not partition.is_current():
+        partition.silent = loaded.silent
         engine.collector.set_parameters(partition.offered)
-    try:
-        check_blocks(engine, state_of)
-    except ValueError:
-        partition.silent = before
-        engine.collector.set_parameters(partition.offered)
-        raise
     engine.collector.drop()
     engine.collector.watch.lengths_wanted = saved["lengths_wanted"]
     partition.put_away = {
-        (covered, key): (engine.method if covered else engine.elementwise).state_class(
-            converted(engine, {key[0]: state})[key[0]]
-        )
-        for covered, key, state in _named(engine, saved["put_away"])
+        (covered, key): (engine.method if covered else engine.elementwise).state_class(state)
+        for (covered, key), state in loaded.put_away.items()
     }
     engine.schedule.applied_steps = saved["applied_steps"]
     engine.skipped_steps = saved["skipped_steps"]
@@ -132,15 +263,13 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum
     refresher.refreshes = saved["refreshes"] if first else 0
     engine.schedule.warm_refreshes = saved["warm_refreshes"] if first else 0
-    refresher.drift = torch.tensor(saved["residual_drift"])
+    refresher.drift = torch.tensor(float(saved["residual_drift"]))
     refresher.fallbacks.clear()
     refresher.fallbacks.update(saved["fallbacks"] if first else {})
 
 
-def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """Copy saved state to the parameters' devices, in their blocks' dtypes: float32 under half precision."""
-    blocks = engine.partition.blocks
-    dtypes: dict[Tensor, torch.dtype] = {p: block.dtype for block in blocks for p in block.parameters.values()}
+def converted(state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """Copy saved state to the parameters' devices, in the dtype of a block's state: float32 under half precision."""
 
     def value(p: Tensor, name: str, given: Any) -> Any:
         if name in COUNTS:  # versions before have kept numbers of examples as plain numbers
@@ -150,7 +279,7 @@ def converted(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> dict
         if not given.is_floating_point():
             return given.detach().to(p.device, copy=True)
         usual = p.dtype if p.dtype == torch.float64 else torch.float32
-        return given.detach().to(p.device, dtypes.get(p, usual), copy=True)
+        return given.detach().to(p.device, usual, copy=True)
 
     return {
         p: {name: value(p, name, given) for name, given in state.items() if given is not None}

@@ -7,8 +7,10 @@ calls better they are kept for it.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.stacks import Stacks
+from ekfac.optim.statistics import ownership
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
@@ -77,8 +80,12 @@ class Collector:
         self.separate = False
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
+        #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
+        self.active = True
+        me = weakref.proxy(self)  # whom the capture must not keep alive
+        receive, wanted = partial(Collector._receive, me), partial(Collector._wanted, me)
         self.capture = Capture(
-            partition.model, self._receive, self._wanted, self._before_forward, self.reach.reaches_parameters,
+            partition.model, receive, wanted, partial(Collector._before_forward, me), self.reach.reaches_parameters,
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
@@ -86,9 +93,16 @@ class Collector:
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
-        self.fingerprints.unverified |= self._partition.assign(parameters)
-        self.capture.attach(self._partition.blocks)
-        self.watch.attach(self._partition.parameters)
+        assigned = self._partition.assign(parameters)
+        self.fingerprints.unverified |= assigned.new
+        if assigned.recast:
+            self.fingerprints.forget()
+            self.drop()
+        if assigned.moved:
+            self._moved()
+        if self.active:
+            self.capture.attach(self._partition.blocks)
+            self.watch.attach(self._partition.parameters)
         self.sums = {b: s for b, s in self.sums.items() if b in set(self._partition.blocks)}
 
     def _replaced(self) -> None:
@@ -99,23 +113,38 @@ class Collector:
         self.on_replaced(new)
         self.set_parameters([new[p] for p in self._partition.offered])
 
+    @property
+    def offered(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer was given."""
+        return self._partition.offered
+
+    def activate(self, active: bool) -> None:
+        """Put the hooks on, or take them off and let go of what was captured."""
+        self.active = active
+        if active:
+            self.set_parameters(self.offered)
+        else:
+            self.drop()
+            self.capture.close()
+            self.watch.close()
+
     # --- during forward and backward ------------------------------------------------------------------------------
 
     def _before_forward(self) -> bool:
         """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
 
-        Returns:
-            Whether to capture: not where the whole model is frozen, as another's adversary.
+        Returns whether to capture: not where the whole model is frozen, as another's adversary.
         """
         if self._partition.is_replaced():
             self._replaced()
         if self._partition.is_frozen():
             return False
         if not self._partition.is_current():
-            kind = self._partition.kind
-            self.set_parameters(self._partition.offered)
-            if kind != self._partition.kind:
-                self._moved()
+            self.set_parameters(self.offered)
+        if self._partition.problem:
+            return False  # which the step will tell
+        if self.capture.forwards.busy_elsewhere():
+            return True  # what another thread has under way is its own affair
         self.watch.before_forward()
         if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
@@ -136,20 +165,13 @@ class Collector:
             return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
-            self._hold(calls)
+            self.capture.held.add_calls(calls)
             return
         if self.may_use_rows(block):  # rows of several batches are of no use to the step
             for earlier, count in self.calls.pop(block, []):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
-                for call in earlier:
-                    self.capture.held.remove(call.x)
-                    self.capture.held.remove(call.d)
+                self.capture.held.remove_calls(earlier)
         self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
-
-    def _hold(self, calls: list[Call]) -> None:
-        for call in calls:
-            self.capture.held.add(call.x)
-            self.capture.held.add(call.d)
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
@@ -180,7 +202,7 @@ class Collector:
         if self._method.needs_examples:
             if hold:
                 gathered.held.append((calls, n))
-                self._hold(calls)
+                self.capture.held.add_calls(calls)
             else:
                 self.executor.join()
                 basis = self._method.basis(block, self._partition.states[block.key])
@@ -232,15 +254,20 @@ class Collector:
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
-        self.drop()
-        self.capture.close()
-        self.watch.close()
+        self.activate(False)
+        ownership.unregister(self)
 
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
         """Return what the host can know before anything is computed; None if there is no gradient."""
+        if not self.active:
+            ownership.refuse(self)
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
+        if (not gradients or not self.capture.examples) and not self._partition.is_current():
+            self.set_parameters(self.offered)
+        if self._partition.problem:
+            ownership.refuse_changed(self._partition.problem)
         if not gradients:
             self.drop()
             return None
@@ -260,24 +287,14 @@ class Collector:
             b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
         if silent and processes == 1:
-            self._give_up_on(silent)
+            self._partition.give_up_on(silent)
+            self.set_parameters(self.offered)
         n, mean = float(self.capture.examples), 1.0
         batches = 1 if processes == 1 else processes // self.capture.mesh.size
         if self.options.batch.reduction == "sum" and n:
             mean = batches / n
         solves, warm = self._schedule.due()
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean)
-
-    def _give_up_on(self, silent: list[Block]) -> None:
-        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
-        warnings.warn(
-            "these layers have gradients but their forward was never called, so they get the diagonal method: "
-            + ", ".join(b.name for b in silent),
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self._partition.silent.update(p for b in silent for p in b.parameters.values())
-        self.set_parameters(self._partition.offered)
 
     def collect(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept, and sum all of them over processes.

@@ -43,6 +43,10 @@ class Rows:
         delta, h = self.projected(basis)
         return delta.mT @ h
 
+    def square_norm(self) -> Tensor:
+        """Return |G|^2, from the products of rows with one another."""
+        return ((self.h @ self.h.mT) * (self.delta @ self.delta.mT)).sum()
+
     def scaling_sum(self, basis: Basis) -> Tensor:
         """Return ((delta U_B)^2)^T ((h U_A)^2), which is s* up to its factor where every example has one row."""
         delta, h = self.projected(basis)

@@ -32,6 +32,10 @@ class Fingerprints:
             self._vectors[block] = fingerprint.vectors_of(block)
         return self._vectors[block]
 
+    def forget(self) -> None:
+        """Let go of what is in the parameters' dtype and on their device: both have changed."""
+        self._vectors.clear()
+
     def agree(self, block: Block, rows: Rows, gradients: list[Tensor]) -> bool:
         """Tell whether the gradient of a linear layer is the product of its rows, up to rounding."""
         vectors = self.vectors(block)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,23 @@ from ekfac.optim.types import BlockState
 PART = 2**21
 
 Members = tuple[bool, tuple[nn.Parameter, ...]]
+#: State that is counted in float64 whatever the dtype of the block.
+COUNTS = ("count", "examples")
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What has changed with an assignment.
+
+    Attributes:
+        new: Covered blocks that have not been there before.
+        recast: Whether the model was cast, or moved.
+        moved: Whether it is now on another kind of device.
+    """
+
+    new: set[Block]
+    recast: bool
+    moved: bool
 
 
 class Partition:
@@ -74,8 +93,14 @@ class Partition:
         #: Parameters that are whole, and where they are.
         self._whole: list[tuple[nn.Parameter, nn.Module, str]] = []
         self._layout: tuple[object, ...] = ()
+        self._modules: list[nn.Module] = []
         #: The kind of device that the parameters were on when they were assigned.
         self.kind = ""
+        #: Why no step can be taken: the model has other parameters than when it was given.
+        self.problem = ""
+        #: Names and shapes of all that have been parameters of the model, and whether all are trained.
+        self._seen: dict[nn.Parameter, tuple[str, torch.Size]] = {}
+        self._all_trained = True
 
     @property
     def device(self) -> torch.device:
@@ -84,8 +109,21 @@ class Partition:
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def blocks_of(self, parameters: Iterable[nn.Parameter], frozen: bool = False) -> list[Block]:
-        """Return the blocks that these parameters would be assigned to, as if none were frozen with ``frozen``."""
+    def blocks_of(
+        self,
+        parameters: Iterable[nn.Parameter],
+        frozen: bool = False,
+        silent: Collection[nn.Parameter] | None = None,
+    ) -> list[Block]:
+        """Return the blocks that these parameters would be assigned to.
+
+        Args:
+            parameters: The parameters.
+            frozen: As if none were frozen.
+            silent: As if these were those whose layers are never called.
+        """
+        if silent is None:
+            silent = () if frozen else self.silent
         c = self._coverage
         return find_blocks(
             self.model,
@@ -96,28 +134,32 @@ class Partition:
             max_factor_dim=c.max_factor_dim,
             identity=c.basis == "identity",
             unsupported="diagonal" if frozen else c.unsupported,
-            silent=() if frozen else self.silent,
+            silent=silent,
             frozen=frozen,
         )
 
-    def assign(self, parameters: Iterable[nn.Parameter]) -> set[Block]:
-        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state.
-
-        Returns:
-            Covered blocks that have not been there before.
-        """
+    def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
+        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
         offered = list(parameters)
         self.sharded = any_sharded(offered)
         self.gathers = self.sharded and bool(units(self.model))
         with resharded(self.model) if self.gathers else nullcontext():
             return self._assign(offered)
 
-    def _assign(self, offered: list[nn.Parameter]) -> set[Block]:
-        found = self.blocks_of(offered)
-        new = {b for b in found if b.covered and members(b) not in self._known}
-        blocks = [self._known.setdefault(members(b), b) for b in found]
+    def _assign(self, offered: list[nn.Parameter]) -> Assigned:
+        self._compare(offered)
+        before = {b.key: (b.dtype, b.shape) for b in self.blocks}, self.kind
+        blocks, new = [], set()
+        for block in self.blocks_of(offered):
+            known = self._known.get(members(block))
+            # A module may have taken another's place, or a parameter have other numbers.
+            if known is None or known.uses.keys() != block.uses.keys() or known.shape != block.shape:
+                self._known[members(block)] = known = block
+                new |= {block} if block.covered else set()
+            blocks.append(known)
+        kept = set(map(members, blocks))
         for block in self.blocks:
-            if block not in blocks:
+            if members(block) not in kept:
                 self.put_away[members(block)] = self._pop(block)
         for block in blocks:
             block.__dict__.pop("dtype", None)  # the model may have been cast since
@@ -138,10 +180,44 @@ class Partition:
         self.blocks = blocks
         self.generation += 1
         self.covered, self.parts = in_parts([b for b in blocks if b.covered])
-        self._layout = layout_of(offered)
+        # Where ranks gather parameters when these are used, modules hold now the one, now the other.
+        modules = () if self.gathers else self.model.modules()
+        self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._layout = layout_of(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()
-        return new
+        dtypes, kind = before
+        recast = any(b.key in dtypes and dtypes[b.key] != (b.dtype, b.shape) for b in blocks) or kind not in (
+            "",
+            self.kind,
+        )
+        if recast:
+            self._convert()
+        return Assigned(new, recast, kind not in ("", self.kind))
+
+    def _compare(self, offered: list[nn.Parameter]) -> None:
+        """Find out whether the model still has the parameters that are trained, and no others."""
+        now = {p: (name, p.shape) for name, p in self.model.named_parameters()}
+        if not self._seen:
+            self._seen, self._all_trained = now, set(now) <= set(offered)
+        lost = {self._seen[p][0] for p in offered if p in self._seen and p not in now}
+        fresh = [n for p, (n, _) in now.items() if p not in self._seen and p.requires_grad and p not in set(offered)]
+        replaced = [name for name in fresh if name in lost]
+        added = [name for name in fresh if self._all_trained and name not in lost]
+        other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
+        said = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
+        self.problem = "; ".join(f"parameters {', '.join(names)} {what}" for what, names in said.items() if names)
+        self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
+
+    def give_up_on(self, silent: list[Block]) -> None:
+        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
+        warnings.warn(
+            "these layers have gradients but their forward was never called, so they get the diagonal method: "
+            + ", ".join(b.name for b in silent),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self.silent.update(p for b in silent for p in b.parameters.values())
 
     def assign_owners(self) -> None:
         """Give every parameter an owner among the processes that train together."""
@@ -183,12 +259,12 @@ class Partition:
             raise RuntimeError(f"parameter '{missing[0]}' is gone from the model: construct this anew")
         self.owners.forget()
         self.states.clear()
-        self.blocks, self._known, self.silent = [], {}, set()
+        self.blocks, self._known, self.silent, self._seen = [], {}, set(), {}
         return {p: now[name] for p, name in names.items()}
 
     def is_current(self) -> bool:
-        """Tell whether parameters are frozen, cast and placed as when they were assigned."""
-        return layout_of(self.offered) == self._layout
+        """Tell whether parameters are frozen, cast and placed as when they were assigned, in the same modules."""
+        return layout_of(self.offered, self._modules) == self._layout
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -198,6 +274,15 @@ class Partition:
         if not isinstance(found, BlockState):  # from a checkpoint, or the momentum alone
             found = self.states[block.key] = self._state_class(block)(found)
         return found
+
+    def _convert(self) -> None:
+        """Bring state to the device and into the dtype of its block: the model was cast or moved."""
+        dtypes: dict[Tensor, torch.dtype] = {p: b.dtype for b in self.blocks for p in b.parameters.values()}
+        for p, state in self.states.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    exact = name in COUNTS or p not in dtypes or not value.is_floating_point()
+                    state[name] = value.to(p.device, value.dtype if exact else dtypes[p])
 
     def take_states(self, states: MutableMapping[Tensor, Any]) -> None:
         """Keep state in another mapping from now on, whose entries may be plain dicts.
@@ -238,10 +323,11 @@ def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
     return {b: shapes[b.form] * parts // len(shapes) for b in blocks}, parts
 
 
-def layout_of(parameters: list[nn.Parameter]) -> tuple[object, ...]:
+def layout_of(parameters: list[nn.Parameter], modules: list[nn.Module]) -> tuple[object, ...]:
     """Return what the assignment of parameters to blocks takes for granted."""
-    found = [(p.requires_grad, p.dtype) for p in parameters]
-    return (*(p.device for p in parameters[:1]), *found)
+    found = [(p.requires_grad, p.dtype, p.shape) for p in parameters]
+    inside = [id(part) for m in modules for parts in (m._parameters, m._modules) for part in parts.values()]
+    return (*(p.device for p in parameters[:1]), *found, *inside)
 
 
 def members(block: Block) -> Members:

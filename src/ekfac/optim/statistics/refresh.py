@@ -137,6 +137,10 @@ class Refresher:
         try:
             return WarmBasis(*self.executor.call("a refresh", (iterations, passes), iterate, matrix, U))
         except RuntimeError:  # torch.linalg.LinAlgError is one
+            if len(matrix) > 1:  # of which the others may be good
+                each = zip(matrix.split(1), U.split(1), strict=True)
+                done = [fields_of(self._iterate(*one, iterations, passes)) for one in each]
+                return WarmBasis(*(torch.cat(field) for field in zip(*done, strict=True)))
             self.fallbacks["kept"] += 1
             far = matrix.new_full((len(matrix),), torch.inf)
             return WarmBasis(U, rayleigh(matrix, U).clamp(min=0), far, torch.zeros_like(far, dtype=torch.bool))

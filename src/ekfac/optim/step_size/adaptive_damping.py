@@ -147,6 +147,16 @@ class Adaptation:
         """Return all of it, as plain numbers."""
         return {name: getattr(self, name) for name in SAVED}
 
+    def check(self, saved: Any) -> None:
+        """Refuse what :meth:`save` cannot have given."""
+        if saved is None:
+            return
+        if not isinstance(saved, Mapping) or not all(name in saved for name in SAVED):
+            raise ValueError(f"state_dict, 'adaptive_damping': must be a dict with {', '.join(SAVED)}, or None")
+        for name in SAVED:
+            least = None if name == "actual" or name == "predicted" else 0
+            checks.number(f"state_dict, 'adaptive_damping', {name!r}", saved[name], least=least)
+
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Take back what :meth:`save` gave, within bounds; None is a checkpoint of a damping that did not adapt."""
         if saved is not None:

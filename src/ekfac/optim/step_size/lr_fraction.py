@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ekfac import checks
 from ekfac.optim.types import Direction
 
 #: How fast the fraction answers to alignments, and after how many steps it answers half as fast.
@@ -102,6 +105,14 @@ class LRFraction:
     def save(self) -> list[float] | None:
         """Return the fraction, t, e and E as numbers, for a checkpoint; None before the first step."""
         return None if self._next is None else self._next.tolist()
+
+    def check(self, saved: Any) -> None:
+        """Refuse what :meth:`save` cannot have given."""
+        good = saved is None or (isinstance(saved, list) and 1 <= len(saved) <= 4)
+        for value in saved or () if good else ():
+            checks.number("state_dict, 'pace'", value, least=0)
+        if not good or (saved and saved[0] > 1):
+            raise ValueError(f"state_dict, 'pace': {str(saved)[:80]} must be up to four numbers, the first at most 1")
 
     def load(self, saved: list[float] | None, device: torch.device) -> None:
         """Take back what :meth:`save` gave."""

@@ -1,0 +1,83 @@
+"""Of very many rows, A and B take every so many-th: as many as their width needs, and without a bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import ROWS, FactorSums, factor_sums, stride
+
+MEMORY = 2**28
+
+
+def linear(inputs: int = 3, outputs: int = 2) -> Block:
+    (block,) = find_blocks(nn.Linear(inputs, outputs))
+    return block
+
+
+def sums(block: Block, x: Tensor, d: Tensor, sampled: bool) -> FactorSums:
+    return factor_sums(block, [Call(block.layer, x, d)], len(x), "expand", MEMORY, sampled=sampled)
+
+
+def means(found: FactorSums, n: int) -> tuple[Tensor, Tensor]:
+    return found.A / found.terms, found.B / n
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 300_000), inputs=st.sampled_from([1, 3, 2500]), outputs=st.sampled_from([1, 2, 3000]))
+def test_the_stride_is_odd_and_leaves_enough_rows(rows: int, inputs: int, outputs: int) -> None:
+    block = linear(inputs, outputs)
+    x, d = torch.empty(rows, inputs, device="meta"), torch.empty(rows, outputs, device="meta")
+    step = stride(block, [Call(block.layer, x, d)], rows)
+    assert step % 2 == 1
+    left = -(-rows // step)
+    assert left >= min(rows, max(ROWS, 2 * (inputs + 1), 2 * outputs))
+    assert step == 1 or left <= 3 * max(ROWS, 2 * (inputs + 1), 2 * outputs), "and not many more"
+
+
+@pytest.mark.parametrize("rows", [1, 100, ROWS - 1, ROWS])
+def test_up_to_so_many_rows_all_are_taken(rows: int) -> None:
+    block = linear()
+    x, d = torch.randn(rows, 3), torch.randn(rows, 2)
+    whole, found = sums(block, x, d, sampled=False), sums(block, x, d, sampled=True)
+    assert torch.equal(whole.A, found.A) and torch.equal(whole.B, found.B) and whole.terms == found.terms
+
+
+@pytest.mark.parametrize("rows", [20 * ROWS, 20 * ROWS + 1, 33 * ROWS - 5])
+def test_rows_that_are_all_alike_give_the_same_factors(rows: int) -> None:
+    """The least that being without bias asks: what is left out is made up for, in A by its terms and in B by N."""
+    block = linear()
+    x, d = torch.tensor([1.0, -2.0, 3.0]).expand(rows, 3), torch.tensor([0.5, 4.0]).expand(rows, 2)
+    found = sums(block, x, d, sampled=True)
+    assert found.terms < rows
+    for one, two in zip(means(sums(block, x, d, sampled=False), rows), means(found, rows), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("period", [2, 4, 6, 8, 10])
+def test_rows_that_come_in_turns_are_all_met(period: int) -> None:
+    """Two kinds that alternate, rows of a picture say: an even stride would see one of them only."""
+    rows = 24 * ROWS
+    block = linear()
+    kind = (torch.arange(rows) % period < period // 2).float()[:, None]
+    x, d = kind * torch.tensor([1.0, 0.0, 0.0]) + (1 - kind) * torch.tensor([0.0, 2.0, 0.0]), kind.expand(rows, 2)
+    found = sums(block, x, d, sampled=True)
+    assert found.terms < rows
+    for one, two in zip(means(sums(block, x, d, sampled=False), rows), means(found, rows), strict=True):
+        torch.testing.assert_close(one, two, rtol=0.05, atol=0.05)
+
+
+def test_random_rows_give_factors_within_their_noise() -> None:
+    """The error of a mean of a few thousand squares is about a fiftieth; five times that is allowed."""
+    generator = torch.Generator().manual_seed(0)
+    rows, block = 30 * ROWS, linear(5, 4)
+    mix = torch.randn(5, 5, generator=generator)
+    x, d = torch.randn(rows, 5, generator=generator) @ mix, torch.randn(rows, 4, generator=generator)
+    whole, found = means(sums(block, x, d, False), rows), means(sums(block, x, d, True), rows)
+    for one, two in zip(whole, found, strict=True):
+        assert float((one - two).norm() / one.norm()) < 0.1
