@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.attached import ATTACHED
 from ekfac.curvature.capture.counting import Count, tensors
+from ekfac.curvature.capture.derivatives import Origin, call_of, follow, origin_of
 from ekfac.curvature.capture.forwards import Forwards
 from ekfac.curvature.capture.functional import Products
 from ekfac.curvature.capture.hooks import (
@@ -41,10 +43,8 @@ from ekfac.curvature.capture.hooks import (
     run_hooks_in_compiled_models,
 )
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
-from ekfac.curvature.layers.base import Call, Layer, Reading
+from ekfac.curvature.layers.base import Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
-
-_ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 class Capture:
@@ -91,7 +91,7 @@ class Capture:
         self.fired: set[Block] = set()
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_hooks, self._handles)
-        self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
+        self.uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered: list[nn.Module] = []
@@ -103,17 +103,17 @@ class Capture:
     def attach(self, blocks: Iterable[Block]) -> None:
         """Put the hooks on; a module copied from the model carries them too, and they ignore it."""
         remove_hooks(self._handles)
-        self._uses = {}
+        self.uses = {}
         for block in blocks:
             for module, layer in block.uses.items():
-                self._uses.setdefault(module, []).append((block, layer))
-        self.fired &= {block for uses in self._uses.values() for block, _ in uses}
+                self.uses.setdefault(module, []).append((block, layer))
+        self.fired &= {block for uses in self.uses.values() for block, _ in uses}
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             run_hooks_in_compiled_models()
-        _ATTACHED.add(self)
+        ATTACHED.add(self)
         me = weakref.ref(self)
         self._readings, self._products = {}, {}
-        for module, uses in self._uses.items():
+        for module, uses in self.uses.items():
             layer = uses[0][1]
             if layer.seen_through_linear:
                 self._products[module] = Products(self, uses)
@@ -129,7 +129,7 @@ class Capture:
     def close(self) -> None:
         """Remove the hooks and let go of what was captured."""
         remove_hooks(self._handles)
-        _ATTACHED.discard(self)
+        ATTACHED.discard(self)
         self.drop()
 
     @property
@@ -156,6 +156,8 @@ class Capture:
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
+        if not self.examples:
+            self.examples = self.forwards.adopt_inner()
         for record in self.forwards.records:
             if record.waiting:
                 self.forwards.hand_on(record)
@@ -182,7 +184,7 @@ class Capture:
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """A covered layer was called: keep its input until its output's gradient comes; return what to give out."""
-        uses = self._uses.get(module)
+        uses = self.uses.get(module)
         if uses is None or not self.enabled or inside_transform():
             return None
         if module in self._readings:
@@ -207,15 +209,25 @@ class Capture:
         n = record.n
         if n is None:
             n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
-        given = Input(None)
+        given, origin = Input(None), origin_of(x)
         if self.wanted(block):
+            source = x if x.requires_grad and layer.linear else None
             x = x.detach()
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self._checked(block, layer, x, n, arrange)
+            given.source = source
+        self.wait_for(output, record, block, layer, given, origin)
+
+    def wait_for(
+        self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, origin: Origin
+    ) -> None:
+        """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
         call = self._number(record, block)
 
         def hook(d: Tensor) -> None:
+            if torch.is_grad_enabled() and self.enabled:
+                follow(self, record, block, layer, given, origin, d)
             self.arrived(record, block, layer, given, d.detach(), call)
 
         output.register_hook(hook)
@@ -280,7 +292,7 @@ class Capture:
 
     def enter(self, module: nn.Module) -> None:
         """A module that hides its products is about to be called: watch them, if anything of it is needed."""
-        uses = self._uses.get(module)
+        uses = self.uses.get(module)
         if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
         if any(self.wanted(block) or block not in self.fired for block, _ in uses):
@@ -355,7 +367,7 @@ class Capture:
         if given.changed:
             refuse_changed(block)
         if not keeps_graph():
-            given.x = None
+            given.x = given.source = None
         if not self.wanted(block):
             return
         if given.arrange is not None:
@@ -364,18 +376,18 @@ class Capture:
             return  # an expert that no token was sent to
         keep = keeps_graph() and not self.separate
         record.kept |= keep
-        alone = record.calls[block] == 1 and block not in record.recomputed
+        alone = record.calls[block] == 1 and block not in record.recomputed and not record.inner
         if alone and not keep and not record.waiting.get(block):
-            self.receive(block, [Call(layer, x, d)], record.examples())
+            self.receive(block, [call_of(layer, x, d)], record.examples())
             if given.x is None:
                 self.held.remove(x)
             return
         waiting = record.waiting.setdefault(block, {})
-        if call in waiting:
-            self.held.remove(waiting[call].d)
-            d = waiting[call].d + d
-        self.held.add(d)
-        waiting[call] = Call(layer, x, d)
+        before = waiting.get(call)
+        waiting[call] = found = call_of(layer, x, d, before)
+        self.held.add(found.x if found.d is x else found.d)
+        if before is not None:
+            self.held.remove(before.x if found.d is x else before.d)
 
     @contextmanager
     def separate_statistics(self) -> Iterator[None]:
@@ -387,14 +399,3 @@ class Capture:
                 self.forwards.hand_on(record)
         finally:
             self.separate = False
-
-
-@contextmanager
-def unseen(model: nn.Module) -> Iterator[None]:
-    """No capture that is on the model now sees what happens inside."""
-    modules = set(model.modules())
-    with ExitStack() as stack:
-        for capture in list(_ATTACHED):
-            if not modules.isdisjoint(capture._uses):
-                stack.enter_context(capture.paused())
-        yield

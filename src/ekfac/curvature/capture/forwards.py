@@ -53,11 +53,18 @@ class Forwards:
         """Forget all records, that of a forward that somebody interrupted too."""
         for record in self.records:
             record.waiting = {}
-            record.listed = record.reached = record.reached_separately = record.kept = False
+            record.listed = record.reached = record.reached_separately = record.kept = record.inner = False
         self.records = []
         self._loose = None
         if not self._in_batch:
             self._current, self._depth = None, 0
+
+    def adopt_inner(self) -> int:
+        """Count batches whose gradients were differentiated, as there is no other: a penalty on gradients, say."""
+        inner = [record for record in self.records if record.inner and record.reached]
+        for record in inner:
+            record.inner = False
+        return sum(record.examples() for record in inner)
 
     def list(self, record: Record) -> None:
         """Look after a record; one that was dropped comes back when a backward pass reaches it."""
@@ -122,7 +129,7 @@ class Forwards:
     def _new(self, counted: Counted) -> Record:
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
         for record in self.records:
-            if record.reached and not record.kept:
+            if record.reached and not record.kept and not record.inner:
                 self.hand_on(record)
         record = self.latest = Record(counted)
         self.list(record)

@@ -33,6 +33,7 @@ class LinearLayer(Layer):
     """
 
     module: Any
+    linear = True
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
@@ -168,6 +169,8 @@ class RowsLayer(Layer):
         start: The first row.
     """
 
+    linear = True
+
     def __init__(self, whole: LinearLayer, start: int) -> None:
         super().__init__(whole.module, whole.roles)
         self.whole = whole
@@ -211,6 +214,7 @@ class BilinearLayer(LinearLayer):
     """``nn.Bilinear``: y = x1^T W x2 + b for each output."""
 
     reading = BilinearReading
+    linear = False
 
     def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
         m = self.module

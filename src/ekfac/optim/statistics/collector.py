@@ -63,7 +63,7 @@ class Collector:
         self.executor = executor
         self._moved = moved
         self.reach = Reach(partition)
-        self.fingerprints = Fingerprints()
+        self.fingerprints = Fingerprints(options.processes)
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
@@ -79,7 +79,7 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch = GradientWatch([], options.processes)
+        self.watch = GradientWatch([], options.processes, self.fingerprints)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -120,6 +120,10 @@ class Collector:
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
         if self.separate and not self.capture.separate:
+            return
+        if not n:  # gradients that were differentiated on the way to .grad: a part of it, and no batch of their own
+            if block in self.fingerprints.unverified:
+                self._take_fingerprint(self.sums, block, calls, n)
             return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
@@ -166,8 +170,7 @@ class Collector:
         if self._schedule.takes_factors(block):
             gathered.add_factors(self._factor_sums(block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.separate:
-            vectors = self.fingerprints.vectors(block)
-            gathered.add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
+            self._take_fingerprint(sums, block, calls, n)
         if self._method.needs_examples:
             if hold:
                 gathered.held.append((calls, n))
@@ -177,6 +180,11 @@ class Collector:
                 basis = self._method.basis(block, self._partition.states[block.key])
                 assert basis is not None
                 gathered.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
+
+    def _take_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
+        memory, vectors = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
+        found = fingerprint.of_calls(block, calls, n, memory, vectors)
+        sums.setdefault(block, BlockSums()).add_fingerprint(found)
 
     def _factor_sums(self, block: Block, calls: list[Call], n: int, replay: bool) -> FactorSums:
         o = self.options

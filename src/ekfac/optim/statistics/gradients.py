@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
 from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.types import BlockStep, Rates, StepInputs
 
 #: What is wrong where there are gradients but nothing was captured.
@@ -32,10 +33,12 @@ class GradientWatch:
     Args:
         parameters: Those to watch.
         processes: Those that average their gradients.
+        fingerprints: Told when a backward pass has ended.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, fingerprints: Fingerprints) -> None:
         self._processes = processes
+        self._fingerprints = fingerprints
         self.enabled = True
         #: Whether all gradients come from one backward pass, before which there were none.
         self.single_pass = False
@@ -73,10 +76,16 @@ class GradientWatch:
         self._lengths = {}
         self._task = -1
         self.single_pass = False
+        self._fingerprints.left = {}
 
     def before_forward(self) -> None:
         """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
-        self.nothing_there = all(p.grad is None for p in self._parameters)
+        self.nothing_there = all(p.grad is None for p in self._parameters) or self._zeroed()
+
+    def _zeroed(self) -> bool:
+        """Tell whether somebody has set all gradients to zero since backward left them; reads them if so."""
+        there = [p for p in self._parameters if p.grad is not None]
+        return all(map(self.touched, there)) and not any(bool(p.grad.any()) for p in there if p.grad is not None)
 
     def _accumulated(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -97,6 +106,7 @@ class GradientWatch:
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
         if self.lengths_wanted and grads:
             self._lengths = dict(zip(live, torch._foreach_norm(grads), strict=True))
+        self._fingerprints.note()
 
     def touched(self, parameter: nn.Parameter) -> bool:
         """Tell whether a gradient has been changed in place or replaced since backward left it."""
