@@ -273,7 +273,7 @@ class Optimizer(Base, Joinable, Grouped):
             group.pop("ekfac", None)
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
-        self.state.update(state)
+        self.state.update({p: of_parameter for p, of_parameter in state.items() if of_parameter})
         self.engine.partition.take_states(self.state)  # torch has put a new dict there
         keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]

@@ -219,15 +219,13 @@ class Capture:
             given.source = source
         self.wait_for(output, record, block, layer, given, origin)
 
-    def wait_for(
-        self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, origin: Origin
-    ) -> None:
+    def wait_for(self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
         """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
         call = self._number(record, block)
 
         def hook(d: Tensor) -> None:
             if torch.is_grad_enabled() and self.enabled:
-                follow(self, record, block, layer, given, origin, d)
+                follow(self, record, block, layer, given, from_, d)
             self.arrived(record, block, layer, given, d.detach(), call)
 
         output.register_hook(hook)

@@ -30,6 +30,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "fallbacks": {name.removeprefix(SOLVER): n for name, n in counters.items() if name.startswith(SOLVER)},
         "kind": engine.method.kind,
         "lengths_wanted": whole.lengths_wanted,
+        "apart": engine.collector.apart,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
         "entries": sum(map(len, whole.states.values())),
@@ -119,6 +120,7 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
         raise
     engine.collector.drop()
     engine.collector.watch.lengths_wanted = saved["lengths_wanted"]
+    engine.collector.apart = saved.get("apart", 0)
     partition.put_away = {
         (covered, key): (engine.method if covered else engine.elementwise).state_class(
             converted(engine, {key[0]: state})[key[0]]

@@ -72,6 +72,8 @@ class Collector:
         self._kept = 0
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
+        #: How many examples were in ``statistics()`` last; from then on gradients may come from anywhere.
+        self.apart = 0
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
         self.capture = Capture(
@@ -252,18 +254,24 @@ class Collector:
                 warnings.warn(text, UserWarning, stacklevel=2)
         self.capture.finish()
         processes, covered = self._partition.owners.size, self._partition.covered
-        if self.capture.examples == 0 and processes == 1:
+        n, mean = float(self.examples()), 1.0
+        if n == 0 and processes == 1:
             raise RuntimeError(NO_EXAMPLES)
         silent = [
             b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
-        if silent and processes == 1:
+        if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._give_up_on(silent)
-        n, mean = float(self.capture.examples), 1.0
         if self.options.batch.reduction == "sum" and n:
             mean = processes / n
         solves, warm = self._schedule.due(covered)
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
+
+    def examples(self) -> int:
+        """Return the number of examples of the gradient, or of the last statistics if it comes from elsewhere."""
+        if self.separate:
+            self.apart = self.capture.separate_examples or self.apart
+        return self.capture.examples or self.apart
 
     def _give_up_on(self, silent: list[Block]) -> None:
         """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
@@ -286,7 +294,7 @@ class Collector:
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
-            counts = [self.capture.examples, int(inputs.n_statistics)]
+            counts = [self.examples(), int(inputs.n_statistics)]
             expected = {b: self._expected(b) for b in self._partition.covered}
             owners = self._partition.owners
             totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
