@@ -61,7 +61,7 @@ def trained(steps: int, with_statistics: bool, **options: Any) -> tuple[nn.Modul
         (True, 150, {"lr": 0.1, "kl_clip": 1e-2, "on_refresh": "carry"}),
         (False, 300, {"lr": 0.03, "momentum": 0.9, "exclude": "*"}),
     ],
-    ids=["per_example", "running", "belief", "statistics of another loss, per_example", "statistics of another loss, running", "all layers excluded"],
+    ids=["per_example", "running", "belief", "other loss, per_example", "other loss, running", "all layers excluded"],
 )
 def test_it_solves_the_equation(with_statistics: bool, steps: int, options: dict[str, Any]) -> None:
     model, first, last = trained(steps, with_statistics, **options)

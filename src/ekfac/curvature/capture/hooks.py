@@ -86,6 +86,8 @@ def run_hooks_in_compiled_models() -> None:
     """
     for hook in (ForwardHook, EnterHook, LeaveHook, BeginHook, EndHook):
         hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
+    for room in ("ekfac.curvature", "ekfac.optim"):  # a compiled training step would compile each of them, for minutes
+        torch._dynamo.trace_rules.add(room)
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     torch._dynamo.reset()
 

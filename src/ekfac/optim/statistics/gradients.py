@@ -23,8 +23,8 @@ from ekfac.optim.types import BlockStep, Rates, StepInputs
 #: What is wrong where there are gradients but nothing was captured.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer (not a copy), "
-    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured. Where gradients come "
-    "from elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured. Where gradients "
+    "come from elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 

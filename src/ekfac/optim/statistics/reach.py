@@ -37,5 +37,5 @@ class Reach:
             found = self.accumulators[parameter] = get_gradient_edge(parameter).node
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
-            # torch.autograd.grad of the parameter itself, which somebody may put into .grad, unless to differentiate it.
+            # torch.autograd.grad of the parameter itself: for .grad, unless it is to be differentiated.
             return not torch.is_grad_enabled()
