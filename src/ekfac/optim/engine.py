@@ -79,6 +79,8 @@ class Engine:
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(self)
         self.skipped_steps = 0
+        #: The state holds names alone (see ``checkpoint.outline``).
+        self.outlined = False
         #: After how many applied steps the last one was skipped, and how many were skipped there.
         self._skipped_at = (0, 0)
 

@@ -17,7 +17,7 @@ from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
-from ekfac.optim.groups import Grouped, Groups
+from ekfac.optim.groups import EXTRA, Grouped, Groups
 from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
@@ -79,7 +79,10 @@ class Optimizer(Base, Joinable, Grouped):
         """
         engine, comparison = self.engine, None
         if closure is None and not engine.collector.capture.examples and self._only_to_initialise():
+            checkpoint.outline(engine)
             return None
+        if self.engine.outlined:
+            checkpoint.drop_outline(engine)
         if self._join_config is not None:
             self._not_joined_yet()
         adaptation = None if self._adaptation is None else self._adapts()
@@ -237,6 +240,7 @@ class Optimizer(Base, Joinable, Grouped):
         Where several processes train together each has a part of the state. All of them must call this, and all get
         the whole; it can be loaded by any number of processes.
         """
+        checkpoint.drop_outline(self.engine)
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
@@ -246,19 +250,20 @@ class Optimizer(Base, Joinable, Grouped):
         state = {}
         if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
             state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
-        saved["param_groups"][0]["ekfac"] = extra  # which torch.distributed.checkpoint keeps, and nothing beside groups
+        saved["param_groups"][0][EXTRA] = extra
         return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict)
+        checkpoint.drop_outline(self.engine)
         theirs = [list(group["params"]) for group in state_dict["param_groups"]]
         mine = [group["params"] for group in self.param_groups]
         if list(map(len, theirs)) != list(map(len, mine)):
             sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
             raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         saved_state = {
-            p: state_dict["state"][index]
+            p: checkpoint.filled(state_dict["state"][index])
             for indices, group in zip(theirs, mine, strict=True)
             for index, p in zip(indices, group, strict=True)
             if index in state_dict["state"]
@@ -269,8 +274,7 @@ class Optimizer(Base, Joinable, Grouped):
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
         missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
         groups = [{**missing, **group} for group in state_dict["param_groups"]]
-        for group in groups:
-            group.pop("ekfac", None)
+        groups[0][EXTRA] = {}
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.clear()
         self.state.update({p: of_parameter for p, of_parameter in state.items() if of_parameter})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -92,6 +93,29 @@ def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str,
             "only what is there: give it the state of an optimizer that has taken steps, or convert the checkpoint "
             "with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
         )
+
+
+def outline(engine: Engine) -> None:
+    """Name all that a state can hold, where there is none yet: torch loads a flattened state dict by these names."""
+    states = engine.partition.states
+    if states and not engine.outlined:
+        return
+    engine.outlined = True
+    for block in engine.partition.blocks:
+        for p in block.parameters.values():
+            states[p] = dict.fromkeys(f.name for f in fields(engine.method_of(block).state_class))
+
+
+def drop_outline(engine: Engine) -> None:
+    """Let go of the names, before there is state."""
+    if engine.outlined:
+        engine.outlined = False
+        engine.partition.states.clear()
+
+
+def filled(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a flattened state dict did not hold."""
+    return {name: value for name, value in state.items() if value is not None and not (isinstance(value, dict) and not value)}
 
 
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
