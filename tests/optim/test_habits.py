@@ -351,6 +351,30 @@ def test_a_known_scaler_changes_nothing(clip: bool) -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [EKFAC, KFAC])
+def test_a_scaler_that_is_made_later_can_be_attached(kind: Any) -> None:
+    models = [mlp(), mlp()]
+    opts = [kind(model, lr=1e-3) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opts[1].attach_scaler(scaler)
+    for step in range(4):
+        for opt in opts:
+            opt.zero_grad()
+        loss_of(models[0]).backward()
+        scaler.scale(loss_of(models[1])).backward()
+        if step == 2:
+            scaler.unscale_(opts[1])
+            for model in models:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        opts[0].step()
+        scaler.step(opts[1])
+        scaler.update()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="grad_scaler=3 must be a"):
+        opts[0].attach_scaler(3)
+
+
 def test_a_step_that_a_scaler_found_infinite_changes_nothing() -> None:
     model = mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import torch
 from torch import nn
 from typing_extensions import Self
 
@@ -33,6 +34,10 @@ class Base:
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing of forwards and backwards inside."""
         return self.engine.collector.capture.paused()
+
+    def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Unscale statistics by a GradScaler that was made after this, by a framework say."""
+        self.engine.attach_scaler(scaler)
 
     def summary(self) -> Summary:
         """Tell which block covers each parameter, its factor sizes and its memory."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,11 @@ class Engine:
         """Have another executor where the model was moved to another kind of device."""
         self.executor = make_executor(self.options, self._whole_steps, self.partition.device)
         self.refresher.executor = self.collector.executor = self.executor
+
+    def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Unscale what is captured from now on by this scaler."""
+        self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
+        self._moved()  # whether steps are recorded depends on it
 
     # --- the step -------------------------------------------------------------------------------------------------
 

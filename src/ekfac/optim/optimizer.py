@@ -138,7 +138,8 @@ class Optimizer(Base, Joinable, Grouped):
             self.__dict__.pop(name, None)
         raise RuntimeError(
             "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
-            f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
+            f"pass it as {type(self).__name__}(model, grad_scaler=scaler), or, if a framework makes it later, call "
+            "opt.attach_scaler(scaler) before the first backward pass"
         )
 
     def _rates(self) -> Rates:
@@ -302,6 +303,7 @@ class Optimizer(Base, Joinable, Grouped):
                 settings["damping"] = function.settings if isinstance(function, Adaptation) else function
             groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
         new = type(self)(model, params=groups, **self._arguments)
+        new.engine.attach_scaler(self.engine.options.grad_scaler)
         new.load_state_dict(self.state_dict())
         memo[id(self)] = new
         return new
