@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim.engine import Engine
@@ -19,6 +21,11 @@ class Base:
 
     model: nn.Module
     engine: Engine
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Say what is wrong where the model is missing, before Python says only that something is."""
+        checks.constructs(cls.__name__, args, kwargs)
+        return super().__new__(cls)
 
     def statistics(self) -> AbstractContextManager[None]:
         """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone.

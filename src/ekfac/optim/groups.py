@@ -67,7 +67,7 @@ class Grouped(torch.optim.Optimizer):
         parameters = [item[1] if isinstance(item, tuple) else item for item in items]
         for p in parameters:
             if not isinstance(p, Tensor):
-                raise TypeError(f"params holds {p!r}, which is no parameter of the model")
+                raise TypeError(f"params holds {checks.shown(p)}, which is no parameter of the model")
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         if "weight_decay" in group:

@@ -94,6 +94,8 @@ class Forwards:
         self._depth += 1
         if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
+        if torch.compiler.is_exporting():
+            return
         if inside_backward():
             # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
             # without gradients before.

@@ -25,6 +25,14 @@ class _Hook:
     def capture(self) -> Capture | None:
         return self._capture()
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__":  # torch.jit.script asks for it, of every hook
+            raise AttributeError(
+                "an optimizer of ekfac has hooks on this model, which torch.jit.script cannot compile: script it after "
+                "opt.close(), or use torch.compile or torch.export, which leave hooks out"
+            )
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return type(self)(self._capture)
 

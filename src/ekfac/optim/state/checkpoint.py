@@ -115,7 +115,9 @@ def drop_outline(engine: Engine) -> None:
 
 def filled(state: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what a flattened state dict did not hold."""
-    return {name: value for name, value in state.items() if value is not None and not (isinstance(value, dict) and not value)}
+    return {
+        name: value for name, value in state.items() if not (value is None or (isinstance(value, dict) and not value))
+    }
 
 
 def check_blocks(engine: Engine, state_of: Mapping[Any, Mapping[str, Any]]) -> None:
