@@ -251,7 +251,7 @@ def _why(module: nn.Module, tied: bool) -> str:
     known = [k for k in KINDS if isinstance(module, k)]
     if known and type(module).forward is not known[0].forward:
         return f"{kind} has a forward of its own"
-    return f"{kind} has no block in this form" if known else f"{kind} is no kind that is known"
+    return f"{kind} has {KINDS[known[0]].unsupported_form}" if known else f"{kind} is no kind that is known"
 
 
 def _is_empty(module: nn.Module) -> bool:

@@ -92,6 +92,8 @@ class Layer(ABC):
     seen_through_linear: ClassVar[bool] = False
     #: Each group has rows of its own: :meth:`sums_of_calls` and :meth:`probe_of_calls` stand for :meth:`positions`.
     scattered: ClassVar[bool] = False
+    #: What modules have that :meth:`supports` refuses, for :func:`ekfac.summary`.
+    unsupported_form: ClassVar[str] = "no block in this form"
     #: Which part of the module this is; "" where it has only one.
     part: str = ""
 
