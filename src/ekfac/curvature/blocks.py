@@ -22,7 +22,13 @@ from ekfac.curvature.layers.embedding import (
     TransposedEmbedding,
 )
 from ekfac.curvature.layers.experts import ExpertsLayer
-from ekfac.curvature.layers.linear import BilinearLayer, Conv1DLayer, LinearLayer, OwnForwardLinearLayer
+from ekfac.curvature.layers.linear import (
+    BilinearLayer,
+    Conv1DLayer,
+    ForeignLinearLayer,
+    LinearLayer,
+    OwnForwardLinearLayer,
+)
 from ekfac.curvature.layers.norms import (
     BatchNormLayer,
     ForeignRMSNormLayer,
@@ -54,6 +60,7 @@ FOREIGN_KINDS: dict[str, type[Layer]] = {
     "RMSNorm": ForeignRMSNormLayer,
     "LayerNorm": ForeignRMSNormLayer,
     "Experts": ExpertsLayer,
+    "Linear": ForeignLinearLayer,
 }
 #: Subclasses that have a forward of their own, by the kind whose product it uses.
 OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {

@@ -161,6 +161,24 @@ class Conv1DLayer(LinearLayer):
         return behaves_like(module, weight.shape[0], lambda x: torch.addmm(bias, x, weight))
 
 
+class ForeignLinearLayer(LinearLayer):
+    """A linear layer of another library, such as PyTorch Geometric's."""
+
+    def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
+        out, inputs = self.module.weight.shape
+        return {"weight": inputs}, ["bias"], out
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Whether a module called so multiplies by a matrix (out, in)."""
+        weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
+        if weight is None or not set(module._parameters) <= {"weight", "bias"} or module._modules:
+            return False
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            return False
+        return behaves_like(module, weight.shape[1], lambda x: F.linear(x, weight, bias))
+
+
 class RowsLayer(Layer):
     """A product with a few of a linear layer's rows: the other outputs have no gradient in this call.
 

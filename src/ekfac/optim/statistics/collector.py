@@ -68,6 +68,8 @@ class Collector:
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
+        #: Blocks that are called several times in a forward, so that their gradient is no product of few rows.
+        self._several: set[Block] = set()
         #: Bytes of those that are kept for a CUDA graph.
         self._kept = 0
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
@@ -115,7 +117,7 @@ class Collector:
             self._method.needs_examples
             or self._schedule.takes_factors(block)
             or block in self.fingerprints.unverified
-            or self.may_use_rows(block)
+            or (self.may_use_rows(block) and block not in self._several)
         )
 
     @torch.no_grad()
@@ -131,6 +133,7 @@ class Collector:
             self.calls.setdefault(block, []).append((calls, n))
             self._hold(calls)
             return
+        self._several |= {block} if len(calls) > 1 else set()
         if self.may_use_rows(block):  # rows of several batches are of no use to the step
             for earlier, count in self.calls.pop(block, []):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
@@ -250,7 +253,7 @@ class Collector:
                 raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
         if not self._told_coverage:
             self._told_coverage = True
-            if (text := low_coverage(self._partition.blocks)) is not None:
+            if text := low_coverage(self._partition.blocks):
                 warnings.warn(text, UserWarning, stacklevel=2)
         self.capture.finish()
         processes, covered = self._partition.owners.size, self._partition.covered
@@ -269,8 +272,7 @@ class Collector:
 
     def examples(self) -> int:
         """Return the number of examples of the gradient, or of the last statistics if it comes from elsewhere."""
-        if self.separate:
-            self.apart = self.capture.separate_examples or self.apart
+        self.apart = self.capture.separate_examples or self.apart
         return self.capture.examples or self.apart
 
     def _give_up_on(self, silent: list[Block]) -> None:
