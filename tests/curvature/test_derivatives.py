@@ -284,6 +284,7 @@ def test_an_inner_batch_is_not_counted(scaling: str, steps: int) -> None:
     opt = EKFAC(model, scaling=scaling, lr=1e-3)
     adapted_loss(model, steps).backward()
     assert opt.engine.collector.capture.examples == 5
+    assert opt.engine.collector.capture.by_outputs is False  # layers are watched at every step from now on
     before = model[0].weight.detach().clone()  # type: ignore[index]
     opt.step()
     assert not opt.engine.collector.fingerprints.unverified

@@ -121,5 +121,5 @@ def test_a_compiled_step_is_run_as_it_is(what):
         losses.append(go(torch.randn(12, 4, generator=generator, dtype=torch.float64)).item())
         frames.append(counters["frames"]["total"])
     assert losses == pytest.approx(expected, rel=1e-10)
-    assert frames[0] < 40
+    assert frames[0] < 80
     assert frames[-1] == frames[1]  # nothing is compiled again

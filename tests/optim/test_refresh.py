@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim.cuda.step_graphs import signature
 from ekfac.optim.executor import Answer
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import schedule
+from ekfac.optim.statistics.refresh import Renewal
 from ekfac.optim.statistics.schedule import BATCHES, DENSE, EARLY, START, TRIES, Intervals, early_steps
 from ekfac.optim.types import BlockStep, EigenState, GroupRates, factors_of
 
@@ -33,7 +33,8 @@ def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
 def refresh_warm(opt: ekfac.EKFAC, iterations: tuple[int, int], ok: Tensor | None = None) -> None:
     engine, block = opt.engine, opt.engine.partition.blocks[0]
     state = engine.partition.state(block)
-    engine.method.warm_refresh(block, state, *factors_of(state), 1e-8, engine.refresher, iterations, ok)
+    renewal = Renewal((block,), state, *factors_of(state), iterations, 1e-8)
+    engine.method.warm_refresh([renewal], engine.refresher, ok)
 
 
 def test_bases_turn_together_at_growing_intervals() -> None:
@@ -148,17 +149,12 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
-def test_layers_take_their_factors_by_turns(interval: int) -> None:
-    warm, plain = (Intervals(BATCHES * interval, deterministic=d) for d in (False, True))
-    layers, steps = range(10), range(1000 * interval, 1001 * interval)
-    for layer in layers:
-        assert sum(warm.takes_factors(step, layer, None) for step in steps) == 1
-        assert warm.takes_factors(DENSE - 1, layer, None)
-        for one in (warm, plain):  # a user's own interval, and the plain schedule: all in the same steps
-            assert [one.takes_factors(step, layer, 3) for step in range(300, 306)] == [True, False, False] * 2
-        assert plain.takes_factors(steps[0], layer, None)
-    at_once = [sum(warm.takes_factors(step, layer, None) for layer in layers) for step in steps]
-    assert max(at_once) <= -(-len(layers) // min(4, interval))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_four_batches_in_an_interval(interval: int, deterministic: bool) -> None:
+    intervals, steps = Intervals(BATCHES * interval, deterministic), range(1000 * interval, 1001 * interval)
+    assert sum(intervals.takes_factors(step, None) for step in steps) == 1
+    assert intervals.takes_factors(DENSE - 1, None)
+    assert [intervals.takes_factors(step, 3) for step in range(300, 306)] == [True, False, False] * 2
 
 
 def taken_after_the_start(train: Callable[[ekfac.EKFAC, nn.Sequential, int], None], steps: int) -> dict[str, list[int]]:
@@ -185,36 +181,9 @@ def plain_step(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
     opt.step()
 
 
-def test_a_quarter_of_the_layers_at_a_time() -> None:
+def test_all_layers_take_in_the_same_batches() -> None:
     taken = taken_after_the_start(plain_step, 16)
-    assert taken == {str(2 * i): [START + i + 4 * k for k in range(4)] for i in range(4)}
-
-
-def test_no_layer_misses_its_turn_when_another_is_frozen_now_and_then() -> None:
-    def train(opt: ekfac.EKFAC, model: nn.Sequential, step: int) -> None:
-        model[0].requires_grad_(step % 2 == 0)
-        plain_step(opt, model, step)
-
-    taken = taken_after_the_start(train, 40)
-    assert {name: len(steps) for name, steps in taken.items() if name != "0"} == {"2": 10, "4": 10, "6": 10}
-
-
-def test_a_captured_step_is_known_by_whether_the_factors_see_its_batch() -> None:
-    """Calls are kept for rules that need s*, or for their rows, in steps that leave A and B alone too."""
-    torch.manual_seed(0)
-    model = nn.Linear(40, 30).double()
-    opt = ekfac.EKFAC(model, scaling="per_example", factor_every=3)
-    known: dict[bool, set[object]] = {True: set(), False: set()}
-    for step in range(20):
-        opt.zero_grad()
-        model(torch.randn(4, 40).double()).square().sum(1).mean().backward()
-        block = opt.engine.partition.blocks[0]
-        if step > 10 and not opt.engine.schedule.renews(block):
-            assert opt.engine.collector.calls, "projected by rows"
-            known[step % 3 == 0].add(signature(opt.engine, opt.engine.collector.inputs(), opt._rates()))
-        opt.step()
-    assert len(known[True]) == len(known[False]) == 1
-    assert known[True] != known[False]
+    assert taken == {str(2 * i): list(range(START, START + 16, 4)) for i in range(4)}
 
 
 def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -120,6 +120,11 @@ class Block:
     def covered(self) -> bool:
         """Whether a layer's calls feed the block, or it is the plain diagonal method."""
         return bool(self.uses)
+
+    @property
+    def form(self) -> Hashable:
+        """What blocks must have in common to be handled as one."""
+        return self.covered, self.shape, self.diagonal_A, self.diagonal_B, self.dtype, self.key.device
 
     def stack(self, tensors: Iterable[Tensor]) -> Tensor:
         """Tensors in the order of ``parameters`` to ``[G, O, C]`` in the block's dtype."""

@@ -66,6 +66,15 @@ def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape) -> Tenso
     return torch.cat([turned, matrix[..., width:]], dim=-1) if shape.extra else turned
 
 
+#: R_B and R_A.
+Turn = tuple[Tensor | None, Tensor | None]
+
+
+def changes_of_basis(old: Basis, new: Basis) -> Turn:
+    """R_B and R_A from one basis to another."""
+    return change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
+
+
 def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     """R = V^T U from the old basis U to the new basis V; None where they are the same."""
     if old is new:
@@ -75,17 +84,17 @@ def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return old if new is None else new.mT @ old
 
 
-def carry_second_moment(s: Tensor, old: Basis, new: Basis) -> Tensor:
+def carry_second_moment(s: Tensor, old: Basis, new: Basis, turn: Turn | None = None) -> Tensor:
     """The diagonal, in the new basis, of the old approximation: (R_B * R_B) s (R_A * R_A)^T.
 
     Non-negative, keeps the sum, and does not depend on the order or sign of eigenvectors.
     """
-    R_B, R_A = change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
+    R_B, R_A = changes_of_basis(old, new) if turn is None else turn
     s = rotate_rows(s, None if R_B is None else R_B.square().mT)
     return rotate_columns(s, None if R_A is None else R_A.square().mT, old.shape)
 
 
-def carry_moment(m: Tensor, old: Basis, new: Basis) -> Tensor:
+def carry_moment(m: Tensor, old: Basis, new: Basis, turn: Turn | None = None) -> Tensor:
     """A mean that lives in the basis, turned into the new one: R_B m R_A^T."""
-    R_B, R_A = change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
+    R_B, R_A = changes_of_basis(old, new) if turn is None else turn
     return rotate_columns(rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape)

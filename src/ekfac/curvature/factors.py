@@ -137,8 +137,3 @@ def output_sum(delta: Tensor, sharing: str, diagonal: bool, into: Tensor | None 
     if sharing == "reduce":
         return outer_sum(delta.sum(1), diagonal, into)
     return position_sum(delta, diagonal, into)
-
-
-def trace(factor: Tensor) -> Tensor:
-    """Of ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal; over all groups."""
-    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).sum()

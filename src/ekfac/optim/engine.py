@@ -11,7 +11,7 @@ update; EKFAC, KFAC and Preconditioner are built on it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,13 @@ from ekfac.optim.distributed.replicas import Replicas
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.options import EngineOptions
+from ekfac.optim.stacks import Stack, Stacks
 from ekfac.optim.statistics.collector import Collector
 from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
 from ekfac.optim.statistics.gradients import block_step
 from ekfac.optim.statistics.partition import Partition
-from ekfac.optim.statistics.refresh import Refresher
-from ekfac.optim.statistics.schedule import Schedule
+from ekfac.optim.statistics.refresh import Refresher, Renewal
+from ekfac.optim.statistics.schedule import START, Schedule
 from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs, factors_of
 
 #: After so many skipped steps without another between them the user is warned.
@@ -72,11 +73,14 @@ class Engine:
         self.partition = Partition(
             model, options.coverage, state, lambda block: self.method_of(block).state_class, owners
         )
+        self.stacks = Stacks(self.partition, lambda block: self.method_of(block).stacks)
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
-        self.executor = make_executor(options, whole_steps, parameters[0].device)
+        self.executor = make_executor(options, whole_steps, parameters)
         self.refresher = Refresher(self.executor, self.schedule)
-        self.collector = Collector(options, method, self.partition, self.schedule, self.executor, self._moved)
+        self.collector = Collector(
+            options, method, self.partition, self.stacks, self.schedule, self.executor, self._moved
+        )
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(self)
         self.skipped_steps = 0
@@ -91,7 +95,7 @@ class Engine:
 
     def _moved(self) -> None:
         """Have another executor where the model was moved to another kind of device."""
-        self.executor = make_executor(self.options, self._whole_steps, self.partition.device)
+        self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
 
     def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -113,13 +117,22 @@ class Engine:
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        if self.executor.replay(self, inputs, rates, apply):
+        plain = not (inputs.solves or inputs.warm or any(sums.factors is not None for sums in inputs.sums.values()))
+        if plain and self.executor.replay(self, inputs, rates, apply):
             return True
         if not self.check_finite(inputs):
             return False
         self.collector.collect(inputs)
-        self.collector.verify(inputs)
-        apply(inputs, self.directions(inputs, rates), rates)
+        if inputs.touched or self.collector.fingerprints.unverified:
+            self.collector.verify(inputs)
+        # Factors and, where they are due, bases; then scalings and directions.
+        blocks = self.trained(inputs)
+        if inputs.sums:
+            self.collector.update_factors(inputs)
+        if inputs.solves or inputs.warm:
+            self.compute_eigenbases(blocks, inputs, rates)
+        if plain or not self.executor.replay(self, inputs, rates, apply):
+            apply(inputs, self.precondition(blocks, inputs, rates), rates)
         return True
 
     def _shares(self) -> bool:
@@ -138,33 +151,43 @@ class Engine:
             self.skip()
         return go
 
-    def directions(self, inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Factors, bases, scalings, directions: the part of a step that the device does."""
-        self.collector.update_factors(inputs)
+    def trained(self, inputs: StepInputs) -> list[Block]:
+        """Return the blocks that this step changes."""
         known = (block for block in self.partition.blocks if block not in inputs.unknown)
-        blocks = [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
-        if inputs.processes > 1:
-            return self.replicas.directions(blocks, inputs, rates)
-        return self.executor.parallel(lambda block: self.precondition_block(block, inputs, rates), blocks)
+        return [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
 
-    def precondition_block(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
-        """Algorithm 1 for one block; no block depends on another."""
-        # A basis from the factors, where it is due.
-        if block in inputs.solves or block in inputs.warm:
-            self.compute_eigenbasis(block, inputs, rates)
-        return self.direction(block, inputs, rates)
+    def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
+        """Algorithm 1, ComputeEigenBasis, where it is due: U_A, S_A and U_B, S_B of the factors, in full or warm."""
+        for block in blocks:
+            if block in inputs.solves:
+                state = self.partition.states[block.key]
+                state.strayed = 0
+                state.pop("near", None)
+                damping = float(rates.of(block.key).damping)
+                self.method.refresh(block, state, *factors_of(state), damping, self.refresher)
+        self.warm_refresh({block: inputs.warm[block] for block in blocks if block in inputs.warm}, rates, inputs.ok)
 
-    def direction(self, block: Block, inputs: StepInputs, rates: Rates) -> Direction:
-        """Algorithm 1 for one block with its basis as it stands."""
+    def precondition(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
+        """Algorithm 1, the second half: scalings and directions of blocks, which do not depend on each other."""
+
+        def kind(block: Block) -> Hashable:
+            by_rows = block in inputs.calls and self.collector.may_use_rows(block)
+            return None if by_rows else rates.group_of[block.key]
+
+        stacks = self.stacks.of(blocks, kind)
+        found = self.executor.parallel(lambda stack: self.precondition_stack(stack, inputs, rates), stacks)
+        of_block = {direction.block: direction for directions in found for direction in directions}
+        return [of_block[block] for block in blocks]
+
+    def precondition_stack(self, stack: Stack, inputs: StepInputs, rates: Rates) -> list[Direction]:
+        """Algorithm 1 for one block, or for several of one shape."""
+        block, state = stack.first, stack.state
         method = self.method if block.covered else self.elementwise
-        state = self.partition.states.get(block.key)
-        if state is None:
-            state = self.partition.state(block)
 
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
         if rows is None:
-            step = block_step(block, inputs, rates, method.squares_penalty)
+            step = block_step(stack.blocks, inputs, rates, method.squares_penalty)
         else:
             step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok)
         method.project(block, state, step)
@@ -175,21 +198,10 @@ class Engine:
         method.update_scaling(state, step)
 
         # Rescaled, and back.
-        P = block.layer.unstack(method.project_back(method.rescale(block, state, step), step))
-        steps = {p: P[role] for role, p in block.parameters.items() if p in inputs.gradients}
-        G = step.gradient if isinstance(step.gradient, Tensor) else None
-        return Direction(block, steps, G, step.products)
-
-    def compute_eigenbasis(self, block: Block, inputs: StepInputs, rates: Rates) -> None:
-        """Algorithm 1, ComputeEigenBasis: U_A, S_A and U_B, S_B of the factors, by a full solve or warm."""
-        state = self.partition.states[block.key]
-        (A, B), damping = factors_of(state), rates.of(block.key).damping
-        if block in inputs.solves:
-            state.strayed = 0
-            state.pop("near", None)
-            self.method.refresh(block, state, A, B, float(damping), self.refresher)
-        else:
-            self.method.warm_refresh(block, state, A, B, damping, self.refresher, inputs.warm[block], inputs.ok)
+        P = method.project_back(method.rescale(block, state, step), step)
+        if len(stack.blocks) > 1:
+            self.stacks.hand_down(stack)
+        return stack.directions(P, step, inputs.gradients)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
@@ -224,21 +236,26 @@ class Engine:
     @torch.no_grad()
     def finish(self, rates: Rates) -> None:
         """End a step: count it, let go of what was captured, and refresh the bases that are due, warm."""
-        due = self.schedule.advance()
+        due = dict(self.schedule.advance())
         self.collector.drop()
         if not due:
             return
         if self._shares():
-            self.replicas.refresh(dict(due), rates)
+            self.replicas.refresh(due, rates)
             return
-        with self.executor.beside(self.partition.device):
-            for block, iterations in due:
-                self.warm_refresh(block, iterations, rates)
+        with self.executor.beside(self.partition.device, sum(sum(block.factor_numbers()) for block in due)):
+            self.warm_refresh(due, rates)
 
-    def warm_refresh(self, block: Block, iterations: tuple[int, int], rates: Rates) -> None:
-        """Bring a block's basis nearer to its factors' own, between two steps."""
-        state, damping = self.partition.states[block.key], rates.of(block.key).damping
-        self.method.warm_refresh(block, state, *factors_of(state), damping, self.refresher, iterations)
+    def warm_refresh(self, due: Mapping[Block, tuple[int, int]], rates: Rates, ok: Tensor | None = None) -> None:
+        """Bring bases nearer to their factors' own, each side by so many iterations."""
+        renewals = []
+        for stack in self.stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
+            near = self.schedule.applied_steps >= START and not any(s.strayed for s in self.stacks.states(stack))
+            damping = rates.of(stack.first.key).damping
+            A, B = factors_of(stack.state)
+            renewals.append(Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near))
+        if renewals:
+            self.method.warm_refresh(renewals, self.refresher, ok)
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""

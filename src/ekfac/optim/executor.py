@@ -10,10 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ekfac.curvature.blocks import Block
-from ekfac.curvature.layers.base import Call
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from ekfac.optim.types import Rates, StepInputs
 
 T = TypeVar("T")
+#: Blocks or stacks of them.
+P = TypeVar("P")
 
 
 class Answer:
@@ -48,16 +48,14 @@ class Executor:
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
         self.whole_steps = whole_steps
-        #: While a whole step is recorded: residuals of the warm refreshes in it.
-        self.recorded: dict[Block, Tensor] | None = None
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
-    def parallel(self, function: Callable[[Block], T], blocks: Sequence[Block]) -> list[T]:
-        """Call a function of each block, which do not depend on each other; returns what it returns, in their order."""
-        return [function(block) for block in blocks]
+    def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
+        """Call a function of each part, which do not depend on each other; returns what it returns, in their order."""
+        return [function(part) for part in parts]
 
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
@@ -72,12 +70,8 @@ class Executor:
         """
         return function(*tensors)
 
-    def keeps_calls(self, calls: list[Call], kept: int) -> bool:
-        """Tell whether a layer's calls had better be taken within the step than at once; ``kept`` bytes are already."""
-        return False
-
-    def beside(self, device: torch.device) -> AbstractContextManager[None]:
-        """Run what is launched inside beside the next forward and backward pass."""
+    def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
+        """Run what is launched inside, on so many numbers, beside the next forward and backward pass."""
         return nullcontext()
 
     def join(self) -> None:
@@ -106,6 +100,6 @@ class Executor:
         """Let go of everything that is kept to be replayed."""
 
 
-def make_executor(options: EngineOptions, whole_steps: bool, device: torch.device) -> Executor:
-    """Return the executor for what is on a device."""
+def make_executor(options: EngineOptions, whole_steps: bool, parameters: Sequence[nn.Parameter]) -> Executor:
+    """Return the executor for parameters where they are."""
     return Executor(options, whole_steps)

@@ -220,6 +220,7 @@ class BlockStep:
         seen: The gradient in the basis as backward left it; the scaling is fed with that.
         damped: Adds damping to s.
         products: What tells how far g agrees with the last direction, ``[2, 3]``, of rules that compare them.
+        blocks: How many blocks of one shape are stacked in the tensors, along G.
     """
 
     gradient: Tensor | Rows
@@ -234,6 +235,7 @@ class BlockStep:
     seen: Tensor = field(init=False)
     damped: Callable[[Tensor], Tensor] = field(init=False)
     products: Tensor | None = None
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,11 @@ class Direction:
 def factors_of(state: BlockState) -> tuple[Tensor, Tensor]:
     """Return A and B as they stand."""
     weight = state.factor_weight.clamp(min=torch.finfo(state.A.dtype).tiny)
-    return state.A / weight, state.B / weight
+    A, B = state.A, state.B
+    if weight.dim():  # of several blocks that are stacked
+        weight = weight.repeat_interleave(len(A) // len(weight))
+        return A / weight.view(-1, *(1 for _ in A.shape[1:])), B / weight.view(-1, *(1 for _ in B.shape[1:]))
+    return A / weight, B / weight
 
 
 def as_scalar(value: float | Tensor, like: Tensor) -> float | Tensor:

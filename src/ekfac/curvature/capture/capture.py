@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
@@ -43,6 +42,7 @@ from ekfac.curvature.capture.hooks import (
     run_hooks_in_compiled_models,
 )
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
+from ekfac.curvature.capture.whole import watch_whole
 from ekfac.curvature.layers.base import Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
 
@@ -95,6 +95,10 @@ class Capture:
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered: list[nn.Module] = []
+        #: Whether the forward under way tells no more than its number of examples, so that hooks on layers do nothing.
+        self.quiet = False
+        #: Whether a backward pass that came to a record has always come by the model's outputs; None before the first.
+        self.by_outputs: bool | None = None
         #: Blocks and shapes of inputs that have been found to have examples.
         self._looked_at: set[tuple[Block, torch.Size]] = set()
 
@@ -148,8 +152,18 @@ class Capture:
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
-        self._leave_interrupted()
-        self.forwards.drop()
+        if self._entered:
+            self._leave_interrupted()
+        forwards = self.forwards
+        for record in forwards.records:
+            if record.reached:
+                self.by_outputs = record.by_output and self.by_outputs is not False
+            record.waiting = {}
+            record.listed = record.reached = record.reached_separately = record.kept = record.inner = False
+        forwards.records, forwards.loose = [], None
+        if not forwards.in_batch:
+            forwards.current, forwards.depth = None, 0
+        self.quiet = False
         self.examples = self.separate_examples = 0
         if self.held.now:
             self.held.reset()
@@ -171,10 +185,19 @@ class Capture:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the model starts."""
         self._leave_interrupted()
-        self.forwards.begin(args, kwargs)
+        record = self.forwards.begin(args, kwargs)
+        self.quiet = record is not None and record.n is not None and self._nothing_to_learn()
+
+    def _nothing_to_learn(self) -> bool:
+        """Whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
+        if not self.by_outputs or self.separate or self.on_output is not None:
+            return False
+        blocks = {block for uses in self.uses.values() for block, _ in uses}
+        return blocks <= self.fired and not any(map(self.wanted, blocks))
 
     def end(self, output: Any) -> None:
         """A forward of the model ended, well or by an exception."""
+        self.quiet = False
         record = self.forwards.end()
         if record is None:
             return
@@ -191,7 +214,7 @@ class Capture:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
                 # A cell's new state is made of its new memory: only a view has the gradient that comes from outside.
                 output = tuple(t.view_as(t) for t in output)
-            self._called_whole(module, uses, args, kwargs, output)
+            watch_whole(self, self._readings[module], uses, args, kwargs, output)
             return output
         if isinstance(output, Tensor) and output.requires_grad:
             x = args[0] if args else next(iter(kwargs.values()))
@@ -215,13 +238,13 @@ class Capture:
             x = x.detach()
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
-            given = self._checked(block, layer, x, n, arrange)
+            given = self.checked(block, layer, x, n, arrange)
             given.source = source
         self.wait_for(output, record, block, layer, given, origin)
 
     def wait_for(self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
         """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
-        call = self._number(record, block)
+        call = self.number(record, block)
 
         def hook(d: Tensor) -> None:
             if torch.is_grad_enabled() and self.enabled:
@@ -230,7 +253,7 @@ class Capture:
 
         output.register_hook(hook)
 
-    def _number(self, record: Record, block: Block) -> int:
+    def number(self, record: Record, block: Block) -> int:
         """Count a call of a block within a record; return how many there were before."""
         number = record.calls[block]
         record.calls[block] += 1
@@ -245,48 +268,6 @@ class Capture:
         """How many examples a layer's input seems to have."""
         free = layer.free_dims(x)
         return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
-
-    def _called_whole(
-        self,
-        module: nn.Module,
-        uses: list[tuple[Block, Layer]],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        output: Any,
-    ) -> None:
-        """A module was called that is read as a whole, once the gradients of all its outputs are there."""
-        outputs = [t for t in tensors(output) if t.requires_grad]
-        record = self.forwards.record() if outputs else None
-        if record is None:
-            return
-        reading = self._readings[module]
-        kept: list[Tensor] = []
-        if record.n is None or any(self.wanted(block) for block, _ in uses):
-            kept = [t.detach() for t in reading.keep(args, kwargs)]
-            record.settle(reading.examples(kept))
-        versions = [t._version for t in kept]
-        numbers = {block: self._number(record, block) for block, _ in uses}
-        if self.on_output is not None:
-            for tensor in outputs:
-                self.on_output(tensor)
-
-        def hook(grads: Sequence[Tensor | None]) -> None:
-            wanted = bool(kept) and any(self.wanted(block) and self._counts(block) for block, _ in uses)
-            if wanted and versions != [t._version for t in kept]:
-                refuse_changed(uses[0][0])
-            outputs_gradient = next(g for g in grads if g is not None)
-            with torch.no_grad():
-                parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
-            if not keeps_graph():
-                kept.clear()
-            for block, layer in uses:
-                given, d = Input(None), outputs_gradient
-                if layer.part in parts:
-                    x, d = parts[layer.part]
-                    given = self._checked(block, layer, x, record.examples())
-                self.arrived(record, block, layer, given, d, numbers[block])
-
-        register_multi_grad_hook(outputs, hook)
 
     def enter(self, module: nn.Module) -> None:
         """A module that hides its products is about to be called: watch them, if anything of it is needed."""
@@ -308,7 +289,7 @@ class Capture:
         while self._entered and not calls_under_way(self._entered[-1]):
             self.leave(self._entered[-1])
 
-    def _checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
+    def checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
         """Keep an input; refuse one whose positions belong to no example, where that matters."""
         if x.dim() == 1 and layer.free_dims(x) == 0:
             if len(x) == n > 1:
@@ -328,14 +309,17 @@ class Capture:
 
     # --- the backward pass ----------------------------------------------------------------------------------------
 
-    def _counts(self, block: Block | None) -> bool:
+    def counts(self, block: Block | None) -> bool:
         """Whether the backward pass under way is to be captured."""
         return self.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
         """A backward pass has come to the output of a forward."""
         self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
-        if self._counts(None):
+        if torch.is_grad_enabled():
+            self.by_outputs = False  # which gradients a differentiated pass is after, only layers can tell
+        if self.counts(None):
+            record.by_output = True
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
@@ -355,7 +339,7 @@ class Capture:
         if given.x is None and record.reached and block in self.fired and not self.separate:
             self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
             return  # nothing that is not known
-        if not self._counts(block):
+        if not self.counts(block):
             return
         self._reach(record)
         self.fired.add(block)

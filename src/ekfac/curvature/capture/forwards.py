@@ -43,21 +43,11 @@ class Forwards:
         self.hand_on = hand_on
         self._batch_dim = batch_dim
         self._count_by = count
-        self._current: Record | None = None
+        self.current: Record | None = None
         #: Of layers that are called without the model's own forward.
-        self._loose: Record | None = None
-        self._depth = 0
-        self._in_batch = False
-
-    def drop(self) -> None:
-        """Forget all records, that of a forward that somebody interrupted too."""
-        for record in self.records:
-            record.waiting = {}
-            record.listed = record.reached = record.reached_separately = record.kept = record.inner = False
-        self.records = []
-        self._loose = None
-        if not self._in_batch:
-            self._current, self._depth = None, 0
+        self.loose: Record | None = None
+        self.depth = 0
+        self.in_batch = False
 
     def adopt_inner(self) -> int:
         """Count batches whose gradients were differentiated, as there is no other: a penalty on gradients, say."""
@@ -75,58 +65,59 @@ class Forwards:
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
         """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
-        if self._in_batch:
+        if self.in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"batch(n={n!r}): n must be a whole number of examples, at least 1")
-        self._current, self._depth, self._in_batch = None, 1, True
+        self.current, self.depth, self.in_batch = None, 1, True
         try:
             if self.enabled and torch.is_grad_enabled() and self._before_forward():
-                self._current = self._new(Counted(n))
+                self.current = self._new(Counted(n))
             yield
         finally:
-            self._current, self._depth, self._in_batch = None, 0, False
+            self.current, self.depth, self.in_batch = None, 0, False
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts: count its examples."""
-        if self._depth and not self._in_batch and calls_under_way(self.model) < 2:
-            self._current, self._depth = None, 0  # the one that it was within has been interrupted
-        self._depth += 1
-        if self._depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
-            return
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
+        """A forward of the model starts: count its examples; return its record if it gets one."""
+        if self.depth and not self.in_batch and calls_under_way(self.model) < 2:
+            self.current, self.depth = None, 0  # the one that it was within has been interrupted
+        self.depth += 1
+        if self.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+            return None
         if torch.compiler.is_exporting():
-            return
+            return None
         if inside_backward():
             # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
             # without gradients before.
             if self.task == torch._C._current_graph_task_id():
-                return
+                return None
         elif not self._before_forward():
-            return
-        self._depth = 1
-        self._current = self._new(self._count(args, kwargs))
+            return None
+        self.depth = 1
+        self.current = self._new(self._count(args, kwargs))
+        return self.current
 
     def end(self) -> Record | None:
         """A forward of the model ended, well or by an exception; return its record if it has one."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
+        self.depth = max(0, self.depth - 1)
+        if self.depth:
             return None
-        record, self._current = self._current, None
+        record, self.current = self.current, None
         return record
 
     def record(self) -> Record | None:
         """The record that a call under way belongs to; None if it is not to be captured."""
-        if self._current is not None:
-            return self._current
+        if self.current is not None:
+            return self.current
         if inside_backward() and self.latest is not None:
             return self.latest  # activation checkpointing calls layers again: the same examples once more
-        if self._depth:
+        if self.depth:
             return None
-        if self._loose is None or self._loose.reached:
+        if self.loose is None or self.loose.reached:
             if not self._before_forward():
                 return None
-            self._loose = self._new(Counted(None))
-        return self._loose
+            self.loose = self._new(Counted(None))
+        return self.loose
 
     def _new(self, counted: Counted) -> Record:
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.

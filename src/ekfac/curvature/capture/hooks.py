@@ -25,6 +25,14 @@ class _Hook:
     def capture(self) -> Capture | None:
         return self._capture()
 
+    def __call__(self, *args: Any) -> Any:
+        # What the compiler traces it would run once, and capture nothing.
+        return _outside(self, args) if torch.compiler.is_dynamo_compiling() else self.run(*args)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """Do what the hook is for."""
+        raise NotImplementedError(f"{type(self).__name__} has no run()")
+
     def __getattr__(self, name: str) -> Any:
         if name == "__name__":  # torch.jit.script asks for it, of every hook
             raise AttributeError(
@@ -40,6 +48,11 @@ class _Hook:
         return (type(self), (_nothing,))
 
 
+def _outside(hook: _Hook, args: tuple[Any, ...]) -> Any:
+    """Run a hook where the compiler does not see it; :func:`run_hooks_in_compiled_models` keeps it out of here."""
+    return hook.run(*args)
+
+
 def _nothing() -> None:
     """Stands for the capture in a hook that was unpickled: there is none."""
 
@@ -47,15 +60,16 @@ def _nothing() -> None:
 class ForwardHook(_Hook):
     """After a call of a layer."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
+    def run(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
-        return None if self.capture is None else self.capture.called(module, args, *kwargs_and_output)
+        capture = self._capture()
+        return None if capture is None or capture.quiet else capture.called(module, args, *kwargs_and_output)
 
 
 class EnterHook(_Hook):
     """Before a call of a module that hides its products."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def run(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.capture is not None:
             self.capture.enter(module)
 
@@ -63,7 +77,7 @@ class EnterHook(_Hook):
 class LeaveHook(_Hook):
     """After it."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def run(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None:
             self.capture.leave(module)
 
@@ -71,7 +85,7 @@ class LeaveHook(_Hook):
 class BeginHook(_Hook):
     """Before a forward of the whole model."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if self.capture is not None and module is self.capture.model:
             self.capture.begin(args, kwargs or {})
 
@@ -79,7 +93,7 @@ class BeginHook(_Hook):
 class EndHook(_Hook):
     """After a forward of the whole model."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def run(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None and module is self.capture.model:
             self.capture.end(output)
 
@@ -92,8 +106,8 @@ def run_hooks_in_compiled_models() -> None:
     same, unless told to look: what it had compiled for one without hooks, it would then run in place of ours. So it is
     told, and what it compiled before that is dropped, to be compiled anew when it is next called.
     """
-    for hook in (ForwardHook, EnterHook, LeaveHook, BeginHook, EndHook):
-        hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
+    global _outside
+    _outside = torch.compiler.disable(_outside)
     for room in ("ekfac.curvature", "ekfac.optim"):  # a compiled training step would compile each of them, for minutes
         torch._dynamo.trace_rules.add(room)
     torch._dynamo.config.skip_nnmodule_hook_guards = False

@@ -87,6 +87,8 @@ class Record:
         #: Whether a backward pass has reached this record, in general and within ``statistics()``.
         self.reached = False
         self.reached_separately = False
+        #: Whether one has come by the model's outputs.
+        self.by_output = False
         #: The graph was kept, so a second backward pass may add to these gradients.
         self.kept = False
         #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.

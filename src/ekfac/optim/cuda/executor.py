@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
-from ekfac.curvature.layers.base import Call
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
-from ekfac.optim.cuda.streams import ParallelStreams, SideStream
+from ekfac.optim.cuda.streams import LARGE, ParallelStreams, SideStream
 from ekfac.optim.executor import Answer, Executor
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import bytes_of
 
 if TYPE_CHECKING:
     from ekfac.optim.engine import Apply, Engine
     from ekfac.optim.types import Rates, StepInputs
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 
 class CudaExecutor(Executor):
-    """Runs what is on a GPU by graphs and streams, and everything else as :class:`Executor` does."""
+    """Runs what is on a GPU by graphs and streams, and everything else as :class:`Executor` does.
+
+    Args:
+        options: The engine's options.
+        whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
+    """
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         super().__init__(options, whole_steps)
@@ -37,6 +41,8 @@ class CudaExecutor(Executor):
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
         self.step_graphs = StepGraphs(self)
+        #: Whether a whole step is being recorded.
+        self.records = False
         n = options.numerics
         self.replays = {
             "a refresh": Replays("a refresh", n.cuda_graphs),
@@ -55,36 +61,33 @@ class CudaExecutor(Executor):
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
-        """Record a whole step inside: its parts in parallel, and the residuals of its refreshes for later."""
-        self.recorded = {}
+        """Record a whole step inside, its parts in parallel."""
+        self.records = True
         try:
             with self.streams.opened(device):
                 yield
         finally:
-            self.recorded = None
+            self.records = False
 
-    def parallel(self, function: Callable[[Block], T], blocks: Sequence[Block]) -> list[T]:
-        if not blocks:
+    def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
+        if not parts:
             return []
-        device, exact = blocks[0].key.device, self.options.refresh.deterministic
+        device, exact = blocks_of(parts[0])[0].key.device, self.options.refresh.deterministic
         with no_autocast(device) if exact else tensor_cores(device):
-            if self.recorded is None:
-                return super().parallel(function, blocks)
-            return self.streams([partial(function, block) for block in blocks], list(map(widest, blocks)))
+            if not self.records:
+                return super().parallel(function, parts)
+            return self.streams([partial(function, part) for part in parts], list(map(widest, parts)))
 
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
     ) -> tuple[Any, ...]:
-        if self.recorded is not None or (what != "a refresh" and not self.graphs_possible(tensors[0].device)):
+        large = sum(t.numel() for t in tensors) > LARGE  # the device takes longer than the host, graph or no graph
+        if self.records or large or (what != "a refresh" and not self.graphs_possible(tensors[0].device)):
             return function(*tensors)
         return self.replays[what](key, function, *tensors)
 
-    def keeps_calls(self, calls: list[Call], kept: int) -> bool:
-        possible = self.whole_steps and self.graphs_possible(calls[0].d.device)
-        return possible and kept + bytes_of(calls) <= self.options.numerics.memory_limit
-
-    def beside(self, device: torch.device) -> AbstractContextManager[None]:
-        return self.side.work(device)
+    def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
+        return nullcontext() if numbers > LARGE else self.side.work(device)
 
     def join(self) -> None:
         self.side.join()
@@ -110,11 +113,17 @@ class CudaExecutor(Executor):
             replays.clear()
 
 
-def make_executor(options: EngineOptions, whole_steps: bool, device: torch.device) -> Executor:
-    """Return the executor for what is on a device."""
-    return (CudaExecutor if device.type == "cuda" else Executor)(options, whole_steps)
+def make_executor(options: EngineOptions, whole_steps: bool, parameters: Sequence[nn.Parameter]) -> Executor:
+    """Return the executor for parameters where they are."""
+    return (CudaExecutor if parameters[0].device.type == "cuda" else Executor)(options, whole_steps)
 
 
-def widest(block: Block) -> int:
-    """Return the numbers of the largest of a block's matrices: its gradient, A or B."""
-    return max(block.shape.numel, *block.factor_numbers())
+def blocks_of(part: Any) -> Sequence[Block]:
+    """Return the blocks of a stack, or a block as one."""
+    return (part,) if isinstance(part, Block) else part.blocks
+
+
+def widest(part: Any) -> int:
+    """Return the numbers of the largest matrices of a block or a stack: its gradient, A or B."""
+    blocks = blocks_of(part)
+    return len(blocks) * max(blocks[0].shape.numel, *blocks[0].factor_numbers())

@@ -1,11 +1,11 @@
-"""Whole optimizer steps as CUDA graphs.
+"""The second half of a step, from gradients to new parameters, as a CUDA graph.
 
-A step of a small network is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as
-the device runs them. The part that the device does is the same from step to step, so it is recorded once and replayed:
-gradients, captured calls and sums that were taken of calls too large to keep are copied to fixed places first, and
-numbers that change live in tensors.
+It is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as the device runs them.
+They are the same from step to step, so they are recorded once and replayed: gradients, and squared gradients of
+examples where a rule needs them, are copied to fixed places first, and numbers that change live in tensors. Factors
+and bases are brought up to date before, without a graph: few steps do much of that.
 
-A step is recorded when the same one has been run twice; one that differs in anything (a batch of another size, clipped
+A step is recorded when the same one has been run twice; one that differs in what a graph has built in (clipped
 gradients, a frozen layer, new options in a group) runs as it always does, and is recorded when it repeats.
 """
 
@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ekfac.curvature.blocks import Block
-from ekfac.curvature.layers.base import Call
 from ekfac.optim.cuda.replay import form, recording
 from ekfac.optim.cuda.streams import OwnStream
 from ekfac.optim.statistics.gradients import largest_magnitudes
-from ekfac.optim.statistics.schedule import START
 from ekfac.optim.statistics.sums import BlockSums
-from ekfac.optim.types import KeptCalls, Rates, StepInputs
+from ekfac.optim.types import Rates, StepInputs
 
 if TYPE_CHECKING:
     from ekfac.optim.cuda.executor import CudaExecutor
@@ -47,9 +44,7 @@ class RecordedStep:
 
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
-    rates: Rates
-    refreshed: list[Block]
-    residuals: Tensor | None
+    numbers: Tensor
 
 
 class StepGraphs:
@@ -63,22 +58,20 @@ class StepGraphs:
         #: Where inputs of recorded steps lie, which are replayed one after another and share them.
         self._places: dict[Hashable, Tensor] = {}
         self._pool: tuple[int, int] | None = None
-        self._generation: Hashable = None
+        self._generation = -1
         self._own: OwnStream | None = None
         self.replays = 0
 
     def step(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
-        """Do the device's part of a step by replaying it; False where it has to be run."""
-        applied = engine.schedule.applied_steps
-        if applied < 1 or not (is_plain(engine, inputs) and fits_damping(engine, rates)):
+        """Precondition and update by replaying an earlier step; False where it has to be run."""
+        if engine.schedule.applied_steps < 1 or not (is_plain(engine, inputs) and fits_damping(engine, rates)):
             return False
-        generation = engine.partition.generation, applied >= START
-        if generation != self._generation:
-            # The tensors that recorded steps read were replaced, or other kinds of steps follow.
+        if engine.partition.generation != self._generation:
+            # The tensors that recorded steps read were replaced.
             self.forget()
             self._seen.clear()
             self._refused.clear()
-            self._generation = generation
+            self._generation = engine.partition.generation
         key = signature(engine, inputs, rates)
         if key in self._refused:
             return False
@@ -94,7 +87,7 @@ class StepGraphs:
                 self._refused.add(key)
                 return False
             self._recorded[key] = recorded
-        self._replay(engine, recorded, inputs, rates)
+        self._replay(recorded, inputs, rates)
         return True
 
     def forget(self) -> None:
@@ -109,30 +102,19 @@ class StepGraphs:
         self._pool = self._own = None
 
     def run(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> None:
-        """Do a step without the host: what is recorded."""
+        """Do the second half of a step: what is recorded."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
-        engine.collector.take_calls(inputs)
-        apply(inputs, engine.directions(inputs, rates), rates)
+        apply(inputs, engine.precondition(engine.trained(inputs), inputs, rates), rates)
 
     @torch.no_grad()
     def _record(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> RecordedStep | None:
         device, known = engine.partition.device, dict(self._places)
-        placed = at_places(inputs, known)
-        groups = [
-            replace(
-                g,
-                lr=_scalar(device),
-                damping=_scalar(device) if engine.method.damping_is_free else g.damping,
-                betas=None if g.betas is None else (_scalar(device), g.betas[1]),
-            )
-            for g in rates.groups
-        ]
-        placed_rates = replace(rates, groups=groups)
+        numbers = torch.zeros(len(numbers_of(inputs, rates)), dtype=torch.float64, device=device)
+        free = engine.method.damping_is_free
+        placed, placed_rates = at_places(inputs, rates, known, iter(numbers.unbind()), free)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # A step adds to its sums: the places stay, and what is made of them is the graph's own.
-        working = replace(placed, sums=copied(placed))
         try:
             if self._pool is None or self._own is None:
                 self._pool, self._own = torch.cuda.graph_pool_handle(), OwnStream(device)
@@ -140,11 +122,10 @@ class StepGraphs:
                 self._executor.recording(device),
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
+                working = replace(placed)
                 self.run(engine, working, placed_rates, apply)
-                refreshed = self._executor.recorded or {}
-                residuals = torch.stack([r.double() for r in refreshed.values()]) if refreshed else None
             self._places, placed.ok = known, working.ok
-            return RecordedStep(graph, placed, placed_rates, list(refreshed), residuals)
+            return RecordedStep(graph, placed, numbers)
         except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be recorded and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
@@ -152,45 +133,34 @@ class StepGraphs:
             return None
 
     @torch.no_grad()
-    def _replay(self, engine: Engine, recorded: RecordedStep, inputs: StepInputs, rates: Rates) -> None:
-        for places, tensors in zip(tensors_of(recorded.inputs), tensors_of(inputs), strict=True):
-            if tensors:
-                torch._foreach_copy_(places, tensors)
-        for place, now in zip(recorded.rates.groups, rates.groups, strict=True):
-            _fill(place.lr, now.lr)
-            _fill(place.damping, now.damping)
-            if place.betas is not None and now.betas is not None:
-                _fill(place.betas[0], now.betas[0])
+    def _replay(self, recorded: RecordedStep, inputs: StepInputs, rates: Rates) -> None:
+        torch._foreach_copy_(list(tensors_of(recorded.inputs)), list(tensors_of(inputs)))
+        values = numbers_of(inputs, rates)
+        known = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=torch.float64)
+        recorded.numbers.copy_(known, non_blocking=True)
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                recorded.numbers[i].copy_(value.reshape(()))  # to read it here would make the host wait
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
-        if recorded.residuals is not None:
-            engine.refresher.enqueue(recorded.refreshed, recorded.residuals)
         self.replays += 1
 
 
 def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     """Tell whether a step has nothing that only the host can do, so that a graph may hold it.
 
-    All parameters have gradients as backward left them, no basis is solved for, or refreshed where that takes much
-    memory, and no layer waits to be verified.
+    All parameters have gradients as backward left them, and no layer waits to be verified or for a new basis.
     """
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
+        and not (inputs.calls or inputs.unknown or any(map(collector.watch.touched, partition.parameters)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
-        and not (inputs.solves or any(b in collector.fingerprints.unverified for b in partition.covered))
-        and (refreshes_are_small(engine) or not inputs.warm)
+        and not any(b in collector.fingerprints.unverified for b in partition.covered)
         and all(p in inputs.gradients for p in partition.parameters)
-        and not any(map(collector.watch.touched, partition.parameters))
         and all(b in collector.capture.fired for b in partition.covered)
     )
-
-
-def refreshes_are_small(engine: Engine) -> bool:
-    """Tell whether a graph may refresh bases: it keeps what that takes, some eight float64 matrices a stream."""
-    most = max((max(block.factor_numbers()) for block in engine.partition.covered), default=0)
-    return engine.schedule.maskable and 8 * 8 * most <= engine.options.numerics.memory_limit
 
 
 def fits_damping(engine: Engine, rates: Rates) -> bool:
@@ -205,50 +175,49 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
     """Return all that a recorded step has built into it."""
     free = engine.method.damping_is_free
     groups = tuple((None if free else g.damping, g.l2, g.maximize) for g in rates.groups)
-    calls = tuple(
-        (block.name, n, engine.schedule.takes_factors(block), *((c.layer.mode, form(c.x), form(c.d)) for c in calls))
-        for block, kept in inputs.calls.items()
-        for calls, n in kept
-    )
-    sums = tuple(
-        (block.name, s.factors and s.factors.terms, s.scaling is None, *map(form, s.tensors()))
-        for block, s in inputs.sums.items()
-    )
-    places = tuple((p.data_ptr(), g.stride()) for p, g in inputs.gradients.items())
-    refreshes = tuple((block.name, iterations) for block, iterations in inputs.warm.items())
-    return inputs.n, groups, rates.fixed, calls, sums, places, refreshes
+    scalings = tuple((block.name, s.scaling is None) for block, s in inputs.sums.items())
+    places = tuple((p.data_ptr(), g.stride(), g.dtype) for p, g in inputs.gradients.items())
+    return groups, rates.fixed, scalings if engine.method.needs_examples else None, places, inputs.mean == 1.0
 
 
-def tensors_of(inputs: StepInputs) -> tuple[list[Tensor], ...]:
-    """Gradients, what was captured of calls, and sums."""
-    calls = [t for kept in inputs.calls.values() for cs, _ in kept for c in cs for t in (c.x, c.d)]
-    return list(inputs.gradients.values()), calls, [t for sums in inputs.sums.values() for t in sums.tensors()]
+def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
+    """Gradients, and squared gradients of examples."""
+    yield from inputs.gradients.values()
+    yield from (s.scaling for s in inputs.sums.values() if s.scaling is not None)
 
 
-def at_places(inputs: StepInputs, known: dict[Hashable, Tensor]) -> StepInputs:
-    """Return the same inputs with their tensors at fixed places; new ones are added to those that are known."""
-    gradients, calls, sums = (
-        iter([_place(known, (kind, i, form(t)), t) for i, t in enumerate(tensors)])
-        for kind, tensors in enumerate(tensors_of(inputs))
-    )
-    kept: dict[Block, KeptCalls] = {
-        block: [([Call(c.layer, next(calls), next(calls)) for c in cs], n) for cs, n in kept]
-        for block, kept in inputs.calls.items()
-    }
-    return StepInputs(
-        {p: next(gradients) for p in inputs.gradients},
-        kept,
-        {block: gathered.at(sums) for block, gathered in inputs.sums.items()},
-        inputs.n,
-        inputs.n_statistics,
-        warm=inputs.warm,
-        mean=inputs.mean,
-    )
+def numbers_of(inputs: StepInputs, rates: Rates) -> list[float | Tensor]:
+    """Return the numbers of a step that change from one to the next, in a fixed order."""
+    found = [inputs.n, inputs.n_statistics, inputs.mean]
+    for group in rates.groups:
+        found += [group.lr, group.damping, 0.0 if group.betas is None else group.betas[0]]
+    return found
 
 
-def copied(inputs: StepInputs) -> dict[Block, BlockSums]:
-    """Return the sums, with the same tensors."""
-    return {block: sums.at(iter(sums.tensors())) for block, sums in inputs.sums.items()}
+def at_places(
+    inputs: StepInputs, rates: Rates, known: dict[Hashable, Tensor], numbers: Iterator[Tensor], damping_is_free: bool
+) -> tuple[StepInputs, Rates]:
+    """Return the same inputs and rates with their tensors and numbers at fixed places.
+
+    Args:
+        inputs: The inputs.
+        rates: The rates.
+        known: Places of tensors that are known; new ones are added.
+        numbers: Places of :func:`numbers_of`.
+        damping_is_free: Whether damping may change.
+    """
+    places = iter([_place(known, (i, form(t)), t) for i, t in enumerate(tensors_of(inputs))])
+    gradients = {p: next(places) for p in inputs.gradients}
+    scalings = {block: None if s.scaling is None else next(places) for block, s in inputs.sums.items()}
+    n, n_statistics, mean = next(numbers), next(numbers), next(numbers)
+    sums = {block: BlockSums(scaling=scaling) for block, scaling in scalings.items()}
+    placed = StepInputs(gradients, {}, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
+    groups = []
+    for group in rates.groups:
+        lr, damping, beta = next(numbers), next(numbers), next(numbers)
+        betas = None if group.betas is None else (beta, group.betas[1])
+        groups.append(replace(group, lr=lr, damping=damping if damping_is_free else group.damping, betas=betas))
+    return placed, replace(rates, groups=groups)
 
 
 def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor:
@@ -256,14 +225,3 @@ def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor
     if key not in known:
         known[key] = torch.empty_like(like)
     return known[key]
-
-
-def _scalar(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=device)
-
-
-def _fill(place: float | Tensor, value: float | Tensor) -> None:
-    if isinstance(place, Tensor) and isinstance(value, Tensor) and value.is_cuda:
-        place.copy_(value.reshape(()))  # to read it here would make the host wait
-    elif isinstance(place, Tensor):
-        place.fill_(float(value))

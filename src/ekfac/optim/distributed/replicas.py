@@ -95,7 +95,8 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        apply(inputs, engine.directions(inputs, rates), rates)
+        engine.collector.update_factors(inputs)
+        apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
         whole = engine.executor.whole_steps
         self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
         if not whole:
@@ -202,7 +203,7 @@ class Replicas:
         engine, partition = self._engine, self._engine.partition
         renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
         mine = [b for b in blocks if self.owners.mine(b)]
-        self._run(lambda b: engine.compute_eigenbasis(b, inputs, rates), [b for b in mine if b in set(renewed)])
+        self._run(lambda b: engine.compute_eigenbases([b], inputs, rates), [b for b in mine if b in set(renewed)])
         for block in renewed:
             if not self.owners.mine(block):
                 if block in inputs.solves:
@@ -213,7 +214,7 @@ class Replicas:
         if engine.method.needs_examples and renewed:
             self.hand_round_bases(renewed)
             self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
-        found = self._run(lambda b: engine.direction(b, inputs, rates), mine)
+        found = self._run(lambda b: engine.precondition([b], inputs, rates)[0], mine)
         return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
 
     def _run(self, function: Callable[[Block], T], blocks: list[Block]) -> dict[Block, T]:
@@ -285,8 +286,8 @@ class Replicas:
     def refresh(self, due: dict[Block, tuple[int, int]], rates: Rates) -> None:
         """Refresh the bases that are due between two steps, warm, each by its owner."""
         engine = self._engine
-        with engine.executor.beside(engine.partition.device):
-            self._run(lambda b: engine.warm_refresh(b, due[b], rates), list(filter(self.owners.mine, due)))
+        with engine.executor.beside(engine.partition.device, sum(sum(b.factor_numbers()) for b in due)):
+            self._run(lambda b: engine.warm_refresh({b: due[b]}, rates), list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()
             self.hand_round_bases(due)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.operators.parts import Part
-from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.statistics.refresh import Refresher, Renewal
 from ekfac.optim.types import BlockState, BlockStep
 
 S = TypeVar("S", bound=BlockState, contravariant=True)
@@ -27,6 +28,7 @@ class Method(Protocol[S]):
         compares_gradients: Whether it compares the gradient with the last direction.
         damping_is_free: Whether a change of damping needs nothing to be computed anew.
         masks_refreshes: Whether a warm refresh changes nothing where ``ok`` is 0.
+        stacks: Whether it can take several blocks of one shape at once.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class Method(Protocol[S]):
     compares_gradients: bool
     damping_is_free: bool
     masks_refreshes: bool
+    stacks: bool
 
     @property
     def state_class(self) -> type[BlockState]:
@@ -48,10 +51,7 @@ class Method(Protocol[S]):
     def refresh(self, block: Block, state: S, A: Tensor, B: Tensor, damping: float, refresher: Refresher) -> None:
         """Compute anew what is derived from the factors; the host may wait."""
 
-    def warm_refresh(
-        self, block: Block, state: S, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
-        iterations: tuple[int, int], ok: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def warm_refresh(self, renewals: Sequence[Renewal], refresher: Refresher, ok: Tensor | None = None) -> None:
         """Bring what is derived from the factors nearer to them; the host must not wait."""
 
     def basis(self, block: Block, state: S) -> Basis | None:

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from ekfac import checks
-from ekfac.optim.methods.rules import TorchRule, betas_of, blend, bounded, counted, remaining, shortening
+from ekfac.optim.methods.rules import (
+    TorchRule,
+    blend,
+    bounded,
+    counted,
+    norms,
+    remaining,
+    shortening,
+    spread,
+)
 from ekfac.optim.types import BlockStep, EigenState
 
 
@@ -52,28 +61,34 @@ class Belief(TorchRule):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
-        beta1, beta2 = betas_of(self.betas, step)
+        beta1, beta2 = step.rates.betas or self.betas
         if not hasattr(state, "m"):
             state.m = torch.zeros_like(step.g)
-        count = counted(state, step.g, step.ok)
-        first = count <= 1
-        known = state.m / remaining(beta1, count - 1).to(state.m)
-        usual = (known.square() + state.s / remaining(beta2, count - 1).to(state.s)).sum()
-        factor = shortening(step.seen.square().sum(), self.spike**2 * usual)
-        seen = step.seen * factor
-        noise = torch.where(first, 0.0, seen - known)
-        blend(state.m, step.g * factor, 1 - beta1, step.ok)
-        mean = state.m / remaining(beta1, count).to(state.m)
-        square = noise.square_().mul_((1 + beta1) / 2).add_(mean.square_().mul_(self.floor))
-        blend(state.s, bounded(square), 1 - beta2, step.ok)
+        g, seen, m, s, ok = step.g, step.seen, state.m, state.s, step.ok
+        count = counted(state, g, ok, step.blocks)
+        before = remaining(beta1, count - 1)
+        usual = (norms(m, step.blocks) / before).square() + norms(s, step.blocks, 1) / remaining(beta2, count - 1)
+        factor = shortening(norms(seen, step.blocks).square(), self.spike**2 * usual)
+        # sqrt((1 + beta_1) / 2) (g - m), of m before this gradient; nothing is known of the noise of the first one.
+        weight = (count > 1).to(count) * ((1 + beta1) / 2) ** 0.5
+        noise = (m * spread(-weight / before, m)).addcmul_(seen, spread(weight * factor, seen))
+        # m <- beta_1 m + (1 - beta_1) g
+        fresh = (1 - beta1) * (torch.ones_like(factor) if ok is None else ok * torch.ones_like(factor))
+        m.mul_(spread(1 - fresh, m)).addcmul_(g, spread(fresh * factor, g))
+        mean = m * spread(self.floor**0.5 / remaining(beta1, count), m)
+        blend(s, bounded(noise.square_().addcmul_(mean, mean)), 1 - beta2, ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        beta1, beta2 = betas_of(self.betas, step)
-        root = (state.s / remaining(beta2, state.count).to(state.s)).sqrt_().add_(self.eps)
-        x = (state.m / remaining(beta1, state.count).to(state.m)).div_(root)
-        x = x / x.square().mean().sqrt().clamp(min=1)
-        return x if step.ok is None else x * step.ok.to(x)
+        beta1, beta2 = step.rates.betas or self.betas
+        count, m, s = state.count, state.m, state.s
+        root = remaining(beta2, count).sqrt()
+        x = m / s.sqrt().add_(spread(self.eps * root, s))
+        # All numbers that multiply a block at once: the corrections for the start at zero, and the bound.
+        correction = root / remaining(beta1, count)
+        length = norms(x, step.blocks) / (x.numel() // step.blocks) ** 0.5 * correction
+        correction = correction / length.clamp(min=1)
+        return x.mul_(spread(correction if step.ok is None else correction * step.ok, x))
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
-        return s / remaining(self.betas[1], state.count).to(s) if hasattr(state, "count") else s
+        return s / spread(remaining(self.betas[1], state.count), s) if hasattr(state, "count") else s

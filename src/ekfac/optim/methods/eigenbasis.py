@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment
+from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment, changes_of_basis
 from ekfac.curvature.fisher import order_of
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.optim.methods.damping import Damp
 from ekfac.optim.methods.rules import Rule, overwrite, squared, within_range
 from ekfac.optim.statistics.factored_gradient import Rows
-from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.statistics.refresh import Refresher, Renewal
 from ekfac.optim.types import BlockStep, EigenState
 
 
@@ -36,6 +39,7 @@ class EigenMethod:
         self.needs_examples = rule.needs_examples
         self.squares_penalty = rule.squares_penalty
         self.compares_gradients = rule.compares_gradients
+        self.stacks = rule.stacks
 
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
@@ -59,21 +63,20 @@ class EigenMethod:
         new, state.failed_refreshes = refresher.solve(block, A, B, old, state.failed_refreshes)
         self._change_basis(state, old, new)
 
-    def warm_refresh(
-        self, block: Block, state: EigenState, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
-        iterations: tuple[int, int], ok: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Bring the basis nearer to the factors' own and carry the rule's state along."""
-        old = self.basis(block, state)
-        assert old is not None
-        self._change_basis(state, old, refresher.warm(block, A, B, old, iterations, ok), ok)
+    def warm_refresh(self, renewals: Sequence[Renewal], refresher: Refresher, ok: Tensor | None = None) -> None:
+        """Bring bases nearer to the factors' own and carry the rule's state along."""
+        values = self.rule.reads_eigenvalues
+        renewals = [replace(r, old=self.basis(r.blocks[0], r.state), values=values) for r in renewals]
+        for renewal, new in zip(renewals, refresher.warm(renewals, ok), strict=True):
+            self._change_basis(renewal.state, renewal.old, new, ok)
 
     def _change_basis(self, state: EigenState, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
         rule, carried = self.rule, {}
         if old is not None:
-            carried = {name: carry_moment(state[name], old, new) for name in rule.moments if name in state}
+            turn = changes_of_basis(old, new)
+            carried = {name: carry_moment(state[name], old, new, turn) for name in rule.moments if name in state}
             if not rule.restarts():
-                carried["s"] = carry_second_moment(state.s, old, new)
+                carried["s"] = carry_second_moment(state.s, old, new, turn)
         vectors = {"U_A": new.U_A, "U_B": new.U_B, "S_A": new.S_A, "S_B": new.S_B}
         for name, value in {**vectors, **carried}.items():
             if value is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.curvature.operators.parts import Part
 from ekfac.optim.methods.rules import overwrite
 from ekfac.optim.statistics.factored_gradient import Rows
-from ekfac.optim.statistics.refresh import PATIENCE, Refresher
+from ekfac.optim.statistics.refresh import PATIENCE, Refresher, Renewal
 from ekfac.optim.types import BlockStep, InverseState
 
 
@@ -37,6 +38,7 @@ class InverseMethod:
     compares_gradients = False
     damping_is_free = False
     masks_refreshes = False
+    stacks = False
 
     def __init__(self, pi_correction: bool) -> None:
         self.pi_correction = pi_correction
@@ -57,13 +59,11 @@ class InverseMethod:
         """Invert the factors of this refresh."""
         self._invert(block, state, A, B, damping, refresher)
 
-    def warm_refresh(
-        self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float | Tensor, refresher: Refresher,
-        iterations: tuple[int, int], ok: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def warm_refresh(self, renewals: Sequence[Renewal], refresher: Refresher, ok: Tensor | None = None) -> None:
         """Invert without waiting to know whether it worked: where it did not, the old inverse stays."""
-        if iterations[0]:
-            self._invert(block, state, A, B, float(damping), refresher, wait=False)
+        for r in renewals:
+            if r.iterations[0]:
+                self._invert(r.blocks[0], r.state, r.A, r.B, float(r.damping), refresher, wait=False)
 
     def _invert(
         self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float,

@@ -45,6 +45,10 @@ class Rule(ABC):
     warms_up: ClassVar[bool] = False
     #: Names of means that live in the basis and are carried to the next one.
     moments: ClassVar[tuple[str, ...]] = ()
+    #: Whether S_A and S_B have a part in the step.
+    reads_eigenvalues: ClassVar[bool] = True
+    #: Whether the rule can take several blocks of one shape at once, ``step.blocks`` of them one below the other.
+    stacks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -102,11 +106,25 @@ def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = N
         setattr(state, name, value)
 
 
-def counted(state: EigenState, like: Tensor, ok: Tensor | None) -> Tensor:
-    """Count a step on the device; returns how many have been counted."""
+def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1) -> Tensor:
+    """Count a step on the device; returns how many have been counted, for each of several blocks."""
     if not hasattr(state, "count"):
-        state.count = torch.zeros((), dtype=torch.float64, device=like.device)
+        state.count = torch.zeros(() if blocks == 1 else blocks, dtype=torch.float64, device=like.device)
     return state.count.add_(1.0 if ok is None else ok)
+
+
+def spread(numbers: Tensor, over: Tensor) -> Tensor:
+    """One number a block, in the dtype and the shape in which it multiplies the blocks' ``[G, O, C]``."""
+    numbers = numbers.to(over)
+    if not numbers.dim():
+        return numbers
+    return numbers.repeat_interleave(len(over) // len(numbers))[:, None, None]
+
+
+def norms(x: Tensor, blocks: int, order: int = 2) -> Tensor:
+    """The norm of each block's part of x; of order 1 the sum of its magnitudes."""
+    lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
+    return lengths
 
 
 def bounded(square: Tensor) -> Tensor:
@@ -134,11 +152,6 @@ def shortening(square: Tensor, limit: Tensor) -> Tensor:
     return torch.where(limit > 0, factor, 1.0)
 
 
-def betas_of(own: tuple[float, float], step: BlockStep) -> tuple[float | Tensor, float]:
-    """Return the decays of the step's parameter group, which schedulers change; the rule's own where it has none."""
-    return own if step.rates.betas is None else step.rates.betas
-
-
 def remaining(beta: float | Tensor, count: Tensor) -> Tensor:
     """1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
     return (1 - beta**count).clamp(min=1 - beta)
@@ -151,7 +164,7 @@ def mean_gradient(state: EigenState, step: BlockStep, beta: float | Tensor, coun
         state.m = torch.zeros_like(g)
     blend(state.m, g, 1 - beta, ok)
     weight = remaining(beta, count)
-    return state.m / weight.to(g) if ok is None else state.m * (ok / weight).to(g)
+    return state.m / spread(weight, g) if ok is None else state.m * spread(ok / weight, g)
 
 
 # --- EKFAC's rules ------------------------------------------------------------------------------------------------
@@ -260,7 +273,7 @@ class Anchored(Running):
         root = step.damped(state.s).sqrt_()
         if hasattr(state, "m"):
             step.products = products(g, state.m, root)
-        mean = mean_gradient(state, step, betas_of(self.betas, step)[0], counted(state, g, step.ok))
+        mean = mean_gradient(state, step, (step.rates.betas or self.betas)[0], counted(state, g, step.ok))
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)
 
 
@@ -279,16 +292,18 @@ class TorchRule(Rule):
     """One of torch's own, on the coordinates: s is of g^2, starts at zero, and knows no damping but ``eps``."""
 
     squares_penalty = True
+    reads_eigenvalues = False
+    stacks = True
 
     def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
         overwrite(state, "s", torch.zeros_like(known), ok)
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         n = step.n if isinstance(step.n, Tensor) else torch.full((), step.n, dtype=torch.float64, device=step.g.device)
-        overwrite(state, "examples", n, step.ok)
+        overwrite(state, "examples", n if step.blocks == 1 else n.expand(step.blocks).clone(), step.ok)
 
     def second_moment(self, state: EigenState) -> Tensor:
-        return state.s * state.examples.to(state.s) if "examples" in state else state.s
+        return state.s * spread(state.examples, state.s) if "examples" in state else state.s
 
 
 @dataclass(frozen=True)
@@ -302,19 +317,19 @@ class Adam(TorchRule):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
-        blend(state.s, squared(step.seen), 1 - betas_of(self.betas, step)[1], step.ok)
+        blend(state.s, squared(step.seen), 1 - (step.rates.betas or self.betas)[1], step.ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        beta1, beta2 = betas_of(self.betas, step)
-        count = counted(state, step.g, step.ok)
+        beta1, beta2 = step.rates.betas or self.betas
+        count = counted(state, step.g, step.ok, step.blocks)
         mean = mean_gradient(state, step, beta1, count)
-        root = remaining(beta2, count).sqrt().to(step.g)
+        root = spread(remaining(beta2, count).sqrt(), step.g)
         return mean / (state.s.sqrt() / root).add_(self.eps)
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
         if "count" in state:
-            s = s / remaining(self.betas[1], state.count).to(s)
+            s = s / spread(remaining(self.betas[1], state.count), s)
         return s
 
 

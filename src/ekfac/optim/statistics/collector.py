@@ -18,21 +18,21 @@ from ekfac import checks
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
-from ekfac.curvature.factors import trace
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
+from ekfac.optim.stacks import Stacks
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import BlockSums, Expected, bytes_of, reduce_over_processes, shortened
-from ekfac.optim.types import BlockState, KeptCalls, StepInputs
+from ekfac.optim.statistics.sums import Addition, BlockSums, Expected, reduce_over_processes, weigh
+from ekfac.optim.types import KeptCalls, StepInputs
 
 
 class Collector:
@@ -42,6 +42,7 @@ class Collector:
         options: Checked options.
         method: What is done with blocks that a layer covers.
         partition: The blocks.
+        stacks: Those of one shape together.
         schedule: Knows what the step will need of each.
         executor: Runs what takes the statistics.
         moved: Called when the model is found on another kind of device.
@@ -52,6 +53,7 @@ class Collector:
         options: EngineOptions,
         method: Method[Any],
         partition: Partition,
+        stacks: Stacks,
         schedule: Schedule,
         executor: Executor,
         moved: Callable[[], None],
@@ -59,6 +61,7 @@ class Collector:
         self.options = options
         self._method = method
         self._partition = partition
+        self._stacks = stacks
         self._schedule = schedule
         self.executor = executor
         self._moved = moved
@@ -70,8 +73,6 @@ class Collector:
         self.calls: dict[Block, KeptCalls] = {}
         #: Blocks that are called several times in a forward, so that their gradient is no product of few rows.
         self._several: set[Block] = set()
-        #: Bytes of those that are kept for a CUDA graph.
-        self._kept = 0
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
         #: How many examples were in ``statistics()`` last; from then on gradients may come from anywhere.
@@ -160,11 +161,7 @@ class Collector:
                 return False
             count = calls[0].d.numel() // calls[0].d.shape[-1]
             return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
-        fits = not block.layer.scattered and self.executor.keeps_calls(calls, self._kept)
-        if block in self.fingerprints.unverified or not fits:
-            return False
-        self._kept += bytes_of(calls)
-        return True
+        return False
 
     def _take(
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
@@ -214,7 +211,7 @@ class Collector:
         for p, _ in saved:
             p.grad = None
         if not self.separate:
-            self.sums, self.calls, self.separate, self._kept = {}, {}, True, 0
+            self.sums, self.calls, self.separate = {}, {}, True
         self.watch.enabled = False
         try:
             with self.capture.separate_statistics():
@@ -229,7 +226,7 @@ class Collector:
         self.capture.drop()
         self.watch.forget()
         self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
-        self.sums, self.calls, self.separate, self._kept = {}, {}, False, 0
+        self.sums, self.calls, self.separate = {}, {}, False
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
@@ -364,37 +361,23 @@ class Collector:
 
         Numerators and denominator are kept apart.
         """
-        n, ok, decay = inputs.n_statistics, inputs.ok, self.options.refresh.factor_decay
-        square = self.delta_square(inputs)
-        totals: list[Tensor] = []
-        batch: list[Tensor] = []
-        for block, gathered in inputs.sums.items():
-            f = gathered.factors
-            if f is None:
-                continue
-            state: BlockState | None = self._partition.states.get(block.key)
-            if state is None:
-                state = self._partition.state(block)
-            weight: float | Tensor = n
-            terms: float | Tensor = float(f.terms) if not isinstance(f.terms, Tensor) else f.terms
-            if isinstance(terms, Tensor):
-                weight, terms = n * (terms > 0), terms.clamp(min=1)
-            by_A, by_B = weight / terms, weight * square
-            A = f.A.mul_(by_A.to(f.A) if isinstance(by_A, Tensor) else by_A)
-            B = f.B.mul_(by_B.to(f.B) if isinstance(by_B, Tensor) else by_B)
-            W = weight.to(A) if isinstance(weight, Tensor) else A.new_full((), weight)
-            if not self.options.refresh.deterministic and hasattr(state, "A"):
-                A, B = (shortened(new, old, W, state.factor_weight) for new, old in ((A, state.A), (B, state.B)))
-            # An input so large that its square is not finite would stay in the average for ever.
-            bad = ~torch.isfinite(trace(A) + trace(B))
-            bad = bad if inputs.bad is None else bad | inputs.bad
-            if bad.device.type != "cpu" or bad:
-                A, B, W = (x.masked_fill(bad, 0.0) for x in (A, B, W))
-            if not hasattr(state, "A"):
-                state.A, state.B, state.factor_weight = A, B, W.clone()
-            else:
-                totals += [state.A, state.B, state.factor_weight]
-                batch += [A, B, W]
-        if totals:
+        sums = {block: gathered.factors for block, gathered in inputs.sums.items() if gathered.factors is not None}
+        if not sums:
+            return
+        stacks = self._stacks.of(sums, lambda block: isinstance(sums[block].terms, Tensor))
+        additions = [Addition(stack, [sums[block] for block in stack.blocks]) for stack in stacks]
+        n, square = inputs.n_statistics, self.delta_square(inputs)
+        known = [a for a in additions if a.old is not None]
+        for of in (known, [a for a in additions if a.old is None]):
+            if of:
+                weigh(of, n, square, inputs.bad, bounded=not self.options.refresh.deterministic)
+        if known:
+            decay, ok = self.options.refresh.factor_decay, inputs.ok
+            totals = [total for a in known for total in a.totals()]
             torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
-            torch._foreach_add_(totals, batch)
+            torch._foreach_add_(totals, [new for a in known for new in (a.A, a.B, a.weight)])
+        for a in additions:
+            if a.old is None:
+                a.stack.state.A, a.stack.state.B, a.stack.state.factor_weight = a.A, a.B, a.weight.clone()
+                if len(a.stack.blocks) > 1:
+                    self._stacks.hand_down(a.stack)

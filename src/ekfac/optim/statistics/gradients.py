@@ -8,7 +8,7 @@ magnitude of each gradient at the end of backward is enough to undo a rescaling,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -162,14 +162,33 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
     return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
-def block_step(block: Block, inputs: StepInputs, rates: Rates, squares_penalty: bool) -> BlockStep:
-    """Return what is preconditioned, ``[G, O, C]``, and how it differs from the gradient as backward left it.
+def block_step(blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool) -> BlockStep:
+    """Return what is preconditioned, ``[G, O, C]`` of each block, and how it differs from what backward left.
 
     The first is ``.grad`` as it stands, as that of a mean over examples, with L2 penalty and sign. If it was rescaled
     as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient as
     backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules square
     the penalty too (``squares_penalty``).
     """
+    found = [_gradient_of(block, inputs, rates, squares_penalty) for block in blocks]
+    gradients, ratios, lefts = zip(*found, strict=True)
+    G, ratio, left = found[0]
+    if len(blocks) > 1:
+        G, ratio, left = torch.cat(gradients), None, None
+        if any(r is not None for r in (*ratios, *lefts)):
+            whole = [g if r is None else g * r for g, r, _ in found]
+            left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
+    if inputs.bad is not None:
+        G = G.masked_fill(inputs.bad, 0.0)
+        ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
+    own = rates.groups[rates.group_of[blocks[0].key]]
+    return BlockStep(G, inputs.n, own, inputs.ok, ratio, left, blocks=len(blocks))
+
+
+def _gradient_of(
+    block: Block, inputs: StepInputs, rates: Rates, squares_penalty: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return one block's gradient, the factor that undoes a rescaling, or the gradient as backward left it."""
     rescaled, parameters, mean, dtype = inputs.rescaled, block.parameters, inputs.mean, block.dtype
     stack, groups = block.layer.stack, {role: rates.groups[rates.group_of[p]] for role, p in parameters.items()}
     gradients = {}
@@ -195,10 +214,7 @@ def block_step(block: Block, inputs: StepInputs, rates: Rates, squares_penalty: 
         )
         G = sign * G + penalty
         left, ratio = (sign * whole + penalty if squares_penalty else whole), None
-    if inputs.bad is not None:
-        G = G.masked_fill(inputs.bad, 0.0)
-        ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
-    return BlockStep(G, inputs.n, rates.groups[rates.group_of[block.key]], inputs.ok, ratio, left)
+    return G, ratio, left
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:

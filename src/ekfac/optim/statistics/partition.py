@@ -51,10 +51,9 @@ class Partition:
         #: All of the model's, those that are trained here first.
         self.everything: list[nn.Parameter] = []
         self.blocks: list[Block] = []
-        #: The covered blocks, numbered.
+        #: The covered blocks, each with the number of its shape, and how many shapes there are.
         self.covered: dict[Block, int] = {}
-        #: The place of each parameter's layer among all of the model, frozen ones too.
-        self.layer_of: dict[nn.Parameter, int] = {}
+        self.shapes = 0
         #: Parameters whose layers turned out never to be called.
         self.silent: set[nn.Parameter] = set()
         #: Blocks as they have been at some time, and the state of those that are frozen now.
@@ -113,8 +112,9 @@ class Partition:
         self.everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
         self.blocks = blocks
         self.generation += 1
-        self.covered = {b: i for i, b in enumerate(b for b in blocks if b.covered)}
-        self.layer_of = layers_in_order(self.model)
+        covered = [b for b in blocks if b.covered]
+        numbers = {form: i for i, form in enumerate(dict.fromkeys(b.form for b in covered))}
+        self.covered, self.shapes = {b: numbers[b.form] for b in covered}, len(numbers)
         self._layout = layout_of(offered)
         self.kind = self.device.type
         self.assign_owners()
@@ -175,12 +175,6 @@ def layout_of(parameters: list[nn.Parameter]) -> tuple[object, ...]:
     """Return what the assignment of parameters to blocks takes for granted."""
     found = [(p.requires_grad, p.dtype) for p in parameters]
     return (*(p.device for p in parameters[:1]), *found)
-
-
-def layers_in_order(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the place of each parameter's layer among those of a model that have parameters of their own."""
-    layers = [parameters for m in model.modules() if (parameters := list(m.parameters(recurse=False)))]
-    return {p: place for place, parameters in reversed(list(enumerate(layers))) for p in parameters}
 
 
 def members(block: Block) -> Members:

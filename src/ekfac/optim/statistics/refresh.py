@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from ekfac.optim.statistics.schedule import NOTHING, Schedule
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
+#: So many numbers of factors are iterated at a time: eight float64 matrices of 1,448 columns.
+NUMBERS = 2**24
 
 
 class Refresher:
@@ -89,56 +94,126 @@ class Refresher:
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
-    def warm(
-        self, block: Block, A: Tensor, B: Tensor, old: Basis, iterations: tuple[int, int], ok: Tensor | None = None
-    ) -> Basis:
-        """Bring the basis in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
+    def warm(self, renewals: Sequence[Renewal], ok: Tensor | None = None) -> list[Basis]:
+        """Bring bases in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
 
-        A side without iterations keeps its basis; its eigenvalues follow the factor all the same. Where ``ok`` is 0 the
-        new basis will not be used, and does not count.
+        A side without iterations keeps its basis; its eigenvalues follow the factor all the same, where somebody reads
+        them. Where ``ok`` is 0 the new bases will not be used, and do not count.
         """
         started = time.perf_counter()
-        residuals = []
-        sides: list[tuple[Tensor | None, Tensor]] = []
-        with factors.full_precision(A.device):
-            for matrix, U, count in ((A, old.U_A, iterations[0]), (B, old.U_B, iterations[1])):
-                if U is None:
-                    sides.append((None, matrix.clamp(min=0)))
-                    continue
-                if not count:
-                    sides.append((U, rayleigh(matrix, U).clamp(min=0)))
-                    continue
-                warm = self._iterate(matrix, U, count)
-                sides.append((warm.U, warm.values))
-                residuals.append(torch.where(warm.good, warm.residual, torch.inf))
-        (U_A, S_A), (U_B, S_B) = sides
-        new = Basis(block.shape, U_A, U_B, S_A, S_B)
-        found = torch.stack(residuals).max() if residuals else S_A.new_full((), NOTHING)
+        with factors.full_precision(renewals[0].A.device):
+            turned = iter(self._iterate_all([side for r in renewals for side in r.sides() if side.turns]))
+            warm = [[next(turned) if side.turns else None for side in r.sides()] for r in renewals]
+            new = [renewed(*pair) for pair in zip(renewals, warm, strict=True)]
+            residuals = torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
         if ok is not None:
-            found = torch.where(ok > 0, found, torch.nan)
-        if self.executor.recorded is not None:  # a CUDA graph of the whole step, which enqueues it at every replay
-            self.executor.recorded[block] = found
-        else:
-            self.enqueue([block], found[None])
-            self.seconds += time.perf_counter() - started
+            residuals = torch.where(ok > 0, residuals, torch.nan)
+        self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max())
+        blocks = [block for renewal in renewals for block in renewal.blocks]
+        self._schedule.pending.append((blocks, self.executor.answer(residuals)))
+        self.seconds += time.perf_counter() - started
         return new
 
-    def _iterate(self, matrix: Tensor, U: Tensor, iterations: int) -> WarmBasis:
+    def _iterate_all(self, sides: list[Side]) -> list[WarmBasis]:
+        """Iterate all sides of one width together, so many at a time that they fit into memory."""
+        together: dict[Any, list[int]] = {}
+        for index, side in enumerate(sides):
+            together.setdefault((side.matrix.shape[1:], side.iterations, side.passes), []).append(index)
+        found: dict[int, WarmBasis] = {}
+        for (shape, iterations, passes), indices in together.items():
+            lengths = [len(sides[i].matrix) for i in indices]
+            matrices = torch.cat([sides[i].matrix for i in indices])
+            bases = torch.cat([sides[i].U for i in indices])
+            most = max(1, NUMBERS // shape.numel())
+            parts = zip(matrices.split(most), bases.split(most), strict=True)
+            done = [self._iterate(*part, iterations, passes) for part in parts]
+            fields = [torch.cat(field).split(lengths) for field in zip(*map(fields_of, done), strict=True)]
+            found.update({i: WarmBasis(*field) for i, *field in zip(indices, *fields, strict=True)})
+        return [found[i] for i in range(len(sides))]
+
+    def _iterate(self, matrix: Tensor, U: Tensor, iterations: int, passes: int) -> WarmBasis:
         def iterate(matrix: Tensor, U: Tensor) -> tuple[Tensor, ...]:
-            warm = orthogonal_iteration(matrix, U, iterations)
-            return warm.U, warm.values, warm.residual, warm.good
+            return fields_of(orthogonal_iteration(matrix, U, iterations, passes))
 
         try:
-            return WarmBasis(*self.executor.call("a refresh", iterations, iterate, matrix, U))
+            return WarmBasis(*self.executor.call("a refresh", (iterations, passes), iterate, matrix, U))
         except RuntimeError:  # torch.linalg.LinAlgError is one
             self.fallbacks["kept"] += 1
-            far = matrix.new_full((), torch.inf)
+            far = matrix.new_full((len(matrix),), torch.inf)
             return WarmBasis(U, rayleigh(matrix, U).clamp(min=0), far, torch.zeros_like(far, dtype=torch.bool))
 
-    def enqueue(self, blocks: list[Block], residuals: Tensor) -> None:
-        """Have the host read the residuals of warm refreshes when these are there.
 
-        One is NaN where the basis was left as it was, and NOTHING where no side was iterated.
-        """
-        self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max())
-        self._schedule.pending.append((blocks, self.executor.answer(residuals)))
+class Side(NamedTuple):
+    """One side of a basis: the factors, ``[G, D, D]``, and the bases that are in use, if they are not kept diagonal."""
+
+    matrix: Tensor
+    U: Any
+    S: Any
+    iterations: int
+    passes: int
+
+    @property
+    def turns(self) -> bool:
+        """Whether it is iterated at all."""
+        return self.U is not None and self.iterations > 0
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """A warm refresh that is due: of one block, or of several that are stacked.
+
+    Attributes:
+        blocks: The blocks.
+        state: Their state.
+        A: A of each, one below the other.
+        B: B of each.
+        iterations: How many iterations sides A and B get.
+        damping: The group's damping.
+        near: Whether the basis in use is known to be near the factors' own.
+        old: That basis, of methods that have one.
+        values: Whether somebody reads the eigenvalues.
+    """
+
+    blocks: tuple[Block, ...]
+    state: Any
+    A: Tensor
+    B: Tensor
+    iterations: tuple[int, int]
+    damping: float | Tensor
+    near: bool = False
+    old: Any = None
+    values: bool = True
+
+    def sides(self) -> tuple[Side, Side]:
+        """A and B."""
+        o, (n_A, n_B), passes = self.old, self.iterations, 1 if self.near else 2
+        return Side(self.A, o.U_A, o.S_A, n_A, passes), Side(self.B, o.U_B, o.S_B, n_B, passes)
+
+
+def renewed(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Basis:
+    """Return the new basis of one or several blocks."""
+    found: list[tuple[Tensor | None, Tensor]] = []
+    for side, turned in zip(renewal.sides(), warm, strict=True):
+        if turned is not None:
+            found.append((turned.U, turned.values))
+        elif side.U is None:
+            found.append((None, side.matrix.clamp(min=0)))
+        else:
+            found.append((side.U, rayleigh(side.matrix, side.U).clamp(min=0) if renewal.values else side.S))
+    (U_A, S_A), (U_B, S_B) = found
+    return Basis(renewal.old.shape, U_A, U_B, S_A, S_B)
+
+
+def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
+    """Return the largest residual of each block, over its two sides and its groups.
+
+    Infinity where an iteration failed, NOTHING where no side was iterated.
+    """
+    count = len(renewal.blocks)
+    known = [torch.where(w.good, w.residual, torch.inf).view(count, -1).amax(1) for w in warm if w is not None]
+    return torch.stack(known).amax(0) if known else renewal.A.new_full((count,), NOTHING)
+
+
+def fields_of(warm: WarmBasis) -> tuple[Tensor, ...]:
+    """Return what a warm refresh has made."""
+    return warm.U, warm.values, warm.residual, warm.good

@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 EARLY = 10
 GROWTH = 1.15
 START = 100
-#: So many first steps take their batches into A and B of all layers; later ones so many in an interval, in fractions
-#: of the layers, one after another.
+#: So many first steps take their batches into A and B; later ones so many in an interval.
 DENSE = 20
 BATCHES = 4
-FRACTIONS = 4
 #: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
@@ -51,40 +49,41 @@ class Intervals:
     Attributes:
         every: The interval, in applied steps.
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
-            is renewed once in an interval by orthogonal iteration, after a step, one side of one block at a time, so
+            is renewed once in an interval by orthogonal iteration, after a step, the blocks of one shape at a time, so
             that no step pays for all; and all of them within the steps of :func:`early_steps`.
     """
 
     every: int
     deterministic: bool
 
-    def warm_after(self, applied: int, index: int, blocks: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
-        """Return how many iterations sides A and B of block ``index`` get when this many steps have been applied."""
-        if self.deterministic or applied < min(self.every, EARLY):
-            return 0, 0
-        iterations = []
-        for side, stretch in enumerate(stretches):
-            interval = self.every * stretch
-            phase = (2 * index + side) * interval // max(1, 2 * blocks)
-            iterations.append(int((applied + phase) % interval == 0))
-        return iterations[0], iterations[1]
-
-    def takes_factors(self, applied: int, layer: int, given: int | None) -> bool:
-        """Tell whether A and B of a layer take in the batch of the step after this many applied ones.
-
-        At first they take in every batch, later four in an interval, not all layers the same, so that no step pays
-        for all. There are a few fractions of layers, as every one is another step for a CUDA graph to hold.
+    def warm_after(self, applied: int, index: int, shapes: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+        """Return how many iterations the sides A and B of blocks get when this many steps have been applied.
 
         Args:
             applied: How many steps have been applied.
-            layer: The layer's place among all of the model.
-            given: The user's own interval, at which all layers take in the same batches.
+            index: The number of the blocks' shape.
+            shapes: How many shapes there are.
+            stretches: How many times longer than usual the two intervals are.
         """
-        if given is not None or applied < DENSE:
-            return applied % (given or 1) == 0
-        interval = max(1, self.every // BATCHES)
-        fractions = 1 if self.deterministic else min(FRACTIONS, interval)
-        return applied % interval == layer % fractions * interval // fractions
+        if self.deterministic or applied < min(self.every, EARLY):
+            return 0, 0
+        iterations = []
+        for stretch in stretches:
+            interval = self.every * stretch
+            phase = index * interval // max(1, shapes)
+            iterations.append(int((applied + phase) % interval == 0))
+        return iterations[0], iterations[1]
+
+    def takes_factors(self, applied: int, given: int | None) -> bool:
+        """Tell whether A and B take in the batch of the step after this many applied ones: at first all, later four.
+
+        Args:
+            applied: How many steps have been applied.
+            given: The user's own interval.
+        """
+        if given is None:
+            given = 1 if applied < DENSE else max(1, self.every // BATCHES)
+        return applied % given == 0
 
 
 @cache
@@ -174,8 +173,8 @@ class Schedule:
 
     def takes_factors(self, block: Block) -> bool:
         """Tell whether this step takes its batch into the block's A and B."""
-        decay, layer = self._refresh.factor_decay, self._partition.layer_of[block.key]
-        if decay > 0 and self.intervals.takes_factors(self.applied_steps, layer, self._refresh.factor_every):
+        decay = self._refresh.factor_decay
+        if decay > 0 and self.intervals.takes_factors(self.applied_steps, self._refresh.factor_every):
             return True
         return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
 
@@ -186,7 +185,8 @@ class Schedule:
         covered = self._partition.covered
         if block not in self._stretches:
             self._stretches[block] = stretches(block)
-        return self.intervals.warm_after(self.applied_steps + 1, covered[block], len(covered), self._stretches[block])
+        at = covered[block], self._partition.shapes, self._stretches[block]
+        return self.intervals.warm_after(self.applied_steps + 1, *at)
 
     def poll(self, wait: bool) -> None:
         """Read how warm refreshes went.

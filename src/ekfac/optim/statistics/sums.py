@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.factors import trace
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.owners import Owners
+
+if TYPE_CHECKING:
+    from ekfac.optim.stacks import Stack
 
 #: How many times the average's trace that of a batch may be.
 OUTLIER = 100.0
@@ -55,11 +57,6 @@ class BlockSums:
         f = self.factors
         factors = None if f is None else FactorSums(next(places), f.terms, next(places))
         return BlockSums(factors, None if self.scaling is None else next(places))
-
-
-def bytes_of(calls: list[Call]) -> int:
-    """Return the bytes of calls' inputs and output gradients."""
-    return sum(t.numel() * t.element_size() for call in calls for t in (call.x, call.d))
 
 
 @dataclass(frozen=True)
@@ -125,11 +122,93 @@ def no_scaling(block: Block) -> Tensor:
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
 
 
-def shortened(new: Tensor, old: Tensor, weight: Tensor, old_weight: Tensor) -> Tensor:
-    """Return a batch's factor, scaled down to OUTLIER times the average's trace where it is above that.
+class Addition:
+    """What a batch adds to the numerators A and B of one block or of several that are stacked, and to the denominator.
 
-    So an outlier does not fill the factors for hundreds of steps.
+    Args:
+        stack: The blocks.
+        sums: Their sums over the batch; they are changed.
     """
-    limit = OUTLIER * trace(old) / old_weight.clamp(min=torch.finfo(old.dtype).tiny) * weight
-    factor = (limit / trace(new)).clamp(max=1).nan_to_num(1.0)
-    return new * torch.where(limit > 0, factor, 1.0)
+
+    def __init__(self, stack: Stack, sums: list[FactorSums]) -> None:
+        self.stack = stack
+        #: Their state, if it has factors.
+        self.old: Any = stack.state if hasattr(stack.state, "A") else None
+        alone = len(sums) == 1
+        self.A = sums[0].A if alone else torch.cat([f.A for f in sums])
+        self.B = sums[0].B if alone else torch.cat([f.B for f in sums])
+        #: How many terms each block's A has; a tensor where only the device knows.
+        self.terms = [f.terms for f in sums]
+        #: What each block adds to the denominator.
+        self.weight = self.A.new_empty(() if alone else len(sums))
+
+    def totals(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is added to."""
+        return self.old.A, self.old.B, self.old.factor_weight
+
+
+def weigh(
+    additions: list[Addition], n: float | Tensor, square: float | Tensor, bad: Tensor | None, bounded: bool
+) -> None:
+    """Multiply sums by what makes them additions; all blocks' numbers are computed at once.
+
+    Args:
+        additions: What is added, to blocks that all have factors already or all have none.
+        n: The number of examples.
+        square: What squared output gradients are multiplied by.
+        bad: True on the device in a step that must change nothing.
+        bounded: Scale a batch whose trace is above OUTLIER times the average's down to that, so that an outlier does
+            not fill the factors for hundreds of steps.
+    """
+    first, counts = additions[0].A, [len(a.terms) for a in additions]
+    terms = [t for a in additions for t in a.terms]
+    if any(isinstance(t, Tensor) for t in terms):
+        each = torch.stack([torch.as_tensor(t, dtype=first.dtype, device=first.device) for t in terms])
+        weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
+    else:
+        each = first.new_tensor([float(t) for t in terms])
+        weights = torch.ones_like(each) * as_number(n, first)
+    by = torch.stack([weights / each, weights * as_number(square, first)])
+    new = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions)]) * by
+    if bounded and additions[0].old is not None:
+        old = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions, old=True)])
+        past = torch.cat([a.old.factor_weight.reshape(-1) for a in additions])
+        limit = OUTLIER * old / past.clamp(min=torch.finfo(first.dtype).tiny) * weights
+        by = by * torch.where(limit > 0, (limit / new).clamp(max=1).nan_to_num(1.0), 1.0)
+    # An input so large that its square is not finite would stay in the average for ever.
+    spoilt = ~torch.isfinite(new).all(0)
+    spoilt = spoilt if bad is None else spoilt | bad
+    by, weights = by.masked_fill(spoilt, 0.0), weights.masked_fill(spoilt, 0.0)
+    holes = first.device.type != "cpu" or bool(spoilt.any())  # NaN times zero is NaN
+    for index, a in enumerate(additions):
+        start = sum(counts[:index])
+        mine = slice(start, start + counts[index])
+        a.weight.copy_(weights[mine].view_as(a.weight))
+        for matrix, numbers in ((a.A, by[0, mine]), (a.B, by[1, mine])):
+            matrix.mul_(over(numbers, matrix))
+            if holes:
+                matrix.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addition, Tensor]], ...]:
+    """Return each addition with its A, and each with its B; or those that they are added to."""
+    of = [(a, a.old if old else a) for a in additions]
+    return [(a, x.A) for a, x in of], [(a, x.B) for a, x in of]
+
+
+def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number, or a tensor of one in the dtype of another."""
+    return value.to(like) if isinstance(value, Tensor) else value
+
+
+def over(numbers: Tensor, factors: Tensor) -> Tensor:
+    """One number a block, in the shape in which it multiplies their factors."""
+    if len(numbers) < len(factors):
+        numbers = numbers.repeat_interleave(len(factors) // len(numbers))
+    return numbers.view(-1, *(1 for _ in factors.shape[1:]))
+
+
+def traces(factors: Tensor, like: Tensor) -> Tensor:
+    """The trace of each block's factor, over all its groups; as many as there are numbers in ``like``."""
+    diagonals = factors if factors.dim() == 2 else factors.diagonal(dim1=-2, dim2=-1)
+    return diagonals.reshape(like.numel(), -1).sum(1)

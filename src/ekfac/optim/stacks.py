@@ -1,0 +1,148 @@
+"""Blocks of one shape, handled as one: a network of twelve equal layers then takes a twelfth of the kernels.
+
+The tensors of such blocks lie one below the other in a shared one, along G. Each block's own state has views of them,
+so whoever reads, saves or changes the state of one block need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature.blocks import Block
+from ekfac.optim.statistics.partition import Partition
+from ekfac.optim.types import BlockStep, Direction
+
+#: Tensors of a block's state that belong to a parameter, not to the block.
+APART = frozenset({"momentum_buffer"})
+
+
+class Stack:
+    """One block with its state, or several of one shape with their states stacked.
+
+    Args:
+        blocks: The blocks.
+        state: What the tensors are kept in: the block's own state if it is alone.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], state: Any) -> None:
+        self.blocks = blocks
+        #: It stands for all as far as their shape goes.
+        self.first = blocks[0]
+        self.state = state
+        #: The stacked tensors as they were handed down, and each block's views of them.
+        self._known: dict[str, Tensor] = {}
+        self._views: list[dict[str, Tensor]] = [{} for _ in blocks]
+
+    def parts(self, stacked: Tensor) -> list[Tensor]:
+        """What each block has of a stacked tensor, ``[G, ...]``, or of one with a number for each block."""
+        if len(self.blocks) == 1:
+            return [stacked]
+        return list(stacked.unbind() if stacked.dim() == 1 else stacked.split(len(stacked) // len(self.blocks)))
+
+    def directions(self, P: Tensor, step: BlockStep, gradients: Mapping[nn.Parameter, Tensor]) -> list[Direction]:
+        """Return each block's part of the preconditioned gradients."""
+        G = step.gradient if isinstance(step.gradient, Tensor) else None
+        of_each = [None] * len(self.blocks) if G is None else self.parts(G)
+        found = []
+        for block, p, g in zip(self.blocks, self.parts(P), of_each, strict=True):
+            matrices = block.layer.unstack(p)
+            steps = {q: matrices[role] for role, q in block.parameters.items() if q in gradients}
+            found.append(Direction(block, steps, g, step.products))
+        return found
+
+    def gather(self, states: list[Any]) -> bool:
+        """Stack the blocks' tensors as they are now; False where the blocks have not got the same."""
+        names = tensors_in(states[0])
+        if any(tensors_in(state) != names for state in states[1:]):
+            return False
+        for name in names:
+            tensors = [state.__dict__[name] for state in states]
+            if all(t is views.get(name) for t, views in zip(tensors, self._views, strict=True)):
+                continue
+            if len({(t.shape, t.dtype, t.device) for t in tensors}) > 1:
+                return False
+            self.state[name] = torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)
+        for name in tensors_in(self.state) - names:
+            del self.state[name]
+        self.hand_down(states)
+        return True
+
+    def hand_down(self, states: list[Any]) -> None:
+        """Give each block its part of the stacked tensors that are new."""
+        for name in tensors_in(self.state):
+            stacked = self.state.__dict__[name]
+            if self._known.get(name) is not stacked:
+                self._known[name] = stacked
+                for state, views, part in zip(states, self._views, self.parts(stacked), strict=True):
+                    state.__dict__[name] = views[name] = part
+
+
+class Stacks:
+    """The blocks of a partition, those of one shape stacked.
+
+    Args:
+        partition: The blocks and their states.
+        stacked_by: Whether a block's method can take several at once.
+    """
+
+    def __init__(self, partition: Partition, stacked_by: Callable[[Block], bool]) -> None:
+        self._partition = partition
+        self._stacked_by = stacked_by
+        self._of: dict[Block, Stack] = {}
+        self._alone: dict[Block, Stack] = {}
+        self._generation = -1
+
+    def of(self, blocks: Iterable[Block], kind: Callable[[Block], Hashable]) -> list[Stack]:
+        """Return stacks that hold these blocks.
+
+        Args:
+            blocks: The blocks.
+            kind: What blocks must have in common besides their shape; None for one that must be alone.
+        """
+        if self._generation != self._partition.generation:
+            self._arrange()
+        wanted = list(blocks)
+        among, found = set(wanted), []
+        done: set[Block] = set()
+        for block in wanted:
+            if block in done:
+                continue
+            stack = self._of.get(block)
+            if stack is None or not self._fits(stack, among, kind):
+                stack = self._alone[block]
+                stack.state = self._partition.states.get(block.key)
+                if stack.state is None:
+                    stack.state = self._partition.state(block)
+            done.update(stack.blocks)
+            found.append(stack)
+        return found
+
+    def hand_down(self, stack: Stack) -> None:
+        """Give each block of a stack its part of what was made."""
+        stack.hand_down(self.states(stack))
+
+    def states(self, stack: Stack) -> list[Any]:
+        """Return the states of a stack's blocks."""
+        return [self._partition.state(block) for block in stack.blocks]
+
+    def _fits(self, stack: Stack, among: set[Block], kind: Callable[[Block], Hashable]) -> bool:
+        kinds = {kind(block) if block in among else None for block in stack.blocks}
+        return len(kinds) == 1 and None not in kinds and stack.gather(self.states(stack))
+
+    def _arrange(self) -> None:
+        self._generation = self._partition.generation
+        groups: dict[Hashable, list[Block]] = {}
+        for block in filter(self._stacked_by, self._partition.blocks):
+            groups.setdefault(block.form, []).append(block)
+        stacks = [Stack(tuple(g), type(self._partition.state(g[0]))()) for g in groups.values() if len(g) > 1]
+        self._alone = {block: Stack((block,), None) for block in self._partition.blocks}
+        self._of = {block: stack for stack in stacks for block in stack.blocks}
+
+
+def tensors_in(state: Any) -> set[str]:
+    """Return the names of a state's tensors that can be stacked."""
+    return {name for name, value in state.__dict__.items() if isinstance(value, Tensor)} - APART

@@ -1,0 +1,160 @@
+"""Blocks of one shape are handled as one: the same numbers, whoever is stacked, and each with a state of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ekfac
+from ekfac.optim.stacks import Stack
+
+
+def equal_layers() -> nn.Module:
+    """Five linear layers, of which three have one shape, with norms between them."""
+    torch.manual_seed(0)
+    inner = [m for _ in range(3) for m in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())]
+    return nn.Sequential(nn.Linear(4, 6), *inner, nn.Linear(6, 3)).double()
+
+
+def grouped_convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    inner = [m for _ in range(3) for m in (nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.Tanh())]
+    return nn.Sequential(nn.Unflatten(1, (4, 1, 1)), *inner, nn.Flatten(), nn.Linear(4, 3)).double()
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stack nothing."""
+    monkeypatch.setattr(Stack, "gather", lambda self, states: False)
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int, first: int = 0, hook: Any = None) -> list[Tensor]:
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (24,), generator=generator)
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if hook is not None:
+            hook(step)
+        opt.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "adam": {"scaling": "adam"},
+    "rmsprop": {"scaling": "rmsprop"},
+    "adagrad": {"scaling": "adagrad"},
+    "solves": {"refresh": ekfac.Refresh(deterministic=True), "refresh_every": 2},
+    "often": {"refresh_every": 3},
+    "penalty": {"weight_decay": 0.1, "decoupled_weight_decay": False},
+    "momentum": {"momentum": 0.9, "weight_decay": 0.1},
+    "identity": {"coverage": ekfac.Coverage(basis="identity")},
+}
+
+
+@pytest.mark.parametrize("network", [equal_layers, grouped_convolutions])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_stacked_or_alone_the_steps_are_the_same(
+    name: str, network: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for stacked in (True, False):
+        if not stacked:
+            alone(monkeypatch)
+        model = network()
+        opt = ekfac.EKFAC(model, **OPTIONS[name])
+        found.append(train(model, opt, 14))
+        sizes = {len(s.blocks) for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0)}
+        assert (max(sizes) == 3) == stacked
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def clip(model: nn.Module) -> Callable[[int], None]:
+    def change(step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    return change
+
+
+def halve_one(model: nn.Module) -> Callable[[int], None]:
+    def change(step: int) -> None:
+        if step % 2:
+            model[4].weight.grad.mul_(0.5)
+
+    return change
+
+
+def leave_one_out(model: nn.Module) -> Callable[[int], None]:
+    def change(step: int) -> None:
+        if step in (5, 6, 9):
+            model[4].weight.grad = model[4].bias.grad = None
+
+    return change
+
+
+def freeze_one(model: nn.Module) -> Callable[[int], None]:
+    def change(step: int) -> None:
+        model[4].requires_grad_(step not in (6, 7, 8))
+
+    return change
+
+
+@pytest.mark.parametrize("disturb", [clip, halve_one, leave_one_out, freeze_one])
+def test_blocks_that_go_their_own_way_for_a_while(
+    disturb: Callable[[nn.Module], Callable[[int], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for stacked in (True, False):
+        if not stacked:
+            alone(monkeypatch)
+        model = equal_layers()
+        found.append(train(model, ekfac.EKFAC(model), 14, hook=disturb(model)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_groups_may_have_rates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for stacked in (True, False):
+        if not stacked:
+            alone(monkeypatch)
+        model = equal_layers()
+        own = [{"params": list(model[1].parameters()), "betas": (0.5, 0.9)}, {"params": list(model[4].parameters())}]
+        taken = {id(p) for group in own for p in group["params"]}
+        rest = {"params": [p for p in model.parameters() if id(p) not in taken], "lr": 1e-3}
+        found.append(train(model, ekfac.EKFAC(model, params=[*own, rest]), 14))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_each_block_has_its_own_state_and_a_checkpoint_goes_on_exactly() -> None:
+    model = equal_layers()
+    opt = ekfac.EKFAC(model)
+    train(model, opt, 12)
+    weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
+    shared = {opt.state[model[i].weight]["s"].untyped_storage().data_ptr() for i in (1, 4, 7)}
+    assert len(shared) == 1, "stacked"
+    expected = train(model, opt, 6, first=12)
+    again = equal_layers()
+    again.load_state_dict(weights)
+    resumed = ekfac.EKFAC(again)
+    resumed.load_state_dict(saved)
+    for one, other in zip(expected, train(again, resumed, 6, first=12), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_change_to_one_blocks_state_is_seen() -> None:
+    model = equal_layers()
+    opt = ekfac.EKFAC(model)
+    train(model, opt, 3)
+    opt.state[model[4].weight]["s"] = torch.full_like(opt.state[model[4].weight]["s"], 7.0)
+    (stack,) = [s for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0) if model[4].weight in
+                {b.key for b in s.blocks}]  # fmt: skip
+    assert [float(part.mean()) == 7.0 for part in stack.parts(stack.state.s)] == [False, True, False]
