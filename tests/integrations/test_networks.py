@@ -59,18 +59,14 @@ def test_it_trains_as_it_comes(name: str) -> None:
     first, last = (sum(part) / 5 for part in (losses[:5], losses[-5:]))
     assert last < first
     if RECORD:
-        ends: dict[str, list[float]] = {"EKFAC": [], "AdamW": []}
-        for lr in (1e-3, 3e-3, 1e-2):  # each takes its best, at a constant rate
-            for kind, found in ends.items():
-                model = built(name)
-                trainable = [p for p in model.parameters() if p.requires_grad]
-                made = (
-                    EKFAC(model, lr=lr, **network.options()) if kind == "EKFAC" else torch.optim.AdamW(trainable, lr=lr)
-                )
-                found.append(sum(trained(model, made, name)[-5:]) / 5)
+        ends = []
+        for lr in (3e-4, 1e-3, 3e-3):
+            model = built(name)
+            adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+            ends.append(sum(trained(model, adamw, name)[-5:]) / 5)
         row = {
             "network": name, "package": f"{network.package} {package.__version__}", "covered": covered, "first": first,
-            "ekfac": min(ends["EKFAC"]), "adamw": min(ends["AdamW"]),
+            "ekfac": last, "adamw": min(ends),
         }  # fmt: skip
         with Path(RECORD).open("a") as file:
             file.write(json.dumps(row) + "\n")
