@@ -48,7 +48,7 @@ def factor_sums(
     memory: int,
     further: Passes = (),
     into: FactorSums | None = None,
-    sampled: bool = False,
+    half: bool = False,
 ) -> FactorSums:
     """Sum h h^T and delta delta^T over n examples; several calls of a layer are positions of the same example.
 
@@ -60,22 +60,14 @@ def factor_sums(
         memory: Bytes that temporary tensors may take.
         further: See :data:`Passes`.
         into: Sums of earlier batches, which these are added to, in place; :meth:`FactorSums.mirror` is due at the end.
-        sampled: Take no more rows than factors of that width need, and products of half-precision tensors on tensor
-            cores, where they are exact.
+        half: Take products of half-precision tensors on tensor cores, where they are exact.
     """
-    if sampled and sharing == "expand" and into is None and not further and not block.layer.scattered:
-        step = stride(block, calls, n)
-        if step > 1:
-            before, calls = len(calls[0].d), [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
-            n = len(calls[0].d)
-            sums = factor_sums(block, calls, n, sharing, memory, sampled=True)
-            return FactorSums(sums.A, sums.terms, sums.B.mul_(before / n))
     A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
     additions = 0
     if sharing != "expand":
         for call in calls:
             refuse_unaligned(block, call.layer, call.x, n)
-    half = sampled and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
+    half = half and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
     with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
         if block.layer.scattered:
             sides = block.dtype, block.diagonal_A, block.diagonal_B
@@ -108,6 +100,18 @@ def factor_sums(
     return sums
 
 
+def sampled(block: Block, calls: list[Call], n: int) -> tuple[list[Call], int]:
+    """Return as much of a batch as factors of that width need, and of how many examples that is.
+
+    What is left out is made up for by the number of examples: B is a mean over these.
+    """
+    step = 1 if block.layer.scattered else stride(block, calls, n)
+    if step == 1:
+        return calls, n
+    calls = [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
+    return calls, len(calls[0].d)
+
+
 def stride(block: Block, calls: Sequence[Call], n: int) -> int:
     """Every how many-th entry of a batch is enough for A and B: a few thousand positions, twice the width.
 
@@ -117,7 +121,8 @@ def stride(block: Block, calls: Sequence[Call], n: int) -> int:
     if len(lengths) > 1 or not all(call.layer.splittable for call in calls):
         return 1
     positions = sum(call.layer.positions_per_example(call.d, n) for call in calls) * n
-    step = min(positions // max(ROWS, 2 * block.shape.inputs, 2 * block.shape.out), lengths.pop())
+    A, B = 0 if block.diagonal_A else block.shape.inputs, 0 if block.diagonal_B else block.shape.out
+    step = min(positions // max(ROWS, 2 * A, 2 * B), lengths.pop())
     return max(1, step - 1 + step % 2)
 
 

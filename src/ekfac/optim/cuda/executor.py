@@ -15,13 +15,17 @@ from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
-from ekfac.optim.cuda.streams import LARGE, ParallelStreams, SideStream
+from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.executor import Answer, Executor
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
     from ekfac.optim.engine import Apply, Engine
     from ekfac.optim.types import Rates, StepInputs
+
+#: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
+#: some eight float64 copies of them.
+LARGE = {"a refresh": 2**22, "taking statistics": 2**25}
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -81,13 +85,13 @@ class CudaExecutor(Executor):
     def call(
         self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
     ) -> tuple[Any, ...]:
-        large = sum(t.numel() for t in tensors) > LARGE  # the device takes longer than the host, graph or no graph
+        large = sum(t.numel() for t in tensors) > LARGE[what]
         if self.records or large or (what != "a refresh" and not self.graphs_possible(tensors[0].device)):
             return function(*tensors)
         return self.replays[what](key, function, *tensors)
 
     def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
-        return nullcontext() if numbers > LARGE else self.side.work(device)
+        return nullcontext() if numbers > LARGE["a refresh"] else self.side.work(device)
 
     def join(self) -> None:
         self.side.join()

@@ -77,7 +77,7 @@ class Replicas:
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            due = engine.schedule.due(engine.partition.covered)
+            due = engine.schedule.due()
             inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size)
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):

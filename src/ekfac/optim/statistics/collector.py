@@ -189,19 +189,22 @@ class Collector:
         sums.setdefault(block, BlockSums()).add_fingerprint(found)
 
     def _factor_sums(self, block: Block, calls: list[Call], n: int, replay: bool) -> FactorSums:
-        o = self.options
+        o, before = self.options, len(calls[0].d)
+        inexact = not o.refresh.deterministic and block.dtype == torch.float32
+        if inexact and o.coverage.sharing == "expand":
+            calls, n = statistics.sampled(block, calls, n)
+        more = before / len(calls[0].d)
 
         def taken(*tensors: Tensor) -> tuple[Any, ...]:
             given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
-            sampled = not o.refresh.deterministic and block.dtype == torch.float32
             limit = o.numerics.memory_limit
-            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, limit, sampled=sampled)
-            return sums.A, sums.terms, sums.B
+            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, limit, half=inexact)
+            return sums.A, sums.terms, sums.B if more == 1 else sums.B.mul_(more)
 
         tensors = [t for call in calls for t in (call.x, call.d)]
         if not replay or block.layer.scattered:
             return FactorSums(*taken(*tensors))
-        key = (block, n, *((c.layer, c.layer.mode) for c in calls))
+        key = (block, n, more, *((c.layer, c.layer.mode) for c in calls))
         return FactorSums(*self.executor.call("taking statistics", key, taken, *tensors))
 
     @contextmanager
@@ -264,7 +267,7 @@ class Collector:
             self._give_up_on(silent)
         if self.options.batch.reduction == "sum" and n:
             mean = processes / n
-        solves, warm = self._schedule.due(covered)
+        solves, warm = self._schedule.due()
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
 
     def examples(self) -> int:

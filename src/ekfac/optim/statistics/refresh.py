@@ -122,12 +122,11 @@ class Refresher:
         found: dict[int, WarmBasis] = {}
         for (shape, iterations, passes), indices in together.items():
             lengths = [len(sides[i].matrix) for i in indices]
-            matrices = torch.cat([sides[i].matrix for i in indices])
-            bases = torch.cat([sides[i].U for i in indices])
+            matrices, bases = joined([sides[i].matrix for i in indices]), joined([sides[i].U for i in indices])
             most = max(1, NUMBERS // shape.numel())
             parts = zip(matrices.split(most), bases.split(most), strict=True)
             done = [self._iterate(*part, iterations, passes) for part in parts]
-            fields = [torch.cat(field).split(lengths) for field in zip(*map(fields_of, done), strict=True)]
+            fields = [joined(list(field)).split(lengths) for field in zip(*map(fields_of, done), strict=True)]
             found.update({i: WarmBasis(*field) for i, *field in zip(indices, *fields, strict=True)})
         return [found[i] for i in range(len(sides))]
 
@@ -212,6 +211,11 @@ def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
     count = len(renewal.blocks)
     known = [torch.where(w.good, w.residual, torch.inf).view(count, -1).amax(1) for w in warm if w is not None]
     return torch.stack(known).amax(0) if known else renewal.A.new_full((count,), NOTHING)
+
+
+def joined(tensors: list[Tensor]) -> Tensor:
+    """One below the other; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def fields_of(warm: WarmBasis) -> tuple[Tensor, ...]:

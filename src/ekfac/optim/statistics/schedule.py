@@ -122,6 +122,8 @@ class Schedule:
         self._stretches: dict[Block, tuple[int, int]] = {}
         self._method = method
         self._partition = partition
+        #: What is due at a step, and at which: asked for many times.
+        self._due: tuple[tuple[int, int], set[Block], dict[Block, tuple[int, int]]] | None = None
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
         #: forward pass would have taken something else, had that been known.
         self.maskable = (
@@ -137,12 +139,18 @@ class Schedule:
         every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
         return Intervals(every, self._refresh.deterministic)
 
-    def due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
+    def due(self) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
         """Find what this step does with the bases of covered blocks before it uses them.
 
         Returns:
             The blocks to solve for in full, and those to refresh, warm, with the iterations of their two sides.
         """
+        known = self.applied_steps, self._partition.generation
+        if self._due is None or self._due[0] != known or self._due[1]:  # blocks to solve for may be there by now
+            self._due = known, *self._find_due(self._partition.covered)
+        return self._due[1], self._due[2]
+
+    def _find_due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
         states, t, every = self._partition.states, self.applied_steps, self.intervals.every
         deterministic = self.intervals.deterministic
         solves, warm = set(), {}
@@ -169,7 +177,7 @@ class Schedule:
 
     def renews(self, block: Block) -> bool:
         """Tell whether this step uses a basis that is not known before it."""
-        return block.covered and any(self.due([block]))
+        return block.covered and any(block in found for found in self.due())
 
     def takes_factors(self, block: Block) -> bool:
         """Tell whether this step takes its batch into the block's A and B."""
