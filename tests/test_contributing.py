@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ekfac.optim.engine import Engine
+from ekfac.optim.methods.eigenbasis import EigenMethod
+
 ROOT = Path(__file__).resolve().parents[1]
-BLOCKS = re.findall(r"\*\*A (.+?)\*\*.*?```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+BLOCKS = re.findall(r"\*\*A (.+?)\*\*.*?```python\n(.*?)```", PAGE, re.DOTALL)
 CODE = dict(BLOCKS)
 
 # What is asked of each when its own lines have run.
@@ -52,6 +56,43 @@ assert list(line.get_ydata()) == [1, 1 / 2, 1 / 3]
 }
 
 
+def named_in_the_plan() -> set[Path]:
+    """The files and folders that the tree under "The rooms" names, by their indentation."""
+    block = re.search(r"## The rooms\n\n```\nsrc/ekfac/\n(.*?)\ntests/", PAGE, re.DOTALL)
+    assert block is not None
+    found: set[Path] = set()
+    source = room = ROOT / "src" / "ekfac"
+    for line in block[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.match(r"(?:[\w.]+(?:/|\.py)(?:\s+|$))+", line.lstrip())
+        assert names is not None and depth in (1, 2), line
+        places = [(source if depth == 1 else room) / name.rstrip("/") for name in names[0].split()]
+        found |= set(places)
+        room = places[0] if depth == 1 else room
+    return found
+
+
+def test_the_plan_is_that_of_the_tree() -> None:
+    named = named_in_the_plan()
+    assert not [place for place in named if not place.exists()]
+    source = ROOT / "src" / "ekfac"
+    folders = {file.parent for file in source.rglob("*.py")} - {source}
+    small = {folder for folder in folders if len(folder.relative_to(source).parts) > 2}  # within a room's corner
+    assert folders - small <= named
+    assert {file for file in source.glob("*.py") if file.name != "__init__.py"} <= named
+
+
+def test_the_picture_names_what_there_is() -> None:
+    picture = PAGE.split("## How data flows")[1].split("## The rooms")[0]
+    for place in re.findall(r"(?:curvature|optim)/[\w./]*\w", picture):
+        found = ROOT / "src" / "ekfac" / place
+        assert found.exists() or found.with_suffix(".py").exists(), place
+    lines = re.findall(r"`(\w+)`", picture.split("A reader of Algorithm 1")[1].split("What a block keeps")[0])
+    assert len(lines) == 6
+    for name in lines:
+        assert hasattr(Engine, name) or hasattr(EigenMethod, name), name
+
+
 def test_every_extension_is_shown_in_few_lines() -> None:
     assert list(CODE) == list(CHECKS)
     for name, code in CODE.items():
@@ -62,6 +103,6 @@ def test_every_extension_is_shown_in_few_lines() -> None:
 def test_an_extension_runs(name: str, tmp_path: Path) -> None:
     """In a process of its own, as it registers names."""
     (tmp_path / "mine.py").write_text(CODE[name] + "\n" + CHECKS[name])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ekfac
 from ekfac.cli import main as cli
+from ekfac.curvature import statistics
+from ekfac.curvature.blocks import find_blocks
 from ekfac.diagnosis import doctor as diagnosis
-from ekfac.diagnosis.probe import Prices, Probe, Trial
+from ekfac.diagnosis import probe as probe_module
+from ekfac.diagnosis.probe import Prices, Probe, Trial, work_due
+from ekfac.optim.statistics import refresh as refresh_module
 
 QUICK = {"steps": 10, "trial_steps": 3}
 
@@ -138,12 +142,53 @@ def test_the_prediction_is_slope_and_half_the_bend():
 
 
 def test_the_interval_is_the_shortest_that_is_affordable():
-    assert Prices(1.0, 2.0, 12.0).at(5) == 4.0
-    assert diagnosis._interval(Prices(1.0, 2.0, 12.0)) == 50  # 2.2 <= 1.1 x 2
-    assert diagnosis._interval(Prices(1.0, 2.0, 1.9)) == 1
-    assert diagnosis._interval(Prices(1.0, 1.0, 1e6)) == 500
-    assert diagnosis._interval(Prices(1.0, 2.0, 12.0), given=20) == 20  # 2.5 <= 1.5 x 2
-    assert diagnosis._interval(Prices(1.0, 2.0, 12.0), given=5) == 50
+    assert diagnosis._interval(Prices(1.0, 2.0, 2.0, 12.0)) == 50  # 2.2 <= 1.1 x 2
+    assert diagnosis._interval(Prices(1.0, 2.0, 1.8, 1.9)) == 1
+    assert diagnosis._interval(Prices(1.0, 1.0, 1.0, 1e6)) == 500
+    assert diagnosis._interval(Prices(1.0, 2.0, 2.0, 12.0), given=20) == 20  # 2.5 <= 1.5 x 2
+    assert diagnosis._interval(Prices(1.0, 2.0, 2.0, 12.0), given=5) == 50
+
+
+def test_a_price_has_its_share_of_statistics_and_of_renewals():
+    assert Prices(1.0, 2.0, 2.0, 12.0).at(5) == 4.0
+    prices = Prices(1.0, 2.0, 6.0, 16.0)
+    assert prices.at(1) == 16.0  # both at every step
+    assert prices.at(8) == 2 + 4 / 2 + 10 / 8  # statistics four times in an interval
+    assert Prices(1.0, 2.0, 6.0, 16.0, factor_every=1).at(100) == 2 + 4 + 10 / 100
+    assert Prices(1.0, 2.0, 6.0, 16.0, wide=0.5).at(100) == 2 + 4 / 25 + 5 / 100
+    every = [prices.at(interval) for interval in diagnosis.INTERVALS]
+    assert every == sorted(every, reverse=True) and len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_steps_that_are_timed_do_what_their_price_is_for(deterministic, monkeypatch):
+    """By a clock that counts: 1 for a step, 10 for a layer's statistics, 1,000 for a side that is renewed."""
+    now = [0.0]
+    monkeypatch.setattr(probe_module.time, "perf_counter", lambda: now[0])
+
+    def charged(function, price):
+        def charge(*arguments, **more):
+            now[0] += price
+            return function(*arguments, **more)
+
+        return charge
+
+    solver = "eigh_with_fallback" if deterministic else "orthogonal_iteration"
+    monkeypatch.setattr(refresh_module, solver, charged(getattr(refresh_module, solver), 1000))
+    monkeypatch.setattr(statistics, "factor_sums", charged(statistics.factor_sums, 10))
+    probe = Probe(network(), batches(), F.cross_entropy, 10, {"deterministic": deterministic})
+    monkeypatch.setattr(probe, "step", charged(probe.step, 1))
+    prices = probe.prices()
+    assert (prices.adam, prices.plain, prices.statistics, prices.renewing) == (1, 1, 1 + 20, 1 + 20 + 4000)
+    assert prices.wide == 1 and prices.at(8) == 1 + 20 / 2 + 4000 / 8
+
+
+def test_wide_sides_are_priced_as_rarely_as_they_are_renewed():
+    wide = nn.Linear(2895, 2, bias=False)  # 2,895 columns: (2,895 / 1,024)^2 = 8 intervals
+    assert work_due(find_blocks(wide)) == pytest.approx(1 / 8, rel=1e-6)
+    assert work_due(find_blocks(network())) == 1
+    assert work_due(find_blocks(nn.Linear(5000, 2, bias=False), max_factor_dim=4096)) == 1  # kept diagonal
+    assert work_due([]) == 1
 
 
 def test_of_equal_trials_the_careful_one_is_chosen():

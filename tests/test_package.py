@@ -128,3 +128,9 @@ def test_the_command_without_its_packages_is_one_clear_line(bare):
     lines = [line for line in answer.stderr.splitlines() if line.startswith("error")]
     assert answer.returncode == 1 and len(lines) == 1 and "Traceback" not in answer.stderr
     assert "pip install 'ekfac[lab]'" in answer.stderr and "python -m ekfac.lab.train" in answer.stderr
+
+
+def test_the_lab_can_search_in_postgresql_as_its_page_says():
+    extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+    lab = extras.split("lab = [")[1].split("\n]")[0]
+    assert '"psycopg[binary]' in lab and '"sqlalchemy' in lab

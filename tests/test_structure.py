@@ -18,7 +18,18 @@ import ekfac
 ROOT = Path(__file__).resolve().parents[1] / "src"
 FILES = sorted((ROOT / "ekfac").rglob("*.py"))
 #: Each room may import from itself and from those before it.
-ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", "cli")
+ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", "cli", "__main__")
+
+#: What a function's docstring may begin with: the imperative of a verb. A new verb is added here.
+VERBS = """
+Add Agree Append Assign Become Begin Bound Bring Build Call Capture Change Check Choose Clear Close Compare
+Compute Copy Count Cut Decompose Describe Discount Divide Do Download Draw Drop End Estimate Evaluate Exchange
+Fill Find Flip Forget Gather Give Go Group Guess Hand Have Hold Import Invert Iterate Judge Keep Label Learn
+Leave Let List Load Log Look Make Measure Mix Move Multiply Name Note Open Pair Parse Pass Precondition Prepare
+Print Put Queue Raise Read Record Refresh Refuse Register Remove Replace Report Reproduce Require Return Run Say
+Search Select Set Settle Shorten Show Solve Sort Split Square Stack Stand Start Stay Step Stop Sum Tabulate Take
+Tell Time Train Try Turn Undo Update View Wait Watch Write Yield
+"""
 
 
 def module_of(file: Path) -> str:
@@ -82,6 +93,37 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: module_of(file))
 def test_no_file_is_long(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 400
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings of functions with their lines; a property is a thing, and named as one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = ast.get_docstring(node)
+            if found is not None and not any("property" in ast.unparse(d) for d in node.decorator_list):
+                yield node.lineno, found
+
+
+def imperative(docstring: str) -> bool:
+    first, second, *_ = [word.strip(",;:.") for word in docstring.split()] + ["", ""]
+    return first in VERBS.split() and second != "of"  # "Sum of" is a thing
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: module_of(file))
+def test_docstrings_are_in_the_imperative(file: Path) -> None:
+    wrong = [
+        f"{file}:{line}: {text.splitlines()[0]}" for line, text in docstrings(file.read_text()) if not imperative(text)
+    ]
+    assert not wrong, "begin with a verb in the imperative, or add it to VERBS:\n" + "\n".join(wrong)
+
+
+def test_what_is_no_imperative_is_noticed() -> None:
+    assert (
+        imperative("Return x.") and imperative("Wait: it is inverted later.") and imperative("Raise, if it is wrong.")
+    )
+    assert not any(map(imperative, ["Returns x.", "The sum.", "Sum of x.", "Whether it is so.", "g / s", "..."]))
+    source = 'class A:\n    @property\n    def x(self):\n        "The x."\n    async def y(self):\n        "The y."'
+    assert list(docstrings(source)) == [(5, "The y.")]
 
 
 def functions_of_a_step(number: int) -> set[tuple[str, str]]:

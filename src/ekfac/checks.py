@@ -119,7 +119,7 @@ def decays(name: str, value: Any) -> None:
 
 
 def whole(model: nn.Module) -> None:
-    """A module whose parameters are not sharded; ``fully_shard`` also replaces those of one that is in use."""
+    """Refuse a module whose parameters are sharded; ``fully_shard`` also replaces those of one that is in use."""
     for name, p in model.named_parameters():
         if hasattr(p, "device_mesh"):  # of a DTensor, whose class takes long to import
             raise ValueError(

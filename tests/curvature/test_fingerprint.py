@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -11,8 +12,9 @@ from torch.nn import functional as F
 
 import ekfac
 from ekfac.curvature import fingerprint
-from ekfac.curvature.blocks import find_blocks
+from ekfac.curvature.blocks import KINDS, find_blocks
 from ekfac.curvature.layers.base import Call
+from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.optim.statistics.factored_gradient import rows_of
 
 
@@ -89,3 +91,44 @@ def test_gradient_calls_and_rows_have_one_fingerprint() -> None:
     changed = fingerprint.of_gradient(block, gradients, vectors)
     assert not fingerprint.same(changed, of_rows, size)
     assert fingerprint.differs(block, fingerprint.of_gradient_with_size(block, gradients, vectors), of_calls)
+
+
+class Transposed(nn.Module):
+    """A linear layer whose weight is stored as (in, out), square, so that no shape tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Forgetful(LinearLayer):
+    """Says nothing of how the weight is stored."""
+
+    def layout(self) -> tuple[dict[str, int], list[str], int]:
+        return {"weight": 6}, [], 6
+
+
+class Right(Forgetful):
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [(Forgetful, True), (Right, False)])
+def test_a_layer_class_that_is_wrong_is_named(
+    kind: type[LinearLayer], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, Transposed, kind)
+    torch.manual_seed(0)
+    model, x, y = Transposed(), torch.randn(8, 6).double(), torch.randint(6, (8,))
+
+    def told() -> contextlib.AbstractContextManager[object]:
+        return pytest.raises(RuntimeError, match=r"Forgetful.* says wrongly") if wrong else contextlib.nullcontext()
+
+    with told(), ekfac.EKFAC(model) as opt:
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    with told():
+        ekfac.fisher(model, [(x, y)], "categorical", approximation="kfac", estimate="empirical")

@@ -33,6 +33,7 @@ def test_empirical_is_the_mean_over_the_labels_given(case: Case) -> None:
     close(diagonal.diagonal(), expected.diagonal())
 
 
+@pytest.mark.over_a_second
 @settings(max_examples=16)
 @given(case=cases())
 def test_exact_is_the_expectation_over_all_labels(case: Case) -> None:

@@ -21,6 +21,7 @@ def dense_error(G: Tensor, H: Tensor) -> float:
     return float((G - H).norm() / G.norm())
 
 
+@pytest.mark.over_a_second
 @settings(max_examples=8)
 @given(case=cases())
 def test_errors_and_spectra_between_all_pairs(case: Case) -> None:

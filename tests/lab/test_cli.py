@@ -55,7 +55,9 @@ def test_both_front_ends_have_the_same_options():
 BAD = [
     (["train"], "a task must be named; known: autoencoder, classifier"),
     (["train", "gan"], "unknown task 'gan'; known: autoencoder"),
+    (["train", "gan"], "one of your own needs --plugin FILE.py, the file that registers it"),
     (["train", "classifier", "--optimizer", "newton"], "unknown optimizer 'newton'; known: sgd"),
+    (["train", "classifier", "--optimizer", "newton"], "one of your own needs --plugin FILE.py"),
     (["train", "classifier", "--dataset", "svhn"], "unknown dataset 'svhn'; known: mnist-5k"),
     (["train", "classifier", "--epochs", "two"], "'two'"),
     (["train", "classifier", "--lr", "fast"], "'fast'"),
@@ -89,7 +91,8 @@ ONLY_EKFAC = [
     (["demo", "--seconds", "soon"], "'soon'"),
     (["sweep", "classifier", "--random", "some"], "'some'"),
     (["summary"], "task"),
-    (["summary", "gan"], "unknown task 'gan'"),
+    (["summary", "gan"], "one of your own needs --plugin FILE.py"),
+    (["figure", "gan"], "unknown figure 'gan'"),
     (["summary", "vgg11", "--width", "-1"], "width must be at least 1"),
     (["data", "fetch", "svhn"], "known: mnist-5k, mnist, cifar10"),
     (["data", "verify", "svhn"], "known: mnist-5k, mnist, cifar10"),
@@ -293,7 +296,7 @@ def test_the_first_demo_can_be_changed_and_the_recorded_one_replayed(capsys, mon
     monkeypatch.chdir(tmp_path)
     assert run("demo", "--seconds", "0.05", "--width", "8", "--batch-size", "1000", "--batch-norm", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
-    assert set(runs) == {"SGD", "Adam", "Adam + BN", "EKFAC"}
+    assert set(runs) == {"SGD", "Adam", "Adam + BN", "EKFAC", "EKFAC (lr 0.01)"}
     assert {(r["config"]["width"], r["config"]["batch_size"]) for r in runs.values()} == {(8, 1000)}
     assert run("demo", "--recorded", "--seconds", "0.01") == 0
     text = capsys.readouterr().out
@@ -339,6 +342,16 @@ def test_the_version_is_there_before_torch_is() -> None:
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == f"ekfac {ekfac.__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["ekfac", "ekfac.cli.main"])
+def test_a_module_is_the_command_too(module: str) -> None:
+    def answer(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, check=False)
+
+    version, wrong = answer("--version"), answer("summary", "gan")
+    assert (version.returncode, version.stdout) == (0, f"ekfac {ekfac.__version__}\n")
+    assert wrong.returncode == 2 and "error: unknown task 'gan'" in wrong.stderr
 
 
 def test_every_public_name_is_there_when_it_is_asked_for() -> None:

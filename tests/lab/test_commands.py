@@ -1,17 +1,47 @@
 """Commands about recorded runs: listed, compared, repeated, tagged; several seeds at once; settings from a file."""
 
 import json
+import os
 import shlex
+import shutil
 import statistics
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import ekfac
 from ekfac.cli import main as cli
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.registry import portable
+from ekfac.lab.show.listing import repeated, row
 from ekfac.lab.training.run import load_run
+from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, read_tags
 
+SOURCES = str(Path(ekfac.__file__).parents[1])
 PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+
+LOOKS = """
+import torch
+from ekfac.lab import Dataset, Split, Task, label_cross_entropy, register_dataset, register_task
+
+
+def numbers(folder):
+    print("looked in", folder.name)
+    x = torch.tensor([float(n) for n in (folder / "numbers.txt").read_text().split()])[:, None]
+    return Dataset("numbers", {"train": Split(x, (x[:, 0] > 3).long()), "validation": Split(x, (x[:, 0] > 3).long())})
+
+
+register_dataset("numbers", numbers)
+register_task(
+    "looks",
+    Task(lambda width, bn: torch.nn.Linear(1, 2), label_cross_entropy, dataset="numbers", input_shape=(1,), width=1,
+         batch_size=4, epochs=1),
+)
+"""
 
 
 def run(*words: object) -> int:
@@ -45,6 +75,12 @@ def test_runs_are_listed_sorted_and_chosen(recorded: Path, capsys: pytest.Captur
     assert run("ls", recorded / "none") == 2
 
 
+def test_changed_defaults_are_not_listed_as_the_defaults() -> None:
+    plain = TrainConfig("deep", "ekfac-default", device="cpu").resolved()
+    assert row(Run(plain, []))["method"] == "EKFAC (defaults)"
+    assert row(Run(replace(plain, lr=0.01), []))["method"] == "EKFAC (changed)"
+
+
 def test_what_differs_between_two_runs_is_shown(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("diff", recorded / "a", recorded / "b", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -66,19 +102,69 @@ def test_a_run_is_repeated_from_its_folder(recorded: Path, capsys: pytest.Captur
     assert run("rerun", recorded / "a", "--out", recorded / "a", "--plugin", PLUGIN) == 2
 
 
-def test_the_recorded_command_repeats_the_run_from_any_folder(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_recorded_command_repeats_the_run_on_another_machine(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(Path(PLUGIN).parent)
-    words = ["train", "tiny", "--plugin", "tiny_plugin.py", "--device", "cpu", "--epochs", "1", "--data-dir", "."]
-    assert run(*words, "--optimizer", "sgd", "--lr", "0.1", "--out", tmp_path / "near") == 0
-    near = load_run(tmp_path / "near")
-    command = shlex.split(near.about["command"])
-    assert command[command.index("--plugin") + 1] == PLUGIN
-    assert command[command.index("--data-dir") + 1] == str(Path(PLUGIN).parent) == near.about["data_dir"]
+    """It names no folder of the machine that recorded it: neither of data nor of plugins."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for machine in (here, there):
+        (machine / "plugins").mkdir(parents=True)
+        shutil.copy(PLUGIN, machine / "plugins" / "tiny_plugin.py")
+
+    def command_of(machine: Path, *words: object) -> None:
+        command = [sys.executable, "-m", "ekfac", *map(str, words)]
+        subprocess.run(command, cwd=machine, env={**os.environ, "PYTHONPATH": SOURCES}, check=True)
+
+    words = ["--device", "cpu", "--epochs", "1", "--optimizer", "sgd", "--lr", "0.1", "--data-dir", here]
+    command_of(here, "train", "tiny", "--plugin", here / "plugins" / "tiny_plugin.py", *words, "--out", here / "run")
+    recorded = load_run(here / "run")
+    assert str(tmp_path) not in recorded.about["command"]
+    command = shlex.split(recorded.about["command"])
+    assert command[command.index("--plugin") + 1] == "plugins/tiny_plugin.py" and "--data-dir" not in command
+    command_of(there, *command[1:], "--out", there / "run")
+    assert load_run(there / "run").history[-1]["train_loss"] == recorded.history[-1]["train_loss"]
+
+
+def test_plugins_are_named_without_folders_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(*command[1:], "--out", tmp_path / "far") == 0
-    assert load_run(tmp_path / "far").history[-1]["train_loss"] == near.history[-1]["train_loss"]
+    assert portable("mine.module") == "mine.module" and portable("../mine.py") == "../mine.py"
+    assert portable(str(tmp_path / "more" / "mine.py")) == str(Path("more") / "mine.py")
+    assert portable(str(tmp_path.parent / "mine.py")) == "mine.py"
+
+
+def test_rerun_looks_for_data_where_this_machine_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that was named there may not be here: then it is EKFAC_DATA's, or that of --data-dir."""
+    plugin = tmp_path / "looks.py"
+    plugin.write_text(LOOKS)
+    for name in ("old", "new", "given"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numbers.txt").write_text("0 1 2 3 4 5 6 7")
+    monkeypatch.setenv("EKFAC_DATA", str(tmp_path / "new"))
+    words = ["--plugin", plugin, "--device", "cpu"]
+    train = ["train", "looks", *words, "--optimizer", "sgd", "--epochs", "1", "--data-dir", tmp_path / "old"]
+    assert run(*train, "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+
+    def looked_in(*more: object) -> str:
+        assert run("rerun", tmp_path / "run", *words, *more) == 0
+        said = capsys.readouterr().out
+        assert "the same as recorded after epoch 1" in said
+        return said.split("looked in ")[1].split()[0]
+
+    assert looked_in() == "old"
+    assert looked_in("--data-dir", tmp_path / "given") == "given"
+    shutil.rmtree(tmp_path / "old")
+    assert looked_in() == "new"
+
+
+def test_a_repeated_run_on_other_data_is_told(tmp_path: Path) -> None:
+    record = {"epoch": 0, "train_loss": 1.0}
+    one, two = (Run(TrainConfig("classifier"), [dict(record)], about={"data_sha256": h}) for h in "ab")
+    assert repeated(one, two) == "the same as recorded after epoch 0: training loss 1"
+    two.history[0]["train_loss"] = 2.0
+    assert repeated(one, two) == "after epoch 0: training loss 2; recorded: training loss 1, on other data (1 apart)"
 
 
 def test_tags_and_notes_leave_the_record_alone(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 
 from ekfac.lab.show import demo, replay
 from ekfac.lab.show.chart import chart
@@ -59,7 +60,22 @@ def test_each_gets_the_same_time_and_its_own_folder(tmp_path):
         assert last >= 0.1 > before[-1]
     assert runs["lost"].status == "diverged" and runs["one"].status == "finished"
     assert seen[:3] == ["one", "two", "lost"] and len(seen) == sum(len(run.history) for run in runs.values())
-    assert load_run(tmp_path / "one").history == runs["one"].history
+    recorded = load_run(tmp_path / "one")
+    assert recorded.history == runs["one"].history and recorded.status == "finished"
+    assert f"--epochs {len(recorded.history) - 1} " in recorded.about["command"]  # what it had time for, and no more
+
+
+def test_a_race_that_is_cut_short_leaves_runs_that_can_be_repeated(tmp_path):
+    def stop(name, run):
+        if len(run.history) == 3:
+            raise KeyboardInterrupt
+
+    entrants = {"one": TrainConfig("classifier", "sgd", **SMALL), "two": TrainConfig("classifier", "adam", **SMALL)}
+    with pytest.raises(KeyboardInterrupt):
+        demo.race(entrants, seconds=1e9, out=tmp_path, on_epoch=stop)
+    for name in entrants:
+        run = load_run(tmp_path / name)
+        assert run.config.epochs == max(1, run.history[-1]["epoch"])
 
 
 def test_the_number_of_epochs_can_be_bounded():
@@ -82,10 +98,31 @@ def test_the_entrants_are_the_papers_five_and_the_default():
 def test_the_first_race_is_on_one_network_with_the_library_as_it_comes():
     entrants = demo.RACES[demo.FIRST].entrants
     assert len({(c.task, c.batch_norm, c.width, c.batch_size) for c in entrants.values()}) == 1
-    own = entrants["EKFAC"]
-    assert own == TrainConfig(own.task, "ekfac-default", lr=own.lr), "only its learning rate is set, as the others' is"
+    assert entrants["EKFAC"] == TrainConfig("deep", "ekfac-default"), "nothing is set"
+    for name in ("SGD", "Adam", "EKFAC (lr 0.01)"):
+        own = entrants[name]
+        assert own == TrainConfig(own.task, own.optimizer, lr=own.lr), "only the learning rate is set"
     for race in demo.RACES.values():
         assert all(replace(c, device="cpu").resolved().dataset == "mnist-5k" for c in race.entrants.values())
+
+
+def test_threads_are_the_races_while_it_lasts():
+    before, seen = torch.get_num_threads(), []
+    entrants = {"one": TrainConfig("classifier", "sgd", **SMALL)}
+    demo.race(entrants, 1e9, max_epochs=1, threads=1, on_epoch=lambda name, run: seen.append(torch.get_num_threads()))
+    assert set(seen) == {1} and torch.get_num_threads() == before
+
+
+def test_a_busy_machine_is_told():
+    assert demo.busy(60.0, 55.0) == "" and demo.busy(60.0, 110.0) == ""
+    assert demo.busy(60.0, 20.0).startswith("The machine was busy: this had a core for 20 of 60 s.")
+
+
+def test_the_demo_says_what_was_set():
+    said = demo.what_was_set(demo.RACES[demo.FIRST].entrants)
+    assert said == "What was set: SGD: lr 0.1; Adam: lr 0.01; EKFAC: nothing; EKFAC (lr 0.01): lr 0.01."
+    options = {"one": TrainConfig("deep", "kfac", damping=1e-3, refresh_every=5, options={"kl_clip": 0.1})}
+    assert demo.what_was_set(options) == "What was set: one: damping 0.001, refresh every 5, kl_clip 0.1."
 
 
 def test_the_recorded_race_is_the_records_and_is_replayed_in_order():

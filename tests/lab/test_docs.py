@@ -283,3 +283,10 @@ def test_links_and_pictures_lead_somewhere(page):
 def test_every_picture_is_shown_somewhere():
     text = "".join(page.read_text() for page in PAGES)
     assert [file.name for file in sorted((DOCS / "images").iterdir()) if f"images/{file.name}" not in text] == []
+
+
+def test_every_kfac_command_on_the_autoencoder_leaves_the_plateau():
+    """With the pi correction KFAC stays there, as docs/mnist.md says: no page may recommend it."""
+    lines = [line for page in (ROOT / "docs").glob("*.md") for line in page.read_text().splitlines()]
+    found = [line for line in lines if re.search(r"ekfac (sweep|train) autoencoder .*--optimizer kfac\b", line)]
+    assert found and all("--set pi_correction=false" in line for line in found), found

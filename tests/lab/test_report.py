@@ -113,7 +113,7 @@ def test_the_page_renders_from_a_file_without_network_and_says_nothing(opened: O
     for title in ("autoencoder on mnist", "Best settings", "Machine and versions", "Commands"):
         assert title in headings
     assert (
-        "ekfac train autoencoder --dataset mnist --batch-size 200 --lr 0.1 --damping 0.01"
+        "ekfac train autoencoder --optimizer ekfac-ra --dataset mnist --batch-size 200 --lr 0.1 --damping 0.01"
         in opened.tab.locator("footer").inner_text()
     )
     assert opened.tab.locator("#contents a").all_text_contents()[0] == "autoencoder on mnist"
@@ -335,6 +335,18 @@ def test_unlike_runs_share_no_chart_and_each_has_its_own_floor() -> None:
     methods = [method for group in grouped(runs) for method in content.chart(group)["methods"]]
     floors = [method["curves"]["final"]["train_loss"]["epoch"]["floor"]["train"] for method in methods]
     assert sorted(floors) == [30.0, 45.0, 45.0, 45.0, 45.0]
+
+
+def test_a_races_runs_share_a_chart_however_many_epochs_they_had_time_for() -> None:
+    base = TrainConfig("autoencoder", "sgd", dataset="mnist", lr=0.1, batch_size=200)
+    runs = [made_up(base, 0.5, epochs=9), made_up(replace(base, optimizer="adam"), 0.5, epochs=3)]
+    for run in runs:
+        run.about = {**run.about, "race_seconds": 15.0}
+    assert [(group.name, len(group.curves)) for group in grouped(runs)] == [
+        ("autoencoder on mnist, 15 s of training each", 2)
+    ]
+    names = [group.name for group in grouped([*runs, made_up(base, 0.5, epochs=1)])]
+    assert sorted(names) == ["autoencoder on mnist, 1 epoch", "autoencoder on mnist, 15 s of training each"]
 
 
 def test_batch_sizes_that_several_methods_share_are_compared_apart() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ekfac.cli.sweep import best_rows
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.search.selection import (
     best_final,
@@ -132,3 +133,12 @@ def test_curves_are_grouped_by_method() -> None:
 @pytest.mark.parametrize(("loss", "seconds"), [(9.0, 0.0), (7.5, 0.5), (6.0, 1.0), (4.5, 1.5), (2.9, 3.0), (1.0, None)])
 def test_time_to_reach_a_loss_lies_between_records(loss: float, seconds: float | None) -> None:
     assert time_to_reach(curves([RACE[1]])[0], loss) == seconds
+
+
+def test_no_setting_is_the_best_before_anyone_has_trained() -> None:
+    """Budgets that end within everybody's first epoch, or where nobody has had one, are left out."""
+    short = [made_up(0.1, [5.0, 3.0]), made_up(0.2, [5.0, 2.0], seconds=0.6)]
+    assert [row["by"] for row in best_rows(short)] == ["final training loss", "validation", "epoch 1", "1 s"]
+    long = [made_up(0.1, [5.0, *range(8, 0, -1)])]
+    assert [row["by"] for row in best_rows(long)][-4:] == ["1 s", "2 s", "4 s", "8 s"]
+    assert not [row for row in best_rows([made_up(0.1, [5.0])]) if row["by"].endswith(" s")]

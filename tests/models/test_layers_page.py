@@ -44,11 +44,13 @@ def test_the_pages_code_runs_and_prints_what_it_shows(page: tuple[dict[str, Any]
 
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
 @pytest.mark.parametrize("scaling", ["running", "per_example"])
+@pytest.mark.parametrize("kind", ["Conv1DLayer", "TransposedLayer"])
 def test_a_kind_of_ones_own_is_as_exact_as_a_built_in_one(
-    page: tuple[dict[str, Any], str], scaling: str, frozen: str | None
+    page: tuple[dict[str, Any], str], kind: str, scaling: str, frozen: str | None
 ) -> None:
-    """GPT-2's Conv1D, registered as the page shows, trains exactly as the Linear layer that it is."""
+    """GPT-2's Conv1D, registered in either of the page's ways, trains exactly as the Linear layer that it is."""
     Conv1D = page[0]["Conv1D"]
+    blocks.KINDS[Conv1D] = page[0][kind]
     torch.manual_seed(0)
     own = nn.Sequential(Conv1D(4, 6), nn.GELU(), Conv1D(6, 2)).double()
     linear = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)).double()

@@ -106,6 +106,7 @@ def test_the_mean_square_of_a_direction_is_never_above_one(scales: list[float], 
             assert float(direction.square().mean()) <= 1 + 1e-5
 
 
+@pytest.mark.over_a_second
 def test_where_gradients_agree_steps_are_longer_than_adams_and_where_they_do_not_they_are_adams() -> None:
     """On one coordinate: a gradient that stays gives 1 / sqrt(kappa), cut to 1; noise gives about what Adam does."""
     torch.manual_seed(0)

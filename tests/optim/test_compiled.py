@@ -53,6 +53,7 @@ def compiled(model: nn.Module):
     return torch.compile(model, backend="eager")
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_compiled_model_takes_the_same_steps(name):
     plain, model = network(), network()

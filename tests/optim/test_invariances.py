@@ -250,6 +250,7 @@ CASES = [
 ]
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize(("name", "method"), CASES)
 def test_trajectory_does_not_change(name: str, method: str) -> None:
     entry, tolerance = TABLE[name]

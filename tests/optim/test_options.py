@@ -192,3 +192,11 @@ def test_state_is_a_mapping_of_the_fields_that_are_there(kind: Any) -> None:
     assert dict(state) == {name: getattr(state, name) for name in state} and len(state) == len(dict(state))
     with pytest.raises(KeyError, match="no field 'nonsense'"):
         state["nonsense"] = 1
+
+
+def test_a_class_in_place_of_a_rule_is_told_that_an_instance_is_wanted() -> None:
+    for make in (ekfac.EKFAC, ekfac.Preconditioner):
+        with pytest.raises(ValueError, match=r"scaling=Running is a class. Allowed: an instance of it, .*Running\(\)"):
+            make(mlp(), scaling=rules.Running)
+    with pytest.raises(ValueError, match=r"scaling=<class 'dict'> is not known. Allowed: 'belief'"):
+        ekfac.EKFAC(mlp(), scaling=dict)

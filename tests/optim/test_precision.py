@@ -161,6 +161,7 @@ def test_200_steps_in_every_precision_end_near_each_other(build: type[nn.Module]
                     assert value.dtype == torch.float32, (mode, key)
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "bf16 parameters"])
 @pytest.mark.parametrize("build", [SmallConvNet, SmallTransformer])
 def test_half_precision_learns(build: type[nn.Module], mode: str) -> None:

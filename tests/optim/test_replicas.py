@@ -18,9 +18,10 @@ import replicas_worker as worker
 from ekfac.optim.distributed.owners import Owners, arithmetic
 from ekfac.optim.distributed.processes import Processes
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
-)
+pytestmark = [
+    pytest.mark.over_a_second,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
 
 TESTS = Path(__file__).parents[1]
 ON_TWO = (

@@ -72,6 +72,7 @@ def final_loss(scaling: str) -> tuple[float, dict[str, float]]:
 undisturbed_loss = functools.cache(final_loss)
 
 
+@pytest.mark.over_a_second
 @pytest.mark.rounding
 @pytest.mark.parametrize("scaling", ["running", "per_example"])
 @pytest.mark.parametrize("how", ["raises", "NaN"])

@@ -68,6 +68,7 @@ def direction(opt: ekfac.EKFAC, batch: Any, options: dict[str, Any]) -> dict[str
     return {name: before[name] - p for name, p in parameters_of(model).items()}
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("given", [True, False], ids=["lr given", "nothing set"])

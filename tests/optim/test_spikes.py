@@ -85,6 +85,7 @@ SPIKES = {
 }
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("optimizer", [UNBOUNDED if name == "KFAC" else name for name in OPTIMIZERS])
 @settings(max_examples=6)
 @given(**SPIKES)
@@ -97,6 +98,7 @@ def test_training_goes_on_after_a_spike(optimizer: str, network: str, size: floa
         assert found[BEFORE + 50] <= 1.2 * before, "it has come back"
 
 
+@pytest.mark.over_a_second
 @pytest.mark.parametrize("optimizer", [UNBOUNDED if name == "KFAC" else name for name in OPTIMIZERS])
 @settings(max_examples=4)
 @given(**SPIKES)

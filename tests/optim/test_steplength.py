@@ -108,6 +108,7 @@ def test_a_step_that_is_skipped_leaves_the_pace() -> None:
     assert opt.stats()["skipped_steps"] == 1 and opt.lr_fraction.save() == before
 
 
+@pytest.mark.over_a_second
 @pytest.mark.rounding
 def test_steps_fade_with_gradients_that_have_become_small() -> None:
     """A loss that is multiplied by 1e-3 has the same directions; only the steps along them become shorter, in time."""

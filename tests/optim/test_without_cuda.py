@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import ekfac
@@ -64,6 +65,7 @@ program: dict[str, object] = {"__name__": "program"}
 exec(PROGRAM, program)
 
 
+@pytest.mark.over_a_second
 def test_the_optimizer_without_its_cuda_folder_does_the_same(tmp_path: Path) -> None:
     """A copy of the package, the folder deleted and its one line in the engine replaced by what stands beside it."""
     copied = tmp_path / "ekfac"

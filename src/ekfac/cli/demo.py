@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -40,13 +41,19 @@ def demo(
     console = Console()
     if recorded:
         title, run = _recorded(10.0 if seconds is None else seconds)
+        settings = ""
     else:
-        title, run = _fresh(race, seconds, batch_size, width, batch_norm, seed, out, data_dir)
+        title, settings, run = _fresh(race, seconds, batch_size, width, batch_norm, seed, out, data_dir)
+    wall, cpu = time.perf_counter(), time.process_time()
     with interruptible("nothing was written" if out is None else f"what each had done by then is recorded in {out}"):
         runs = run(lambda name, found: None) if json else display.run_demo(console, title, run)
+    alone = not recorded and all(found.config.device == "cpu" for found in runs.values())
+    busy = lab_demo.busy(time.perf_counter() - wall, time.process_time() - cpu) if alone else ""
     if json:
         result = {
             "verdict": asdict(lab_demo.verdict(runs)),
+            "settings": settings,
+            "busy": busy,
             "runs": {n: r.to_dict() for n, r in runs.items()},
         }
         display.show_json(result)
@@ -54,6 +61,9 @@ def demo(
     display.show_verdict(console, runs)
     if recorded:
         return
+    console.print(settings, highlight=False, markup=False)
+    if busy:
+        console.print(busy, highlight=False, markup=False)
     if out is not None:
         console.print(f"recorded in {out}", soft_wrap=True)
     console.print(demo_report(list(runs.values()), out), soft_wrap=True, markup=False)
@@ -78,7 +88,7 @@ def _fresh(
     seed: int,
     out: str | None,
     data_dir: str | None,
-) -> tuple[str, Racing]:
+) -> tuple[str, str, Racing]:
     chosen = lab_demo.RACES[race]
     entrants = dict(chosen.entrants)
     if batch_norm and "Adam + BN" not in entrants:
@@ -86,12 +96,15 @@ def _fresh(
     changes = {name: value for name, value in (("batch_size", batch_size), ("width", width)) if value is not None}
     entrants = {name: replace(config, **changes) for name, config in entrants.items()}  # type: ignore[arg-type]
     title = chosen.title + "".join(f", {name.replace('_', ' ')} {value}" for name, value in changes.items())
-    time = chosen.seconds if seconds is None else seconds
+    each = chosen.seconds if seconds is None else seconds
 
     def run(on_epoch: Callable[[str, Run], None]) -> Runs:
-        return lab_demo.race(entrants, time, out=out, data_dir=data_dir, seed=seed, on_epoch=on_epoch)
+        return lab_demo.race(
+            entrants, each, out=out, data_dir=data_dir, seed=seed, threads=chosen.threads, on_epoch=on_epoch
+        )
 
-    return title, run
+    settings = lab_demo.what_was_set(entrants) + (f" {chosen.rates}" if chosen.rates and not changes else "")
+    return title, settings, run
 
 
 def register(app: typer.Typer) -> None:

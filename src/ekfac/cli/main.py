@@ -172,5 +172,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command line of this process and end with its exit status."""
     sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

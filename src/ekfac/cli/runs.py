@@ -133,6 +133,8 @@ def _rerun(**values: Any) -> None:
         raise LabError(f"--out {values['out']!r} is the run itself; name another folder")
     progress = Progress() if values["json"] else display.progress(Console())
     data_dir = values["data_dir"] or before.about.get("data_dir")
+    if values["data_dir"] is None and data_dir is not None and not Path(data_dir).is_dir():
+        data_dir = None  # the run is another machine's
     run = train(config, values["out"], data_dir=data_dir, overwrite=values["overwrite"], progress=progress)
     if values["json"]:
         display.show_json({**run.to_dict(), "differences": listing.differences(before, run)})

@@ -305,8 +305,12 @@ def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for epoch in (1, 2, 5, 10, 20, 50, 100, 200):
         for where in (epochs.x == epoch).nonzero()[0]:
             add(f"epoch {epoch}", epochs.chosen[where], float(epochs.value[where]))
-    longest = max((float(curve.mean("seconds")[-1]) for curve in candidates), default=0.0)
-    times = per_time(candidates, budgets=[longest / 8, longest / 4, longest / 2, longest])
+    clocks = [curve.mean("seconds") for curve in candidates]
+    longest = max((float(clock[-1]) for clock in clocks), default=0.0)
+    # A budget within which nobody has trained an epoch would choose between untrained networks.
+    soonest = min((float(clock[1]) for clock in clocks if len(clock) > 1), default=math.inf)
+    budgets = [budget for budget in (longest / 8, longest / 4, longest / 2, longest) if budget >= soonest]
+    times = per_time(candidates, budgets=budgets)
     for budget, value, curve in zip(times.x, times.value, times.chosen, strict=True):
         add(f"{budget:.3g} s", curve, float(value))
     return rows

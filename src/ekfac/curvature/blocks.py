@@ -127,17 +127,17 @@ class Block:
         return self.covered, self.shape, self.diagonal_A, self.diagonal_B, self.dtype, self.key.device
 
     def stack(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Tensors in the order of ``parameters`` to ``[G, O, C]`` in the block's dtype."""
+        """Bring tensors in the order of ``parameters`` into the form ``[G, O, C]``, in the block's dtype."""
         named = zip(self.parameters, tensors, strict=True)
         return self.layer.stack({role: tensor.to(self.dtype) for role, tensor in named})
 
     def unstack(self, matrix: Tensor) -> list[Tensor]:
-        """``[G, O, C]`` to tensors shaped like the parameters, in their order."""
+        """Turn ``[G, O, C]`` into tensors shaped like the parameters, in their order."""
         out = self.layer.unstack(matrix)
         return [out[role] for role in self.parameters]
 
     def describe(self) -> str:
-        """How the block is represented, in a few words."""
+        """Say in a few words how the block is represented."""
         text = self.layer.describe()
         kept = [side for side, diagonal in (("A", self.diagonal_A), ("B", self.diagonal_B)) if diagonal]
         if self.covered and kept:
@@ -145,7 +145,7 @@ class Block:
         return f"{text} ({self.note})" if self.note else text
 
     def factor_numbers(self) -> tuple[int, int]:
-        """How many numbers A and B have."""
+        """Return how many numbers A and B have."""
         s = self.shape
         return (
             s.groups * (s.inputs if self.diagonal_A else s.inputs**2),
@@ -153,14 +153,14 @@ class Block:
         )
 
     def eigen_numbers(self) -> int:
-        """How many numbers A, B, their eigenvectors and their eigenvalues have."""
+        """Return how many numbers A, B, their eigenvectors and their eigenvalues have."""
         s = self.shape
         values = (0 if self.diagonal_A else s.inputs) + (0 if self.diagonal_B else s.out)
         return 2 * sum(self.factor_numbers()) + s.groups * values
 
 
 def layer_class(module: nn.Module) -> type[Layer] | None:
-    """The class that reads a module, or None if it cannot be read exactly."""
+    """Return the class that reads a module, or None if it cannot be read exactly."""
     for kind, cls in KINDS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward and cls.supports(module):
             return cls
@@ -172,7 +172,7 @@ def layer_class(module: nn.Module) -> type[Layer] | None:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a layer's name equals, lies below, or fits one of the patterns."""
+    """Tell whether a layer's name equals, lies below, or fits one of the patterns."""
     return any(name == p or name.startswith(p + ".") or fnmatchcase(name, p) for p in patterns)
 
 
@@ -252,7 +252,7 @@ def find_blocks(
 
 
 def _why(module: nn.Module, tied: bool) -> str:
-    """Why a parameter that a module holds has no layer."""
+    """Say why a parameter that a module holds has no layer."""
     kind = type(module).__name__
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return "what the layer multiplies with is made of it by a parametrization"
@@ -288,7 +288,7 @@ class Use:
     part: str
 
     def parameters(self, roles: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Those of the parameters that the module has; a parametrized one is not a parameter of the module itself."""
+        """Return which of the parameters the module has itself; a parametrized one is not its own."""
         found = {}
         for role in roles:
             owner, _, name = role.rpartition(".")
@@ -305,7 +305,7 @@ def _layer_block(
     names: dict[nn.Parameter, str],
     sua: bool | None,
 ) -> Block | None:
-    """The block of a parameter that one module, or several that are tied, use; None where they do not fit."""
+    """Return the block of a parameter that one module, or several that are tied, use; None where they do not fit."""
     # An embedding tied to an output layer is read as a transposed use of that layer.
     owners = [use for use in sharing if not isinstance(use.module, nn.Embedding)] or sharing
     name, owner, part = owners[0].name, owners[0].module, owners[0].part

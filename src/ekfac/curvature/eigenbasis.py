@@ -25,37 +25,37 @@ class Basis:
     S_B: Tensor
 
     def project(self, matrix: Tensor) -> Tensor:
-        """``U_B^T G U_A``."""
+        """Return ``U_B^T G U_A``."""
         return rotate_columns(rotate_rows(matrix, self.U_B), self.U_A, self.shape)
 
     def unproject(self, matrix: Tensor) -> Tensor:
-        """``U_B X U_A^T``."""
+        """Return ``U_B X U_A^T``."""
         U_A = None if self.U_A is None else self.U_A.mT
         U_B = None if self.U_B is None else self.U_B.mT
         return rotate_columns(rotate_rows(matrix, U_B), U_A, self.shape)
 
     def column_values(self) -> Tensor:
-        """S_A of each of the C columns: repeated for every tap, 1 for the extra bias column."""
+        """Return S_A of each of the C columns: repeated for every tap, 1 for the extra bias column."""
         values = self.S_A.repeat(1, self.shape.taps)
         return torch.cat([values, values.new_ones(values.shape[0], 1)], 1) if self.shape.extra else values
 
     def kronecker(self) -> Tensor:
-        """S_B x S_A, the eigenvalues that KFAC assigns to the basis, ``[G, O, C]``."""
+        """Return S_B x S_A, the eigenvalues that KFAC assigns to the basis, ``[G, O, C]``."""
         return self.S_B[:, :, None] * self.column_values()[:, None, :]
 
     def to(self, like: Tensor) -> Basis:
-        """The same basis in the dtype and on the device of a tensor."""
+        """Return the same basis in the dtype and on the device of a tensor."""
         move = {k: None if t is None else t.to(like) for k, t in (("U_A", self.U_A), ("U_B", self.U_B))}
         return Basis(self.shape, move["U_A"], move["U_B"], self.S_A.to(like), self.S_B.to(like))
 
 
 def rotate_rows(matrix: Tensor, U: Tensor | None) -> Tensor:
-    """``U^T X`` for X ``[G, O, C]``."""
+    """Return ``U^T X`` for X ``[G, O, C]``."""
     return matrix if U is None else U.mT @ matrix
 
 
 def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape) -> Tensor:
-    """``X U`` for X ``[G, rows, C]``: every tap is turned by U, the extra column stays."""
+    """Return ``X U`` for X ``[G, rows, C]``: every tap is turned by U, the extra column stays."""
     if U is None:
         return matrix
     if shape.taps == 1 and not shape.extra:
@@ -71,12 +71,12 @@ Turn = tuple[Tensor | None, Tensor | None]
 
 
 def changes_of_basis(old: Basis, new: Basis) -> Turn:
-    """R_B and R_A from one basis to another."""
+    """Return R_B and R_A from one basis to another."""
     return change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
 
 
 def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """R = V^T U from the old basis U to the new basis V; None where they are the same."""
+    """Return R = V^T U from the old basis U to the new basis V; None where they are the same."""
     if old is new:
         return None
     if old is None:
@@ -85,7 +85,7 @@ def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def carry_second_moment(s: Tensor, old: Basis, new: Basis, turn: Turn | None = None) -> Tensor:
-    """The diagonal, in the new basis, of the old approximation: (R_B * R_B) s (R_A * R_A)^T.
+    """Return the diagonal, in the new basis, of the old approximation: (R_B * R_B) s (R_A * R_A)^T.
 
     Non-negative, keeps the sum, and does not depend on the order or sign of eigenvectors.
     """
@@ -95,6 +95,6 @@ def carry_second_moment(s: Tensor, old: Basis, new: Basis, turn: Turn | None = N
 
 
 def carry_moment(m: Tensor, old: Basis, new: Basis, turn: Turn | None = None) -> Tensor:
-    """A mean that lives in the basis, turned into the new one: R_B m R_A^T."""
+    """Return a mean that lives in the basis, turned into the new one: R_B m R_A^T."""
     R_B, R_A = changes_of_basis(old, new) if turn is None else turn
     return rotate_columns(rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape)

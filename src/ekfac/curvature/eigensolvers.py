@@ -24,7 +24,7 @@ class Eigendecomposition:
 def eigh_with_fallback(
     matrix: Tensor, previous: Tensor | None = None, *, symmetric: bool = False
 ) -> Eigendecomposition:
-    """Eigendecomposition of symmetric ``[G, D, D]`` that does not give up.
+    """Decompose symmetric ``[G, D, D]`` into eigenvalues and eigenvectors, without giving up.
 
     ``torch.linalg.eigh`` fails on real training matrices: it raises, or returns NaN without raising. Every answer is
     checked (finite, residual, orthogonality), and the ladder climbs: as it is, shifted by 1e-6 mean(diag), float64,
@@ -69,12 +69,12 @@ def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
 
 
 def rayleigh(matrix: Tensor, U: Tensor) -> Tensor:
-    """diag(U^T A U), ``[G, D]``: the eigenvalues that belong to a basis that is not A's own."""
+    """Return diag(U^T A U), ``[G, D]``: the eigenvalues that belong to a basis that is not A's own."""
     return ((matrix @ U) * U).sum(-2)
 
 
 def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
-    """||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
+    """Return ||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
     return _off_diagonal(U.mT @ matrix @ U, matrix)
 
 
@@ -92,7 +92,7 @@ def _plain(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _double_is_cheap(device: torch.device) -> bool:
-    """On data-centre GPUs float64 solves as fast as float32, faster between sizes 200 and 700, and fails less."""
+    """Tell whether float64 solves as fast as float32 (faster at sizes 200 to 700), as on data-centre GPUs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in {(8, 0), (9, 0), (10, 0)}
 
 

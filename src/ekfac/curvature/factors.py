@@ -24,14 +24,14 @@ BY_EXAMPLE = ("cuda",)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Products in the dtypes of what is multiplied."""
+    """Multiply in the dtypes of the operands."""
     # Entering autocast costs as much as a small layer's statistics: only where there is something to undo.
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Full float32 products, without autocast, whatever the user's flags say.
+    """Multiply in full float32, without autocast, whatever the user's flags say.
 
     In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
     """
@@ -39,7 +39,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[None]:
 
 
 def tensor_cores(device: torch.device) -> AbstractContextManager[None]:
-    """float32 products with operands rounded to TF32 and sums in float32, without autocast.
+    """Multiply float32 with operands rounded to TF32 and sums in float32, without autocast.
 
     Exact for operands that come from bfloat16 or float16, whose mantissas are no longer than TF32's.
     """
@@ -62,7 +62,7 @@ def _products(device: torch.device, precision: str) -> Iterator[None]:
 
 
 def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
-    """Sum of r r^T over rows ``[M, G, D]``: ``[G, D, D]``, or its diagonal ``[G, D]``.
+    """Sum r r^T over rows ``[M, G, D]``: ``[G, D, D]``, or its diagonal ``[G, D]``.
 
     Added to ``into`` where that is given; then only the upper half is sure to be right until :func:`mirror` is called.
     """
@@ -81,12 +81,12 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
 
 
 def by_example(positions: int, columns: int, device: torch.device) -> bool:
-    """Whether one product for each example is the better way to a sum over positions."""
+    """Tell whether one product for each example is the better way to a sum over positions."""
     return device.type in BY_EXAMPLE and positions >= columns
 
 
 def position_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
-    """:func:`outer_sum` over examples and positions ``[N, S, G, D]``.
+    """Return :func:`outer_sum` over examples and positions ``[N, S, G, D]``.
 
     Half a million rows of 64 columns make one product of a single tile, which keeps a GPU waiting. One product an
     example fills it, takes a convolution's own layout without a copy, and its results are no larger than the rows.
@@ -109,7 +109,7 @@ def mirror(matrix: Tensor) -> Tensor:
 
 
 def _strips(matrix: Tensor) -> list[slice]:
-    """On the CPU a large symmetric product is taken by strips from the diagonal on: five eighths of the work."""
+    """Cut a large symmetric product into strips from the diagonal on, on a CPU: five eighths of the work."""
     d = matrix.shape[-1]
     width = d if matrix.device.type != "cpu" or matrix.shape[0] > 1 or d < 256 else -(-d // 4)
     return [slice(start, min(start + width, d)) for start in range(0, d, width)]
@@ -118,7 +118,7 @@ def _strips(matrix: Tensor) -> list[slice]:
 def input_sum(
     h: Tensor, shape: BlockShape, sharing: str, diagonal: bool, into: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """Sum that gives A, and how many terms it has.
+    """Return the sum that gives A, and how many terms it has.
 
     SUA's channel vectors are summed over taps too; its extra bias column has A = [1] and no part in this.
     """
@@ -133,7 +133,7 @@ def input_sum(
 
 
 def output_sum(delta: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> Tensor:
-    """Sum that gives B once it is divided by N (over positions it is a sum in both conventions)."""
+    """Return the sum that gives B once divided by N (over positions it is a sum in both conventions)."""
     if sharing == "reduce":
         return outer_sum(delta.sum(1), diagonal, into)
     return position_sum(delta, diagonal, into)

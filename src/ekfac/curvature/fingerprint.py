@@ -26,7 +26,7 @@ Vectors = tuple[Tensor, Tensor]
 
 
 def vectors_of(block: Block) -> Vectors:
-    """u and v of a block, ``[G, O]`` and ``[G, C]``."""
+    """Return u and v of a block, ``[G, O]`` and ``[G, C]``."""
     generator, s = torch.Generator().manual_seed(0), block.shape
     u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
     v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
@@ -34,13 +34,13 @@ def vectors_of(block: Block) -> Vectors:
 
 
 def of_gradient(block: Block, gradients: Sequence[Tensor], vectors: Vectors) -> Tensor:
-    """u^T G v of gradients in the order of the block's parameters."""
+    """Return u^T G v of gradients in the order of the block's parameters."""
     given = {role: g.to(block.dtype) for role, g in zip(block.parameters, gradients, strict=True)}
     return block.layer.fingerprint(given, *vectors)
 
 
 def of_calls(block: Block, calls: Sequence[Call], n: int, memory: int, vectors: Vectors) -> Tensor:
-    """u^T G v of the gradient that passed through a layer's calls, and the size of its terms, as ``[2]``."""
+    """Return u^T G v of the gradient that passed through a layer's calls, and the size of its terms, as ``[2]``."""
     u, v = vectors
     total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
     with factors.full_precision(block.key.device):
@@ -53,7 +53,7 @@ def of_calls(block: Block, calls: Sequence[Call], n: int, memory: int, vectors: 
 def _factors_of_terms(
     block: Block, calls: Sequence[Call], n: int, memory: int, u: Tensor, v: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """delta·u and h·v of all positions."""
+    """Yield delta·u and h·v of all positions."""
     if block.layer.scattered:
         yield block.layer.probe_of_calls(calls, v, u)
         return
@@ -62,7 +62,7 @@ def _factors_of_terms(
 
 
 def of_rows(h: Tensor, delta: Tensor, vectors: Vectors) -> tuple[Tensor, Tensor]:
-    """u^T G v of G = delta^T h, with h ``[G, M, C]`` and delta ``[G, M, O]``, and the sum of its terms' sizes."""
+    """Return u^T G v of G = delta^T h, h ``[G, M, C]`` and delta ``[G, M, O]``, and the sum of its terms' sizes."""
     u, v = vectors
     terms = torch.einsum("gmo,go->gm", delta, u) * torch.einsum("gmc,gc->gm", h, v)
     return terms.sum(), terms.abs().sum()
@@ -74,7 +74,7 @@ def same(one: Tensor, other: Tensor, size: Tensor) -> bool:
 
 
 def of_gradient_with_size(block: Block, gradients: Sequence[Tensor], vectors: Vectors) -> Tensor:
-    """u^T G v of gradients in the order of the block's parameters, and the length of G, as ``[2]``."""
+    """Return u^T G v of gradients in the order of the block's parameters, and the length of G, as ``[2]``."""
     length = torch.stack([g.double().norm() for g in gradients]).norm()
     return torch.stack([of_gradient(block, gradients, vectors).double(), length])
 

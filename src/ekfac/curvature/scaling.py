@@ -15,7 +15,7 @@ ELEMENTWISE_COST = 32
 
 
 def scaling_sum(h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
-    """Sum over n of (sum_s (U_B^T delta)(U_A^T h)^T)^2, ``[G, O, C]``, by the cheaper of two exact routes.
+    """Sum (sum_s (U_B^T delta)(U_A^T h)^T)^2 over n, ``[G, O, C]``, by the cheaper of two exact routes.
 
     Args:
         h: Inputs ``[N, S, G, C]``.
@@ -46,7 +46,7 @@ def project_positions(h: Tensor, delta: Tensor, basis: Basis) -> tuple[Tensor, T
 
 
 def by_gram(h: Tensor, delta: Tensor, memory: int) -> Tensor:
-    """The square multiplied out over pairs of positions: one product of N S (S + 1) / 2 rows, whatever the passes.
+    """Multiply the square out over pairs of positions: one product of N S (S + 1) / 2 rows, whatever the passes.
 
     (sum_s d_s h_s)^2 = sum over s <= s' of w (d_s d_s')(h_s h_s'), w = 1 on the diagonal and 2 off it.
     For S = 1 this is (delta^2)^T (h^2).
@@ -66,7 +66,7 @@ def by_gram(h: Tensor, delta: Tensor, memory: int) -> Tensor:
 
 
 def by_examples(h: Tensor, delta: Tensor, memory: int) -> Tensor:
-    """Per-example gradients in the basis, a chunk at a time, squared and summed."""
+    """Square and sum per-example gradients in the basis, a chunk at a time."""
     n, _, g, c = h.shape
     o = delta.shape[-1]
     total = h.new_zeros(g, o, c)
@@ -80,7 +80,7 @@ def by_examples(h: Tensor, delta: Tensor, memory: int) -> Tensor:
 
 
 def _by_pass(delta: Tensor) -> Tensor:
-    """One backward pass or several: ``[passes, N, S, G, O]``."""
+    """Bring one backward pass or several into the form ``[passes, N, S, G, O]``."""
     return delta if delta.dim() == 5 else delta[None]
 
 

@@ -113,7 +113,7 @@ def sampled(block: Block, calls: list[Call], n: int) -> tuple[list[Call], int]:
 
 
 def stride(block: Block, calls: Sequence[Call], n: int) -> int:
-    """Every how many-th entry of a batch is enough for A and B: a few thousand positions, twice the width.
+    """Choose the stride over a batch that is enough for A and B: a few thousand positions, twice the width.
 
     Odd, so that entries that alternate in kind are all met.
     """
@@ -127,7 +127,7 @@ def stride(block: Block, calls: Sequence[Call], n: int) -> int:
 
 
 def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int, further: Passes = ()) -> Tensor:
-    """Sum over n examples of the squared gradient in the basis, ``[G, O, C]``.
+    """Sum the squared gradient in the basis over n examples, ``[G, O, C]``.
 
     Half of the memory is for h, delta and their projections, the other half for what is made of them.
     """
@@ -172,14 +172,14 @@ def refuse(block: Block, x: Tensor, why: str) -> NoReturn:
 
 
 def rows_if_unaligned(call: Call, n: int) -> int:
-    """The number of examples, or of rows where these belong to no example: what is summed over both is the same."""
+    """Return the number of examples, or of rows where these belong to no example: sums over both are the same."""
     return n if call.layer.has_examples(call.x, n) else len(call.x)
 
 
 def sums_of_positions(
     block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """:func:`positions` for sums over all of them: those of calls that do not line up with the examples come apart."""
+    """Yield :func:`positions` for sums over all of them; calls that do not line up with examples come apart."""
     if all(call.layer.has_examples(call.x, n) for call in calls):
         yield from positions(block, calls, n, memory, further)
         return
@@ -196,7 +196,7 @@ def positions(
     further: Passes = (),
     balance: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """h and delta of all calls side by side, a few examples at a time so that they fit into ``memory`` bytes.
+    """Yield h and delta of all calls side by side, a few examples at a time, to fit into ``memory`` bytes.
 
     Where there are further backward passes over the same inputs, delta is ``[passes, n, S, G, O]``.
     """
@@ -245,7 +245,7 @@ def _examples(tensor: Tensor, start: int, stop: int, n: int, dtype: torch.dtype)
 
 
 def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """h and delta of several calls as positions of the same n examples."""
+    """Return h and delta of several calls as positions of the same n examples."""
     parts = [call.layer.positions(cut(call.x), cut(call.d), n) for call in calls]
     if balance is not None:
         # Every product delta h^T stays as it is.
@@ -259,7 +259,7 @@ def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None
 
 
 def balances(calls: Sequence[Call]) -> Tensor | None:
-    """What gives the h of transposed uses the mean square of the direct uses'; None where there are not both.
+    """Return the factor that gives transposed uses' h the mean square of direct ones'; None without both.
 
     It is taken over all examples at once, so that it does not depend on how they are split.
     """

@@ -74,7 +74,7 @@ class Summary:
 
 
 def human(size: float) -> str:
-    """Bytes as a person writes them."""
+    """Write bytes as a person would."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -83,7 +83,7 @@ def human(size: float) -> str:
 
 
 def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summary:
-    """The table of given blocks; ``numbers`` says how many numbers are kept for one."""
+    """Return the table of given blocks; ``numbers`` says how many numbers are kept for one."""
 
     def side(dim: int, diagonal: bool, groups: int) -> str:
         text = f"{dim}" if diagonal else f"{dim} x {dim}"
@@ -127,7 +127,7 @@ def low_coverage(blocks: Sequence[Block]) -> str | None:
 
 
 def _temporary(block: Block) -> int:
-    """Bytes that a step holds for a moment when it renews a block's basis."""
+    """Count the bytes that a step holds for a moment when it renews a block's basis."""
     sides = (block.diagonal_A, block.diagonal_B)
     widest = max((n for n, diagonal in zip(block.factor_numbers(), sides, strict=True) if not diagonal), default=0)
     in_flight = IN_FLIGHT * block.shape.numel * torch.finfo(block.dtype).bits // 8
@@ -142,7 +142,7 @@ def summary(
     exclude: Sequence[str] = (),
     max_factor_dim: int | None = MAX_FACTOR_DIM,
 ) -> Summary:
-    """Which block would cover each trainable parameter of a model, its factor sizes and its memory under the defaults.
+    """Tell which block would cover each trainable parameter of a model, its factor sizes and its memory.
 
     The last line says what stays, and the peak of a step on a CPU. Model, gradients and activations come on top.
 

@@ -53,7 +53,7 @@ class Diagnosis:
         drift: Largest off-diagonal residual of the factors in the basis when it was renewed: 0 where it still fits.
         drift_steps: Steps between the renewals.
         captured_bytes: The most that captured inputs and output gradients took at one time.
-        prices: Seconds of a step: Adam's, EKFAC's, and EKFAC's with a renewal.
+        prices: Seconds of a step: Adam's, and EKFAC's without and with statistics and renewals.
         trials: The short runs.
         trial_steps: Steps of each.
         options: The options of EKFAC that were given.
@@ -128,8 +128,8 @@ class Diagnosis:
         seconds = [self.prices.at(interval) for interval in INTERVALS]
         rows = [
             ("basis renewed every", [f"{interval}" for interval in INTERVALS]),
-            ("ms a step", [f"{1e3 * s:.3g}" for s in seconds]),
-            ("times Adam's", [f"{s / self.prices.adam:.2f}" for s in seconds]),
+            ("ms a step", [f"{1e3 * s:.4g}" for s in seconds]),
+            ("times Adam's", [f"{s / self.prices.adam:.3f}" for s in seconds]),
         ]
         lines = [f"{name:20}" + "".join(f"{cell:>8}" for cell in cells) for name, cells in rows]
         return "\n".join([*lines, f"Adam: {1e3 * self.prices.adam:.3g} ms"])
@@ -236,7 +236,7 @@ def _examine(probe: Probe, steps: int, trial_steps: int, say: Callable[[str], No
 
 
 def _trials(probe: Probe, steps: int, first: float, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-    """Short runs over nine settings around the given ones, and further on where the best of them lies on the edge."""
+    """Try nine settings around the given ones in short runs, and further on where the best lies on the edge."""
     lr, damping = probe.middle()
     done: dict[tuple[int, int], Trial] = {}
     wanted = {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
@@ -252,7 +252,7 @@ def _trials(probe: Probe, steps: int, first: float, say: Callable[[str], None] =
 
 
 def _chosen(trials: Iterable[Trial], first: float, given: tuple[float, float] | None = None) -> Trial:
-    """The given lr and damping if they do well; else the trial with the lowest loss.
+    """Choose the given lr and damping if they do well; else the trial with the lowest loss.
 
     Of equals, the one with most damping is taken, then with the smallest lr.
     """
@@ -267,7 +267,7 @@ def _chosen(trials: Iterable[Trial], first: float, given: tuple[float, float] | 
 
 
 def _interval(prices: Prices, given: int | None = None) -> int:
-    """The given interval if renewals cost little enough at it; else the shortest at which they are affordable."""
+    """Choose the given interval if renewals are cheap enough at it; else the shortest at which they are."""
     if given is not None and prices.at(given) <= (1 + BEARABLE) * prices.plain:
         return given
     for interval in INTERVALS:
@@ -277,7 +277,7 @@ def _interval(prices: Prices, given: int | None = None) -> int:
 
 
 def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, last: float) -> list[str]:
-    """What stands out, in one line each."""
+    """Say what stands out, in one line each."""
     notes = []
     if not best.loss < first:
         notes.append("no setting lowered the loss: try a smaller lr or more damping, or look at data and loss")
@@ -293,7 +293,7 @@ def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, l
 
 
 def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
-    """How EKFAC is made with these options and settings, as they were tried: a rate that is named has no course."""
+    """Write the call of EKFAC with these options and settings, as tried: a rate that is named has no course."""
     wanted = {**into_groups(options), **settings}
     paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
     if len(set(PAPER) - paper) <= len(settings):

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ekfac.curvature.blocks import Block
 from ekfac.curvature.fisher.batches import Batch, read_batch
 from ekfac.curvature.summary import Summary
 from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.options import Refresh, into_groups
+from ekfac.optim.statistics.schedule import BATCHES, EARLY, stretches
 
 #: Batches whose gradients give the noise scale, and batches on which a trial is judged.
 NOISE_BATCHES, JUDGED_BATCHES = 8, 4
@@ -39,15 +41,30 @@ class Trial:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of one training step: with Adam, with EKFAC, and with EKFAC when it renews its basis."""
+    """Seconds of one training step.
+
+    Attributes:
+        adam: With Adam.
+        plain: With EKFAC, when it neither takes statistics nor renews a basis.
+        statistics: When it takes the batch into A and B of all layers.
+        renewing: When it also renews all bases.
+        factor_every: Steps between batches that A and B take in, if given; else they follow the interval.
+        wide: The fraction of a renewal's work that falls due in an interval; wide sides are renewed more rarely.
+    """
 
     adam: float
     plain: float
+    statistics: float
     renewing: float
+    factor_every: int | None = None
+    wide: float = 1.0
 
     def at(self, refresh_every: int) -> float:
-        """Seconds of a mean step when the basis is renewed every so many."""
-        return self.plain + max(0.0, self.renewing - self.plain) / refresh_every
+        """Return the seconds of a mean step when the basis is renewed every so many."""
+        taken = max(0.0, self.statistics - self.plain)
+        renewed = max(0.0, self.renewing - max(self.statistics, self.plain))
+        between = self.factor_every or max(1, refresh_every // BATCHES)
+        return self.plain + taken / between + self.wide * renewed / refresh_every
 
 
 @dataclass(frozen=True)
@@ -239,35 +256,55 @@ class Probe:
         optimizer.close()
         return Trial(lr, damping, loss if math.isfinite(loss) else math.inf)
 
-    def prices(self, repeats: int = 5) -> Prices:
-        """Time a step of Adam, of EKFAC without a renewal of the bases, and with a renewal of all."""
-        plain = self.optimizer(refresh_every=NEVER, deterministic=True)
-        # Where bases are renewed by iteration, each of the first steps does so with all of them.
-        renewing = self.optimizer(refresh_every=1 if self.options.get("refresh", Refresh()).deterministic else NEVER)
-        model = copy.deepcopy(self.model)
-        adam = self._seconds(torch.optim.Adam(model.parameters(), lr=1e-4), model, repeats)
-        found = Prices(
-            adam,
-            self._seconds(plain, plain.model, repeats),
-            self._seconds(renewing, renewing.model, max(2, repeats // 2)),
-        )
-        plain.close()
-        renewing.close()
-        return found
+    def prices(self, repeats: int = 8) -> Prices:
+        """Time a step of Adam and three of EKFAC: plain, taking statistics, renewing all bases.
 
-    def _seconds(self, optimizer: torch.optim.Optimizer, model: nn.Module, repeats: int) -> float:
-        found = []
-        for index in range(repeats + 2):
-            self._wait()
-            started = time.perf_counter()
-            self.step(optimizer, model, index)
-            self._wait()
-            found.append(time.perf_counter() - started)
-        return statistics.median(found[2:])
+        They are timed in turns, and the shortest of each counts: what else the machine does only adds to a step.
+        """
+        given = self.options.get("refresh", Refresh())
+        never = {"refresh_every": NEVER, "deterministic": True}
+        plain = self.optimizer(**never, factor_every=NEVER)
+        taking = self.optimizer(**never, factor_every=1)
+        # Where bases are renewed by iteration, each of the first steps does so, with wide ones only now and then.
+        renewing = self.optimizer(refresh_every=1 if given.deterministic else NEVER)
+        wide = 1.0 if given.deterministic else work_due(renewing.engine.partition.covered)
+        model = copy.deepcopy(self.model)
+        optimizers = {"plain": plain, "statistics": taking, "renewing": renewing}
+        racing: list[tuple[torch.optim.Optimizer, nn.Module]] = [(torch.optim.Adam(model.parameters(), lr=1e-4), model)]
+        racing += [(optimizer, optimizer.model) for optimizer in optimizers.values()]
+        seconds = [[self._seconds(*one, index) for one in racing] for index in range(max(EARLY, repeats) + 1)]
+        adam, *found = (min(times[2:]) for times in zip(*seconds, strict=True))
+        prices = dict(zip(optimizers, found, strict=True))
+        if wide < 1:
+            prices["renewing"] = seconds[EARLY][-1]
+        for optimizer in optimizers.values():
+            optimizer.close()
+        return Prices(adam, **prices, factor_every=given.factor_every, wide=wide)
+
+    def _seconds(self, optimizer: torch.optim.Optimizer, model: nn.Module, index: int) -> float:
+        self._wait()
+        started = time.perf_counter()
+        self.step(optimizer, model, index)
+        self._wait()
+        return time.perf_counter() - started
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def work_due(blocks: Iterable[Block]) -> float:
+    """Return the fraction of all renewals' work, which goes with the cube of a side, that is due in an interval."""
+    whole = due = 0.0
+    for block in blocks:
+        A, B = stretches(block)
+        for width, stretch, diagonal in (
+            (block.shape.inputs, A, block.diagonal_A),
+            (block.shape.out, B, block.diagonal_B),
+        ):
+            work = 0 if diagonal else block.shape.groups * width**3
+            whole, due = whole + work, due + work / stretch
+    return due / whole if whole else 1.0
 
 
 def _halves(batch: Batch) -> list[Batch]:

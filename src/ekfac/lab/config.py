@@ -9,14 +9,13 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ekfac.lab.data.datasets import DATASETS
 from ekfac.lab.optimizers import OPTIMIZERS
-from ekfac.lab.registry import LabError, require_plugins
+from ekfac.lab.registry import LabError, portable, require_plugins
 from ekfac.lab.tasks import TASKS
 
 # What bfloat16 means: forward and backward under autocast; parameters stay float32.
@@ -134,16 +133,16 @@ class TrainConfig:
         if self.dtype not in DTYPES:
             raise LabError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
 
-    def command(self, data_dir: str | None = None) -> str:
-        """Return the command line that repeats this run from any folder.
+    def command(self) -> str:
+        """Return the command line that repeats this run, on another machine too.
 
-        Args:
-            data_dir: The folder that the data files were looked for in, if it was named.
+        It names no folder of this one: data files are where ``EKFAC_DATA`` says, or ``--data-dir``.
         """
         words = ["ekfac", "train", self.task]
         for f in fields(self):
             value = getattr(self, f.name)
-            if "kind" not in f.metadata or value is None or (f.default is not MISSING and value == f.default):
+            usual = f.default is not MISSING and value == f.default and f.name != "optimizer"
+            if "kind" not in f.metadata or value is None or usual:
                 continue
             flag = f.name.replace("_", "-")
             if f.metadata["kind"] is bool:
@@ -153,8 +152,7 @@ class TrainConfig:
         for name, value in self.options.items():
             words += ["--set", f"{name}={value}"]
         for plugin in self.plugins:
-            words += ["--plugin", str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin]
-        words += [] if data_dir is None else ["--data-dir", data_dir]
+            words += ["--plugin", portable(plugin)]
         return shlex.join(words)
 
 

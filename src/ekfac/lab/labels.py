@@ -85,6 +85,12 @@ def touched(config: TrainConfig) -> bool:
     return bool(changed or config.cosine or config.halve_every)
 
 
+def shown_method(config: TrainConfig) -> str:
+    """Return the method's name; settings near the library's defaults are not called the defaults."""
+    name = method(config)
+    return name.replace("(defaults)", "(changed)") if touched(config) else name
+
+
 def key(config: TrainConfig) -> str:
     """Return a name for a run's folder: readable, the same on every machine, and unlike for unlike settings.
 

@@ -47,7 +47,7 @@ class OptimizerEntry:
     about: str = ""
 
 
-OPTIMIZERS: Registry[OptimizerEntry] = Registry("optimizer")
+OPTIMIZERS: Registry[OptimizerEntry] = Registry("optimizer", plugins=True)
 
 
 def register_optimizer(

@@ -18,10 +18,16 @@ class LabError(Exception):
 
 
 class Registry(Generic[T]):
-    """Items of one kind by name; an unknown name is answered with the known ones."""
+    """Items of one kind by name; an unknown name is answered with the known ones.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        kind: What the items are, for messages.
+        plugins: Whether a plugin may add to them, which the answer then says.
+    """
+
+    def __init__(self, kind: str, *, plugins: bool = False) -> None:
         self.kind = kind
+        self._hint = "; one of your own needs --plugin FILE.py, the file that registers it" if plugins else ""
         self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
@@ -42,7 +48,7 @@ class Registry(Generic[T]):
             LabError: If there is none; the message lists the names that exist.
         """
         if name not in self._items:
-            raise LabError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+            raise LabError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}{self._hint}")
         return self._items[name]
 
     def names(self) -> list[str]:
@@ -109,6 +115,15 @@ def require_plugins(names: Iterable[str]) -> None:
     if missing:
         words = " ".join(f"--plugin {shlex.quote(name)}" for name in missing)
         raise LabError(f"the settings name code that was not asked for; if you trust it, pass {words}")
+
+
+def portable(where: str) -> str:
+    """Name a plugin without folders of this machine: as it was named, a file's whole path relative or by its name."""
+    path = Path(where)
+    if not _is_file(where) or not path.is_absolute():
+        return where
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
 def _is_file(where: str) -> bool:

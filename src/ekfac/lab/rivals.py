@@ -108,7 +108,7 @@ def muon(
     hidden_only: bool = False,
     rest_lr: float | None = 1e-3,
 ) -> Together:
-    """Muon for every weight matrix, AdamW for biases, norms and embeddings.
+    """Make Muon for every weight matrix, AdamW for biases, norms and embeddings.
 
     A convolution's weight counts as the matrix (out, in * kh * kw).
 
@@ -159,7 +159,7 @@ def soap(
     normalize_gradient: bool = False,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """SOAP as the package pytorch_optimizer has it, with its options; weight decay is off unless asked for.
+    """Make SOAP as the package pytorch_optimizer has it, with its options; no weight decay unless asked for.
 
     Raises:
         MissingPackage: If the package cannot be imported.

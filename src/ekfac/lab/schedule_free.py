@@ -118,7 +118,7 @@ def schedule_free(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Schedule-Free AdamW: its authors' package ``schedulefree`` where that is installed, else the class above."""
+    """Make Schedule-Free AdamW, of its authors' package ``schedulefree`` if installed, else of the class above."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
     try:

@@ -47,7 +47,7 @@ class Task:
     about: str = ""
 
 
-TASKS: Registry[Task] = Registry("task")
+TASKS: Registry[Task] = Registry("task", plugins=True)
 
 
 def register_task(name: str, task: Task) -> Task:
@@ -56,22 +56,22 @@ def register_task(name: str, task: Task) -> Task:
 
 
 def pixel_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Per image, the sum over pixels of the cross-entropy between pixel and sigmoid(output)."""
+    """Return each image's sum over pixels of the cross-entropy between pixel and sigmoid(output)."""
     return functional.binary_cross_entropy_with_logits(output, x, reduction="none").sum(1)
 
 
 def pixel_entropy(x: Tensor) -> Tensor:
-    """Per image, the sum over pixels of their own entropy: the floor of :func:`pixel_cross_entropy`."""
+    """Return each image's sum over pixels of their own entropy: the floor of :func:`pixel_cross_entropy`."""
     return -(torch.xlogy(x, x) + torch.xlogy(1 - x, 1 - x)).sum(1)
 
 
 def label_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Per example, the cross-entropy between its label and softmax(output)."""
+    """Return each example's cross-entropy between its label and softmax(output)."""
     return functional.cross_entropy(output, y, reduction="none")
 
 
 def label_correct(output: Tensor, y: Tensor) -> Tensor:
-    """Per example, whether the largest output is that of its label."""
+    """Tell for each example whether the largest output is that of its label."""
     return output.argmax(1) == y
 
 

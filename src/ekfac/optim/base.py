@@ -43,7 +43,7 @@ class Base:
         return self.engine.collector.capture.paused()
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Unscale statistics by a GradScaler that was made after this, by a framework say."""
+        """Take a GradScaler that was made after this, by a framework say, to unscale statistics by."""
         self.engine.attach_scaler(scaler)
 
     def summary(self) -> Summary:

@@ -99,7 +99,7 @@ class Engine:
         self.refresher.executor = self.collector.executor = self.executor
 
     def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Unscale what is captured from now on by this scaler."""
+        """Take the scaler to unscale by what is captured from now on."""
         self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
         self._moved()  # whether steps are recorded depends on it
 
@@ -157,7 +157,7 @@ class Engine:
         return [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
 
     def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
-        """Algorithm 1, ComputeEigenBasis, where it is due: U_A, S_A and U_B, S_B of the factors, in full or warm."""
+        """Do Algorithm 1's ComputeEigenBasis where due: U_A, S_A and U_B, S_B of the factors, in full or warm."""
         for block in blocks:
             if block in inputs.solves:
                 state = self.partition.states[block.key]
@@ -168,7 +168,7 @@ class Engine:
         self.warm_refresh({block: inputs.warm[block] for block in blocks if block in inputs.warm}, rates, inputs.ok)
 
     def precondition(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Algorithm 1, the second half: scalings and directions of blocks, which do not depend on each other."""
+        """Do the second half of Algorithm 1: scalings and directions of blocks, none of which depends on another."""
 
         def kind(block: Block) -> Hashable:
             by_rows = block in inputs.calls and self.collector.may_use_rows(block)
@@ -180,7 +180,7 @@ class Engine:
         return [of_block[block] for block in blocks]
 
     def precondition_stack(self, stack: Stack, inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Algorithm 1 for one block, or for several of one shape."""
+        """Do Algorithm 1 for one block, or for several of one shape."""
         block, state = stack.first, stack.state
         method = self.method if block.covered else self.elementwise
 

@@ -140,7 +140,7 @@ class Grouped(torch.optim.Optimizer):
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """torch's groups: dicts with "params"; or parameters, with names or without, which make one group."""
+    """Return torch's groups: dicts with "params"; or parameters, with names or without, which make one group."""
     allowed = "Allowed: a list of dicts, each with 'params', or of parameters of the model"
     if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
         raise TypeError(f"params is of type {type(params).__name__}. {allowed}")

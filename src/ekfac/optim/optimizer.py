@@ -191,7 +191,7 @@ class Optimizer(Base, Joinable, Grouped):
     def _update_parameters(
         self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, ok: Tensor | None
     ) -> None:
-        """theta <- theta (1 - lr wd) - lr v, with v <- mu v + p: torch's SGD on the preconditioned gradient."""
+        """Set theta <- theta (1 - lr wd) - lr v, v <- mu v + p: torch's SGD on the preconditioned gradient."""
         parameters = [p for p in group["params"] if p in steps]
         if not parameters:
             return

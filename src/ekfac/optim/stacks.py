@@ -38,7 +38,7 @@ class Stack:
         self._views: list[dict[str, Tensor]] = [{} for _ in blocks]
 
     def parts(self, stacked: Tensor) -> list[Tensor]:
-        """What each block has of a stacked tensor, ``[G, ...]``, or of one with a number for each block."""
+        """Return what each block has of a stacked tensor, ``[G, ...]``, or of one with a number for each block."""
         if len(self.blocks) == 1:
             return [stacked]
         return list(stacked.unbind() if stacked.dim() == 1 else stacked.split(len(stacked) // len(self.blocks)))

@@ -17,7 +17,7 @@ ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 @contextmanager
 def unseen(model: nn.Module) -> Iterator[None]:
-    """No capture that is on the model now sees what happens inside."""
+    """Keep the captures that are on the model now from seeing what happens inside."""
     modules = set(model.modules())
     with ExitStack() as stack:
         for capture in list(ATTACHED):

@@ -179,24 +179,33 @@ class Capture:
     # --- the forward pass -----------------------------------------------------------------------------------------
 
     def batch(self, n: int) -> AbstractContextManager[None]:
-        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
         return self.forwards.batch(n)
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the model starts."""
+        """Note that a forward of the model starts."""
         self._leave_interrupted()
         record = self.forwards.begin(args, kwargs)
         self.quiet = record is not None and record.n is not None and self._nothing_to_learn()
+        if record is not None:
+            record.quiet = self.quiet
+
+    def passed(self) -> None:
+        """Note that a backward pass has brought gradients: one that came to no record began inside the last forward."""
+        record = self.forwards.latest
+        if record is not None and record.quiet and not record.reached and not self.separate:
+            self.by_outputs = False
+            self._reach(record)
 
     def _nothing_to_learn(self) -> bool:
-        """Whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
+        """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
         if not self.by_outputs or self.separate or self.on_output is not None:
             return False
         blocks = {block for uses in self.uses.values() for block, _ in uses}
         return blocks <= self.fired and not any(map(self.wanted, blocks))
 
     def end(self, output: Any) -> None:
-        """A forward of the model ended, well or by an exception."""
+        """Note that a forward of the model has ended, well or by an exception."""
         self.quiet = False
         record = self.forwards.end()
         if record is None:
@@ -206,7 +215,7 @@ class Capture:
                 tensor.register_hook(lambda d: self._come(record))
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """A covered layer was called: keep its input until its output's gradient comes; return what to give out."""
+        """Keep a covered layer's input until its output's gradient comes; return what to give out."""
         uses = self.uses.get(module)
         if uses is None or not self.enabled or inside_transform():
             return None
@@ -223,7 +232,7 @@ class Capture:
         return None
 
     def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
-        """A block's weight met ``x``, which gave ``output``: keep the one until the gradient of the other comes."""
+        """Keep ``x``, which a block's weight has turned into ``output``, until the gradient of the output comes."""
         record = self.forwards.record() if output.requires_grad else None
         if record is None:
             return
@@ -265,12 +274,12 @@ class Capture:
         return tensor.movedim(self.batch_dim, 0)
 
     def _leading(self, layer: Layer, x: Tensor) -> int:
-        """How many examples a layer's input seems to have."""
+        """Guess how many examples a layer's input has."""
         free = layer.free_dims(x)
         return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
 
     def enter(self, module: nn.Module) -> None:
-        """A module that hides its products is about to be called: watch them, if anything of it is needed."""
+        """Watch the products of a module that hides them and is about to be called, if any is needed."""
         uses = self.uses.get(module)
         if uses is None or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return
@@ -279,7 +288,7 @@ class Capture:
             self._entered.append(module)
 
     def leave(self, module: nn.Module) -> None:
-        """It has been called."""
+        """Stop watching: the module has been called."""
         if self._entered and self._entered[-1] is module:
             self._entered.pop()
             self._products[module].__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -310,11 +319,11 @@ class Capture:
     # --- the backward pass ----------------------------------------------------------------------------------------
 
     def counts(self, block: Block | None) -> bool:
-        """Whether the backward pass under way is to be captured."""
+        """Tell whether the backward pass under way is to be captured."""
         return self.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
-        """A backward pass has come to the output of a forward."""
+        """Note that a backward pass has come to the output of a forward."""
         self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
             self.by_outputs = False  # which gradients a differentiated pass is after, only layers can tell
@@ -323,7 +332,7 @@ class Capture:
             self._reach(record)
 
     def _reach(self, record: Record) -> None:
-        """A backward pass has come to a record: its examples count, once."""
+        """Count the examples of a record that a backward pass has come to, once."""
         self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
         self.forwards.list(record)
         if self.separate:
@@ -335,7 +344,7 @@ class Capture:
             self.examples += record.examples()
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
-        """The gradient of a call's output is here."""
+        """Take the gradient of a call's output."""
         if given.x is None and record.reached and block in self.fired and not self.separate:
             self.forwards.latest, self.forwards.task = record, torch._C._current_graph_task_id()
             return  # nothing that is not known
@@ -373,7 +382,7 @@ class Capture:
 
     @contextmanager
     def separate_statistics(self) -> Iterator[None]:
-        """Backward passes inside are not the training loss's: they are captured apart from its examples."""
+        """Capture backward passes inside apart from the training loss and its examples."""
         self.separate = True
         try:
             yield

@@ -49,7 +49,7 @@ def count_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: 
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested arguments, in order."""
+    """Return the tensors of nested arguments, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -22,14 +22,14 @@ Origin = Node | Tensor | None
 
 
 def origin_of(x: Tensor) -> Origin:
-    """Where an input comes from; that holds on to no other tensor."""
+    """Return where an input comes from; that holds on to no other tensor."""
     return (x.grad_fn or x) if x.requires_grad else None
 
 
 def follow(
     capture: Capture, record: Record, block: Block, layer: Layer, given: Input, origin: Origin, d: Tensor
 ) -> None:
-    """A pass that is differentiated has brought ``d``, which it will multiply by the weight: watch that product.
+    """Watch the product of the weight with ``d``, which a pass that is differentiated has brought.
 
     What the product is cannot be seen, but the gradient of the layer's input can, of which it is a part: the gradient
     of the one is that of the other. Where the pass does not come to that, it is after the weight's: an inner batch's.
@@ -55,7 +55,7 @@ def follow(
 
 
 def _comes_to(origin: Origin) -> bool:
-    """Whether the pass under way will come to where an input comes from."""
+    """Tell whether the pass under way will come to where an input comes from."""
     if origin is None:
         return False
     try:
@@ -66,7 +66,7 @@ def _comes_to(origin: Origin) -> bool:
 
 
 def call_of(layer: Layer, x: Tensor, d: Tensor, before: Call | None = None) -> Call:
-    """The call of a layer that was given ``x`` and whose output has the gradient ``d``.
+    """Return the call of a layer that was given ``x`` and whose output has the gradient ``d``.
 
     Args:
         layer: The layer.

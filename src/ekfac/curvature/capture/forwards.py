@@ -64,7 +64,7 @@ class Forwards:
 
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
-        """All calls inside belong to the same ``n`` examples, whether the model's own forward is called or not."""
+        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
         if self.in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -78,7 +78,7 @@ class Forwards:
             self.current, self.depth, self.in_batch = None, 0, False
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
-        """A forward of the model starts: count its examples; return its record if it gets one."""
+        """Count the examples of a forward of the model that starts; return its record if it gets one."""
         if self.depth and not self.in_batch and calls_under_way(self.model) < 2:
             self.current, self.depth = None, 0  # the one that it was within has been interrupted
         self.depth += 1
@@ -98,7 +98,7 @@ class Forwards:
         return self.current
 
     def end(self) -> Record | None:
-        """A forward of the model ended, well or by an exception; return its record if it has one."""
+        """Return the record of a forward that has ended, well or by an exception; None if it has none."""
         self.depth = max(0, self.depth - 1)
         if self.depth:
             return None
@@ -106,7 +106,7 @@ class Forwards:
         return record
 
     def record(self) -> Record | None:
-        """The record that a call under way belongs to; None if it is not to be captured."""
+        """Return the record that a call under way belongs to; None if it is not to be captured."""
         if self.current is not None:
             return self.current
         if inside_backward() and self.latest is not None:

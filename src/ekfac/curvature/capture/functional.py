@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _attention() -> types.FunctionType:
-    """torch's attention, which hands itself over as a whole to whoever watches: a copy that goes on to its own calls.
+    """Copy torch's attention, which hands itself over as a whole to whoever watches, so that its own calls are seen.
 
     Made anew each time, so that it calls what ``torch.nn.functional`` holds now.
     """
@@ -76,7 +76,7 @@ class Products(TorchFunctionMode):
         where: Tensor | None = None,
         **options: Any,
     ) -> None:
-        """``output`` is the product of ``input`` and ``weight``, ``[out, in]`` or a stack of such matrices."""
+        """Note that ``output`` is ``input`` times ``weight``, ``[out, in]`` or a stack of such matrices."""
         capture = self._capture()
         if capture is None:
             return
@@ -92,11 +92,11 @@ class Products(TorchFunctionMode):
             capture.watch(*shift, input, output, arrange)
 
     def _arrange(self, tensor: Tensor) -> Tensor:
-        """``[T, N, D]`` or ``[T N, D]`` with its examples first."""
+        """Return ``[T, N, D]`` or ``[T N, D]`` with its examples first."""
         return tensor.reshape(-1, self._examples or 1, tensor.shape[-1]).transpose(0, 1)
 
     def _find(self, tensor: Tensor, where: Tensor | None) -> tuple[Block, Layer] | None:
-        """The block of a parameter, or of the parameter that a tensor is some rows of."""
+        """Find the block of a parameter, or of the parameter that a tensor is some rows of."""
         base = tensor if id(tensor) in self._of else tensor._base
         if base is None or id(base) not in self._of:
             return None

@@ -54,7 +54,7 @@ def _outside(hook: _Hook, args: tuple[Any, ...]) -> Any:
 
 
 def _nothing() -> None:
-    """Stands for the capture in a hook that was unpickled: there is none."""
+    """Stand in for the capture in an unpickled hook, which has none."""
 
 
 class ForwardHook(_Hook):
@@ -122,7 +122,7 @@ def remove_hooks(handles: list[RemovableHandle]) -> None:
 
 
 def calls_under_way(module: nn.Module) -> int:
-    """How many calls of a module this thread is within."""
+    """Return how many calls of a module this thread is within."""
     count, frame = 0, sys._getframe()
     while frame is not None:
         count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
@@ -131,15 +131,15 @@ def calls_under_way(module: nn.Module) -> int:
 
 
 def inside_backward() -> bool:
-    """Whether this thread is executing a backward pass."""
+    """Tell whether this thread is executing a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def inside_transform() -> bool:
-    """Whether a transform of torch.func is under way: its gradients are returned, and never land in ``.grad``."""
+    """Tell whether a transform of torch.func is under way: its gradients are returned, and never land in ``.grad``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass under way keeps its graph, so that a second one may follow."""
+    """Tell whether the backward pass under way keeps its graph, so that a second one may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -29,7 +29,7 @@ class Held:
         self.peak = 0
 
     def add(self, tensor: Tensor) -> None:
-        """A tensor is kept."""
+        """Count a tensor that is kept."""
         storage = tensor.untyped_storage()
         if not self._references[storage.data_ptr()]:
             self.now += storage.nbytes()
@@ -37,7 +37,7 @@ class Held:
         self._references[storage.data_ptr()] += 1
 
     def remove(self, tensor: Tensor) -> None:
-        """It is let go."""
+        """Discount a tensor that is let go."""
         storage = tensor.untyped_storage()
         self._references[storage.data_ptr()] -= 1
         if not self._references[storage.data_ptr()]:
@@ -45,7 +45,7 @@ class Held:
             self.now -= storage.nbytes()
 
     def reset(self) -> None:
-        """All is let go."""
+        """Begin again from nothing kept."""
         self._references.clear()
         self.now = 0
 
@@ -89,6 +89,8 @@ class Record:
         self.reached_separately = False
         #: Whether one has come by the model's outputs.
         self.by_output = False
+        #: Whether hooks on layers did nothing in this forward.
+        self.quiet = False
         #: The graph was kept, so a second backward pass may add to these gradients.
         self.kept = False
         #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.
@@ -99,14 +101,14 @@ class Record:
         self.listed = False
 
     def settle(self, leading: int) -> int:
-        """N, now that a layer is called with so many examples in its input, as far as that layer can tell."""
+        """Settle N, now that a layer is called with, as far as it can tell, so many examples in its input."""
         if self.n is None:
             known, listed = self._counted.n, self._counted.listed
             self.n = leading if known is None or leading == listed else known
         return self.n
 
     def examples(self) -> int:
-        """N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss."""
+        """Return N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss."""
         if self.inner:
             return 0
         n = self._counted.n if self.n is None else self.n
@@ -137,5 +139,5 @@ def refuse_changed(block: Block) -> NoReturn:
 
 
 def as_batch(tensor: Tensor) -> Tensor:
-    """A vector as a batch of one."""
+    """Return a vector as a batch of one."""
     return tensor[None]

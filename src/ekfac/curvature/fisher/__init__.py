@@ -48,7 +48,7 @@ def fisher(
     device: str | torch.device | None = None,
     progress: bool | None = None,
 ) -> Curvature:
-    r"""The Fisher of a model over a dataset, as an operator.
+    r"""Compute the Fisher of a model over a dataset, as an operator.
 
     .. math::
         G = \frac1N \sum_n E[g_n g_n^T], \quad g_n = \nabla_\theta \, l_n
@@ -142,7 +142,7 @@ def fisher(
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Names and shapes of a model's trained parameters."""
+    """Return names and shapes of a model's trained parameters."""
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return Layout(tuple(trained), tuple(trained.values()))
 
@@ -151,7 +151,7 @@ def layout_of(model: nn.Module) -> Layout:
 def evaluation_copy(
     model: nn.Module, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
-    """The model in evaluation mode, copied where dtype or device ask for it, and what inputs are cast to."""
+    """Return the model in evaluation mode, copied where dtype or device ask for it, and what inputs are cast to."""
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"dtype={dtype!r} is not allowed. Allowed: torch.float32, torch.float64, None")
     first = next(model.parameters())
@@ -171,7 +171,7 @@ def evaluation_copy(
 
 
 def exact_parts(data: Data, blocks: Sequence[Block], *, together: bool) -> tuple[list[Part], int]:
-    """The Fisher itself, over all parameters or block by block, from per-example gradients; and N."""
+    """Compute the Fisher itself, over all parameters or block by block, from per-example gradients; and N."""
     layout = layout_of(data.model)
     cut = [("all parameters", layout.names)] if together else [
         (block.name, tuple(block.parameter_names.values())) for block in blocks
@@ -189,7 +189,7 @@ def exact_parts(data: Data, blocks: Sequence[Block], *, together: bool) -> tuple
 
 
 def structured_parts(data: Data, blocks: Sequence[Block], approximation: str, sharing: str) -> tuple[list[Part], int]:
-    """Diagonal, KFAC or EKFAC of the layers that are covered, and the diagonal of the rest; and N."""
+    """Compute diagonal, KFAC or EKFAC of the covered layers, and the diagonal of the rest; and N."""
     covered = [block for block in blocks if block.covered]
     rest = [block for block in blocks if not block.covered]
     names = [name for block in rest for name in block.parameter_names.values()]
@@ -226,7 +226,7 @@ def eigenbases(
     rows: ExampleGradients | None,
     add_rows: Callable[[Tensor], None],
 ) -> tuple[dict[Block, Basis], int]:
-    """First pass: A and B of every layer, and their eigenvectors; and N."""
+    """Take a first pass for A and B of every layer, and their eigenvectors; and N."""
     sums: dict[Block, statistics.FactorSums] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int, again: bool) -> None:
@@ -261,7 +261,7 @@ def add_outputs(
 
 
 def eigenvectors(block: Block, side: str, matrix: Tensor, diagonal: bool) -> tuple[Tensor | None, Tensor]:
-    """U and S of a factor, which is made symmetric in place; no U for a side that is kept diagonal."""
+    """Return U and S of a factor, which is made symmetric in place; no U for a side that is kept diagonal."""
     if diagonal:
         return None, matrix.clamp(min=0)
     factors.mirror(matrix)
@@ -280,7 +280,7 @@ def second_moments(
     rows: ExampleGradients | None = None,
     add_rows: Callable[[Tensor], None] | None = None,
 ) -> tuple[dict[Block, Tensor], int]:
-    """A pass that takes s*, the mean of squared gradients in given bases; and N."""
+    """Take a pass for s*, the mean of squared gradients in given bases; and N."""
     sums: dict[Block, Tensor] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int, again: bool) -> None:
@@ -292,14 +292,14 @@ def second_moments(
 
 
 def plain_basis(block: Block, value: float = 1.0) -> Basis:
-    """The identity, with all eigenvalues alike."""
+    """Return the identity, with all eigenvalues alike."""
     s = block.shape
     ones = torch.full((s.groups, s.inputs + s.out), value, dtype=block.dtype, device=block.key.device)
     return Basis(s, None, None, ones[:, : s.inputs], ones[:, s.inputs :])
 
 
 def order_of(block: Block) -> Tensor | None:
-    """Which entry of a block's parameters, side by side, stands at each place of ``[G, O, C]``; None if they agree."""
+    """Return which entry of a block's parameters stands at each place of ``[G, O, C]``; None if they agree."""
     at, numbers = 0, {}
     for role, p in block.parameters.items():
         numbers[role] = torch.arange(at, at + p.numel()).reshape(p.shape)

@@ -103,7 +103,7 @@ class Progress:
         self._width = 0
 
     def over(self, batches: Iterable[Any], whole: Iterable[Any]) -> Iterator[Any]:
-        """The batches, counted; ``whole`` may know how many there are."""
+        """Yield the batches, counted; ``whole`` may know how many there are."""
         self.current += 1
         total = len(whole) if isinstance(whole, Sized) else None
         for i, batch in enumerate(batches):

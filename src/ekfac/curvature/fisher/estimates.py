@@ -58,7 +58,7 @@ class Estimate:
         self._generator = None
 
     def passes(self, output: Any, target: Any, n: int) -> Iterator[Cotangents]:
-        """Gradients with respect to the tensors of the output, one list for each backward pass that is needed."""
+        """Yield gradients with respect to the output's tensors, one list for each backward pass that is needed."""
         leaves, spec = tree_flatten(output)
         if self.likelihood is None:
             apart = [
@@ -99,7 +99,7 @@ class Estimate:
             yield likelihood.draw(z, live, n, self._generator) / math.sqrt(self.draws)
 
     def _function_total(self, output: Any, target: Any, n: int) -> Tensor:
-        """Sum over examples of l_n, from a function that gives one loss per example or their mean."""
+        """Sum l_n over examples, from a function that gives one loss per example or their mean."""
         assert callable(self.loss)
         value = self.loss(output, target)
         if not isinstance(value, Tensor):
@@ -117,7 +117,7 @@ class Estimate:
         return value.sum() if value.dim() else value * n
 
     def _check_mean(self, output: Any, target: Any, value: Tensor, n: int) -> None:
-        """Every example given twice leaves losses and their mean as they are; a sum it doubles."""
+        """Refuse a loss that is a sum: giving every example twice doubles it, and leaves losses and their mean."""
 
         def twice(t: Tensor) -> Tensor:
             return torch.cat([t, t]) if t.dim() and t.shape[0] % n == 0 else t
@@ -137,7 +137,7 @@ class Estimate:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The output's tensor, or its ``logits`` where it is an object or a mapping."""
+    """Return the output's tensor, or its ``logits`` where it is an object or a mapping."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif not isinstance(output, Tensor):

@@ -40,19 +40,19 @@ class Likelihood(ABC):
 
     @abstractmethod
     def gradient(self, output: Tensor, target: Tensor, n: int) -> Tensor:
-        """The gradient of the sum of l_n at the labels given, shaped like the output."""
+        """Return the gradient of the sum of l_n at the labels given, shaped like the output."""
 
     def live_terms(self, output: Tensor, target: Any) -> Tensor | None:
-        """True for terms that have a loss, read from the target's marks; None where all have."""
+        """Return a mask of the terms that have a loss, by the target's marks; None where all have."""
         return None
 
     @abstractmethod
     def draw(self, output: Tensor, live: Tensor | None, n: int, generator: torch.Generator) -> Tensor:
-        """The gradient of the sum of l_n at labels drawn from the model, shaped like the output."""
+        """Draw labels from the model and return the gradient of the sum of l_n, shaped like the output."""
 
     @abstractmethod
     def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
-        """Tensors like the output whose outer products, example by example, sum to E[g_n g_n^T]."""
+        """Yield tensors like the output whose outer products, example by example, sum to E[g_n g_n^T]."""
 
 
 class Categorical(Likelihood):
@@ -128,14 +128,14 @@ class Categorical(Likelihood):
         return gradient if live is None else gradient * live[..., None]
 
     def _weight(self, output: Tensor, live: Tensor | None, n: int) -> float:
-        """N times a term's weight in the loss."""
+        """Return N times a term's weight in the loss."""
         if not self.mean:
             return 1.0
         return n * output.shape[self.class_dim] / output.numel() if live is None else n / max(1, int(live.sum()))
 
 
 def covariance_column(log_p: Tensor, k: int) -> Tensor:
-    """Column k of the C - 1 columns of the Cholesky factor of diag(p) - p p^T, along the last dimension.
+    """Return column k of the C - 1 columns of the Cholesky factor of diag(p) - p p^T, along the last dimension.
 
     Classes are decided in turn, k against those after it. With t_k = p_k+1 + ... + p_C the column is 0 above k,
     sqrt(p_k t_k / t_k-1) at k, and -p_j / t_k times that below. Everything is formed from logarithms, as the t_k of
@@ -213,7 +213,7 @@ class Gaussian(Likelihood):
 
 
 def _term_by_term(whole: Tensor, by_term: Tensor) -> Iterator[Tensor]:
-    """For each term, the tensor with all other terms set to zero; ``by_term`` is a view ``[n, terms, outputs]``."""
+    """Yield the tensor with all terms but one set to zero; ``by_term`` is a view ``[n, terms, outputs]``."""
     if by_term.shape[1] == 1:
         yield whole
         return
@@ -240,7 +240,7 @@ Loss = str | nn.Module | Callable[[Any, Any], Tensor]
 
 
 def likelihood_of(loss: Loss) -> Likelihood | None:
-    """The likelihood that a name or one of torch's losses stands for; None for any other function."""
+    """Return the likelihood that a name or one of torch's losses stands for; None for any other function."""
     if isinstance(loss, str):
         if loss not in LIKELIHOODS:
             known = ", ".join(map(repr, LIKELIHOODS))

@@ -62,7 +62,7 @@ class Data:
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def read(self) -> Iterator[Batch]:
-        """The batches, on the model's device."""
+        """Yield the batches, on the model's device."""
         self.estimate.restart()
         batches = self.batches
         if self._begun is not None:
@@ -74,7 +74,7 @@ class Data:
         return read_batch(batch, self.device, self.dtype, self.estimate.needs_target)
 
     def _first(self) -> Batch:
-        """The first batch; the pass that follows goes on from it, so that an iterator loses nothing."""
+        """Return the first batch; the pass that follows goes on from it, so that an iterator loses nothing."""
         if self._begun is None:
             iterator = iter(self.batches)
             try:
@@ -159,7 +159,9 @@ class Data:
             if fingerprint.differs(block, found_here, seen.get(block, nothing)):
                 raise RuntimeError(
                     f"layer '{block.name}': its gradient is not the one that passed through its calls (its weight is "
-                    f"also used elsewhere), so its curvature cannot be captured: exclude=['{block.name}']"
+                    f"also used elsewhere, or {type(block.layer).__name__}, if it is a class of your own, says wrongly "
+                    "what h and delta are or how the parameters lie in the matrix), so its curvature cannot be "
+                    f"captured: exclude=['{block.name}']"
                 )
         if silent:
             warnings.warn(
@@ -172,7 +174,7 @@ class Data:
 
 
 def with_last(items: Iterator[Cotangents]) -> Iterator[tuple[Cotangents, bool]]:
-    """Each item, and whether it is the last."""
+    """Yield each item, and whether it is the last."""
     current = next(items, None)
     while current is not None:
         following = next(items, None)
@@ -228,7 +230,7 @@ class Grouped:
 
 
 def _gain(block: Block) -> float:
-    """What waiting saves are the inputs' columns, what it holds are the outputs'."""
+    """Compare what waiting saves, the inputs' columns, with what it holds, the outputs'."""
     return block.shape.columns / block.shape.out
 
 
@@ -236,7 +238,7 @@ def _gain(block: Block) -> float:
 def captured(
     model: nn.Module, blocks: Sequence[Block], receive: Callable[[Block, list[Call], int], None]
 ) -> Iterator[tuple[Capture, list[GradientEdge]]]:
-    """Hooks that hand h and delta to ``receive``, and the places in the graph where the deltas arise."""
+    """Hand h and delta to ``receive`` by hooks; yield the places in the graph where the deltas arise."""
     edges: list[GradientEdge] = []
     capture = Capture(model, receive)
 
@@ -257,7 +259,7 @@ def captured(
 def backward(
     output: Any, cotangents: Cotangents, inputs: Sequence[GradientEdge | Tensor], *, retain: bool
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the output's tensors, weighted by the cotangents, with respect to ``inputs``."""
+    """Return gradients of the output's tensors, weighted by the cotangents, with respect to ``inputs``."""
     pairs = [
         (leaf, c)
         for leaf, c in zip(tree_leaves(output), cotangents, strict=True)

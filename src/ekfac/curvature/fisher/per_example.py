@@ -37,7 +37,7 @@ class ExampleGradients:
         self._checked = False
 
     def enough(self, passes: Sequence[Cotangents]) -> bool:
-        """Whether so many passes already fill the memory for a single example, or by themselves."""
+        """Tell whether so many passes already fill the memory for a single example, or by themselves."""
         mine = sum(c.numel() * c.element_size() for one in passes for c in one if c is not None)
         return len(passes) * self._each >= self.memory or 2 * mine >= self.memory
 
@@ -47,7 +47,7 @@ class ExampleGradients:
         return 3 * self.size * max(p.element_size() for p in self.parameters.values())
 
     def rows(self, batch: Batch, passes: Sequence[Cotangents]) -> Iterator[Tensor]:
-        """All rows of a batch for some backward passes, in pieces."""
+        """Yield all rows of a batch for some backward passes, in pieces."""
         at_once = max(1, min(batch.n, self.memory // max(1, len(passes) * self._each)))
         total, length = torch.zeros(self.size, dtype=torch.float64, device=self.device), 0.0
         for start in range(0, batch.n, at_once):
@@ -120,7 +120,7 @@ class ExampleGradients:
         return torch.stack(rows)
 
     def _check(self, batch: Batch, passes: Sequence[Cotangents], total: Tensor, length: float) -> None:
-        """The rows must add up to the batch's own gradient; they do not where examples meet within the model."""
+        """Check that rows add up to the batch's own gradient: not so where examples meet within the model."""
         wanted = list(self.parameters.values())
         with torch.enable_grad():
             leaves = tree_leaves(self.model(*batch.args, **batch.kwargs))
@@ -143,16 +143,16 @@ def _by_example(x: Any, n: int) -> bool:
 
 
 def _select(inputs: Any, dims: Any, which: slice | None) -> Any:
-    """Some examples of all inputs that have examples; with None, give each a first dimension of one."""
+    """Select some examples of all inputs that have examples; with None, give each a first dimension of one."""
     return tree_map(lambda x, dim: x if dim is None else x[which], inputs, dims)
 
 
 def _split(cotangent: Tensor, n: int) -> Tensor:
-    """``[k n, ...]`` to ``[n, k, ...]``: what belongs to each example."""
+    """Turn ``[k n, ...]`` into ``[n, k, ...]``: what belongs to each example."""
     return cotangent.reshape(n, cotangent.shape[0] // n, *cotangent.shape[1:])
 
 
 def _flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Gradients side by side, zeros where there is none."""
+    """Put gradients side by side, zeros where there is none."""
     pairs = zip(parameters, gradients, strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).detach().flatten() for p, g in pairs])

@@ -44,6 +44,6 @@ class ProjectionLayer(LinearLayer):
         return widths, biases, len(next(iter(parameters.values())))
 
     def has(self, name: str) -> bool:
-        """Whether the module has this parameter: it may be made without biases."""
+        """Tell whether the module has this parameter: it may be made without biases."""
         owner, _, last = name.rpartition(".")
         return self.module.get_submodule(owner)._parameters.get(last) is not None

@@ -49,11 +49,11 @@ class Reading(ABC):
 
     @abstractmethod
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call that :meth:`read` will need."""
+        """Return the tensors of a call that :meth:`read` will need."""
 
     @abstractmethod
     def examples(self, kept: Sequence[Tensor]) -> int:
-        """How many examples a call seems to have; for models whose input does not say."""
+        """Guess how many examples a call has; for models whose input does not say."""
 
     @abstractmethod
     def read(self, kept: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -104,12 +104,12 @@ class Layer(ABC):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Whether this class can represent the module exactly."""
+        """Tell whether this class can represent the module exactly."""
         return True
 
     @classmethod
     def parts(cls, module: nn.Module) -> Mapping[str, Sequence[str]]:
-        """The parameters of each part of the module that has a block of its own, by their names in the module."""
+        """Return the parameters of each part that has a block of its own, by their names in the module."""
         return {"": ("weight", "bias")}
 
     @classmethod
@@ -118,15 +118,15 @@ class Layer(ABC):
         return cls(module, roles, sua=sua)
 
     def has_examples(self, x: Tensor, n: int) -> bool:
-        """Whether an input's leading dimension counts n examples, or their positions, one example after the other."""
+        """Tell whether an input's leading dimension counts n examples, or their positions, example by example."""
         return n > 0 and len(x) % n == 0
 
     def shared(self, x: Tensor) -> bool:
-        """Whether an input is seen to be one that all examples share; reads its numbers."""
+        """Tell whether an input is seen to be one that all examples share; reads its numbers."""
         return False
 
     def free_dims(self, x: Tensor) -> int:
-        """How many leading dimensions of an input count examples and positions, and not features."""
+        """Return how many leading dimensions of an input count examples and positions, and not features."""
         return 1
 
     @property
@@ -140,7 +140,7 @@ class Layer(ABC):
         """Return h ``[n, S, G, C]`` and delta ``[n, S, G, O]`` of ``n`` examples (leading dimension k n)."""
 
     def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
-        """Delta alone, for callers that have h already or do not need it."""
+        """Return delta alone, for callers that have h already or do not need it."""
         return self.positions(x, d, n)[1]
 
     @abstractmethod
@@ -158,11 +158,11 @@ class Layer(ABC):
         return f"kronecker {inputs} x {s.out}" + (f", {s.groups} groups" if s.groups > 1 else "")
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
-        """The number S of positions that one example has in this call."""
+        """Return the number S of positions that one example has in this call."""
         return d.numel() // (n * self.shape.groups * self.shape.out)
 
     def numbers_per_position(self) -> int:
-        """How many numbers h and delta take at one position of one example."""
+        """Return how many numbers h and delta take at one position of one example."""
         return self.shape.groups * (self.shape.columns + self.shape.out)
 
     @property
@@ -171,51 +171,51 @@ class Layer(ABC):
         return False
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """Sum of h h^T over examples, positions and taps, and the number of its terms, from the input itself."""
+        """Sum h h^T over examples, positions and taps, from the input itself; return the number of terms too."""
         raise NotImplementedError(f"{type(self).__name__} has direct_inputs, so it must have input_sum_directly")
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """Sum of h h^T over examples (and positions and taps), added to ``into``, and the number of its terms."""
+        """Sum h h^T over examples (and positions and taps), added to ``into``; return the number of terms too."""
         return factors.input_sum(h, self.shape, sharing, diagonal, into)
 
     def sums_of_calls(
         self, calls: Sequence[Call], dtype: torch.dtype, diagonal_A: bool, diagonal_B: bool
     ) -> tuple[Tensor, int, Tensor]:
-        """The sum that gives A, the number of its terms, and the sum that gives B."""
+        """Return the sum that gives A, the number of its terms, and the sum that gives B."""
         raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have sums_of_calls")
 
     def probe_of_calls(self, calls: Sequence[Call], columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`probe` of all rows of some calls."""
+        """Return :meth:`probe` of all rows of some calls."""
         raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have probe_of_calls")
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
-        """Sum of h^2 over all positions and the number of its entries; for kinds that a tied weight may join."""
+        """Sum h^2 over all positions, and count its entries; for kinds that a tied weight may join."""
         h, _ = self.positions(x, d, len(x))
         return square_sum(h), h.numel()
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
-        """Sum over examples of the squared gradient in the basis, ``[G, O, C]``."""
+        """Sum the squared gradient in the basis over examples, ``[G, O, C]``."""
         return scaling.scaling_sum(h, delta, basis, memory)
 
     def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
-        """Whether :meth:`scaling_sum_directly` can take this input."""
+        """Tell whether :meth:`scaling_sum_directly` can take this input."""
         return False
 
     def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
-        """:meth:`scaling_sum` from a call's own tensors, where h need not be written out."""
+        """Compute :meth:`scaling_sum` from a call's own tensors, where h need not be written out."""
         raise NotImplementedError(f"{type(self).__name__} has direct_scaling, so it must have scaling_sum_directly")
 
     def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
-        """u^T G v of tensors shaped like the trained parameters, u ``[G, O]`` and v ``[G, C]``."""
+        """Return u^T G v of tensors shaped like the trained parameters, u ``[G, O]`` and v ``[G, C]``."""
         return torch.einsum("go,goc,gc->", u, self.stack(tensors), v)
 
     def probe(self, h: Tensor, delta: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Terms of ``sum_n rows^T (delta h^T) columns``: the factors ``delta·rows`` and ``h·columns``."""
+        """Return the factors ``delta·rows`` and ``h·columns`` of the terms of ``sum_n rows^T (delta h^T) columns``."""
         return torch.einsum("nsgo,go->nsg", delta, rows), torch.einsum("nsgc,gc->nsg", h, columns)
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of x^2, in float32 at the least, without a copy."""
+    """Sum x^2, in float32 at the least, without a copy."""
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
     return norm.square()
 

@@ -23,7 +23,7 @@ TransposedConvs = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """All receptive fields of x ``[M, channels, *size]`` as a view ``[M, channels, *positions, *kernel]``."""
+    """View the receptive fields of x ``[M, channels, *size]`` as ``[M, channels, *positions, *kernel]``."""
     steps = x.stride()[2:]
     out = [(length - d * (k - 1) - 1) // s + 1
            for length, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]  # fmt: skip
@@ -65,14 +65,14 @@ class _ConvolutionBase(Layer):
 
     @abstractmethod
     def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """The input as the windows see it: padded, and for a transposed convolution spread out."""
+        """Return the input as the windows see it: padded, and for a transposed convolution spread out."""
 
     @abstractmethod
     def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """Receptive fields ``[M, channels, *positions, *kernel]`` in the order of the weight's taps."""
+        """Return receptive fields ``[M, channels, *positions, *kernel]`` in the order of the weight's taps."""
 
     def aligned(self, d: Tensor) -> Tensor:
-        """The output's gradient with its positions in the order of :meth:`fields`."""
+        """Return the output's gradient with its positions in the order of :meth:`fields`."""
         return d
 
     def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
@@ -99,7 +99,7 @@ class _ConvolutionBase(Layer):
         return h.view(s.groups, s.columns, n, -1).permute(2, 3, 0, 1), delta
 
     def _columns(self, weight: Tensor) -> Tensor:
-        """``[G, O, channels, taps]`` to ``[G, O, C]``: tap-major under SUA, the weight's own order otherwise."""
+        """Turn ``[G, O, channels, taps]`` into ``[G, O, C]``: tap-major under SUA, else in the weight's own order."""
         return (weight.transpose(2, 3) if self.sua else weight).reshape(self.groups, self.shape.out, -1)
 
     def _weight(self, columns: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class _ConvolutionBase(Layer):
 
     @abstractmethod
     def grouped(self, weight: Tensor) -> Tensor:
-        """The weight as ``[G, O, channels, taps]``."""
+        """Return the weight as ``[G, O, channels, taps]``."""
 
     @abstractmethod
     def ungrouped(self, weight: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class ConvolutionLayer(_ConvolutionBase):
         return self.sua
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
+        """Compute SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
         if self.module.padding_mode != "zeros":
             x = self.padded(x, ())
         size = tuple(x.shape[2:])
@@ -162,7 +162,7 @@ class ConvolutionLayer(_ConvolutionBase):
         return (rows @ rows.mT if into is None else into.baddbmm_(rows, rows.mT)), terms
 
     def _meetings(self, size: Sequence[int]) -> tuple[Tensor, int]:
-        """Root of the number of (window, tap) pairs that meet each pixel, and the number of windows.
+        """Return the root of the number of (window, tap) pairs that meet each pixel, and the number of windows.
 
         Zeros around the input add nothing to A, so they are counted but not there: ``size`` is without them.
         """

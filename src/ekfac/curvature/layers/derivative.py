@@ -35,7 +35,7 @@ class DerivativeLayer(Layer):
 
     @classmethod
     def after(cls, layer: Layer) -> DerivativeLayer:
-        """The product that the derivative of a layer's product makes; one object for each."""
+        """Return the product that the derivative of a layer's product makes; one object for each."""
         whole = layer.whole if isinstance(layer, DerivativeLayer) else layer
         known = cast(dict[bool, DerivativeLayer], whole.__dict__.setdefault("derivatives", {}))
         transposed = not layer.transposed
@@ -57,7 +57,7 @@ class DerivativeLayer(Layer):
         return self.whole.positions_per_example(d, n)
 
     def _weight_columns(self, like: Tensor) -> Tensor:
-        """1 in the columns of weights and 0 in those of biases, ``[G, C]``."""
+        """Return 1 in the columns of weights and 0 in those of biases, ``[G, C]``."""
         parameters = {role: self.module.get_parameter(role) for role in self.roles}
         return self.whole.stack({r: torch.full_like(p, p.dim() > 1) for r, p in parameters.items()})[:, 0].to(like)
 

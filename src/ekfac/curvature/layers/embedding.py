@@ -31,7 +31,7 @@ class EmbeddingLayer(Layer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Rows rescaled by their frequency are not a sum of per-example gradients; sparse ones are not dense."""
+        """Refuse rows rescaled by their frequency, which are no sum of per-example gradients, and sparse ones."""
         return isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -41,15 +41,15 @@ class EmbeddingLayer(Layer):
         return x.dim()
 
     def shared(self, x: Tensor) -> bool:
-        """Positions, 0 1 2 3 and so on, and not tokens: of these, four in a row are no accident."""
+        """Tell whether the input is positions, 0 1 2 3 and so on: of tokens, four in a row are no accident."""
         return x.dim() == 1 and len(x) > 3 and bool((x.diff() == 1).all())
 
     def numbers_per_position(self) -> int:
-        """The one-hot rows are never written; sums over equal tokens take a few copies of delta."""
+        """Count a few copies of delta, for sums over equal tokens; the one-hot rows are never written."""
         return 4 * self.shape.out
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """Token counts; under "reduce", the sum of squared per-example frequencies."""
+        """Count tokens; under "reduce", sum squared per-example frequencies."""
         n, s = h.shape
         live = torch.ones_like(h, dtype=torch.float64)
         if self.module.padding_idx is not None:
@@ -62,7 +62,7 @@ class EmbeddingLayer(Layer):
         return (squares if into is None else into.add_(squares)), n
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
-        """Gradients of one token within one example are summed, then squared, then added by token."""
+        """Sum gradients of one token within one example, square the sums and add them by token."""
         if delta.dim() == 5:
             return torch.stack([self.scaling_sum(h, one, basis, memory) for one in delta]).sum(0)
         rows = rotate_rows(delta.flatten(0, 2).T[None], basis.U_B)[0].T
@@ -133,7 +133,7 @@ class EmbeddingBagLayer(EmbeddingLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """A maximum is no sum; the rest is as for embeddings."""
+        """Refuse a maximum, which is no sum; the rest is as for embeddings."""
         return (
             isinstance(module, nn.EmbeddingBag)
             and module.mode in ("sum", "mean")
@@ -180,7 +180,7 @@ class TransposedEmbedding(Layer):
 
 
 def live_gradient(module: nn.Embedding, tokens: Tensor, d: Tensor) -> Tensor:
-    """The looked-up vectors' gradient (or another value a position), zero where ``padding_idx`` stands."""
+    """Return the looked-up vectors' gradient (or another value a position), zero where ``padding_idx`` stands."""
     return d if module.padding_idx is None else d * (tokens != module.padding_idx)[..., None].to(d.dtype)
 
 

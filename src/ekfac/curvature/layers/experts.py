@@ -19,12 +19,12 @@ from ekfac.curvature.layers.shapes import BlockShape
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are stacks of matrices."""
+    """Return the parameters of a module that are stacks of matrices."""
     return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
 
 
 def inputs_first(module: Any) -> bool:
-    """Whether the matrices are stored as (in, out): the module says so, or its hidden size shows it."""
+    """Tell whether the matrices are stored as (in, out): the module says so, or its hidden size shows it."""
     said = getattr(module, "is_transposed", None)
     if isinstance(said, bool):
         return said
@@ -49,7 +49,7 @@ class ExpertsLayer(Layer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Whether there are stacks, all of as many matrices."""
+        """Tell whether there are stacks, all of as many matrices."""
         return len({len(p) for p in stacks(module).values()}) == 1
 
     @classmethod
@@ -57,7 +57,7 @@ class ExpertsLayer(Layer):
         return {name: (name,) for name in stacks(module)}
 
     def matrices(self, tensor: Tensor) -> Tensor:
-        """A stack as ``[E, out, in]``, and the inverse of that."""
+        """Return a stack as ``[E, out, in]``, and the inverse of that."""
         return tensor.mT if self.turned else tensor
 
     def free_dims(self, x: Tensor) -> int:
@@ -70,7 +70,7 @@ class ExpertsLayer(Layer):
         raise AssertionError("the rows of experts are summed group by group")
 
     def groups(self, call: Call) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The experts that a call concerns, each with its rows of x and d."""
+        """Return the experts that a call concerns, each with its rows of x and d."""
         assert isinstance(call.layer, RowsOfExperts)
         x, d = (t.reshape(-1, t.shape[-1]) for t in (call.x, call.d))
         if isinstance(call.layer.where, int):

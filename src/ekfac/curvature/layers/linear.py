@@ -56,7 +56,7 @@ class LinearLayer(Layer):
         return x.dim() - 1
 
     def columns(self, x: Tensor) -> Tensor:
-        """The columns of an input that trained weights multiply."""
+        """Return the columns of an input that trained weights multiply."""
         if self._whole:
             return x
         return torch.cat([x[..., span] for span in self._spans.values()], -1) if self._spans else x[..., :0]
@@ -73,7 +73,7 @@ class LinearLayer(Layer):
         return self._whole and bool(self.biases)
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """A with its last rows and columns, which belong to biases, without writing columns of ones beside x."""
+        """Compute A, with the biases' rows and columns last, without writing columns of ones beside x."""
         rows = x.reshape(-1, x.shape[-1])
         sums, w = rows.sum(0), self.weight_columns
         if into is not None:
@@ -93,7 +93,7 @@ class LinearLayer(Layer):
         return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
 
     def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
-        """((delta U_B)^2)^T ((h U_A)^2) with one position an example, the biases' rows of U_A added to the product."""
+        """Compute ((delta U_B)^2)^T ((h U_A)^2), one position an example; biases' rows of U_A join the product."""
         assert basis.U_A is not None
         w = self.weight_columns
         h = torch.addmm(basis.U_A[0, w:].sum(0), x, basis.U_A[0, :w]).square_()
@@ -107,7 +107,7 @@ class LinearLayer(Layer):
         return square_sum(x) + rows * len(self.biases), rows * self.shape.columns
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """A weight as ``[out, in]``, and its own inverse."""
+        """Bring a weight into the form ``[out, in]``, and back: its own inverse."""
         return weight
 
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ class LinearLayer(Layer):
         return out | {role: pieces[len(self.widths) + i][:, 0] for i, role in enumerate(self.biases)}
 
     def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
-        """One parameter after the other: putting them together would copy the gradient."""
+        """Take one parameter after the other: putting them together would copy the gradient."""
         pieces = v[0].split([*self.widths.values(), *(1 for _ in self.biases)])
         found = torch.zeros((), dtype=u.dtype, device=u.device)
         for role, piece in zip([*self.widths, *self.biases], pieces, strict=True):
@@ -152,7 +152,7 @@ class Conv1DLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Whether a module called so multiplies by a matrix (in, out); transformers need not be there to know."""
+        """Tell whether a module called so multiplies by a matrix (in, out); transformers need not be there to know."""
         weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
         if set(module._parameters) != {"weight", "bias"} or weight is None or bias is None or module._modules:
             return False
@@ -170,7 +170,7 @@ class ForeignLinearLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Whether a module called so multiplies by a matrix (out, in)."""
+        """Tell whether a module called so multiplies by a matrix (out, in)."""
         weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
         if weight is None or not set(module._parameters) <= {"weight", "bias"} or module._modules:
             return False

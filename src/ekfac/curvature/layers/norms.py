@@ -38,10 +38,10 @@ class NormLayer(Layer):
 
     @abstractmethod
     def normalised(self, x: Tensor) -> Tensor:
-        """x̂: the input after normalisation, before scale and shift."""
+        """Return x̂: the input after normalisation, before scale and shift."""
 
     def by_unit(self, x: Tensor, n: int) -> Tensor:
-        """``[n, positions, units]``; for layers whose units are the trailing dimensions."""
+        """Return ``[n, positions, units]``; for layers whose units are the trailing dimensions."""
         return x.reshape(n, -1, self.shape.groups)
 
     def free_dims(self, x: Tensor) -> int:
@@ -90,7 +90,7 @@ class ForeignRMSNormLayer(NormLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Whether a module with a vector of scales and an epsilon divides by the root mean square, and no more."""
+        """Tell whether a module with a vector of scales and an epsilon divides by the root mean square, and no more."""
         weight = module._parameters.get("weight")
         if set(module._parameters) != {"weight"} or weight is None or weight.dim() != 1 or module._modules:
             return False
@@ -113,7 +113,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def rms_normalised(x: Tensor, module: nn.Module) -> Tensor:
-    """x over its root mean square, in float32 at the least as all of them do."""
+    """Divide x by its root mean square, in float32 at the least as all of them do."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     epsilon = _epsilon(module)
     assert epsilon is not None

@@ -17,7 +17,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def behaves_like(module: nn.Module, features: int, *expected: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a module's forward does to two rows of numbers what one of these functions does, up to rounding.
+    """Tell whether a module's forward does to two rows what one of these functions does, up to rounding.
 
     Hooks are passed by, and no random number is drawn. Where there are no numbers (the meta device) the answer is yes.
     """
@@ -63,7 +63,7 @@ class _OwnWeight(TorchFunctionMode):
 
 @torch.no_grad()
 def multiplies_with_its_weight(module: nn.Module) -> bool:
-    """Whether the forward of a subclass of Linear or Embedding hands its weight, as it is, to torch's own function."""
+    """Tell whether a subclass of Linear or Embedding hands its weight, as it is, to torch's own function."""
     if module not in _KNOWN:
         weight = module._parameters.get("weight")
         if weight is None:
@@ -82,7 +82,7 @@ def multiplies_with_its_weight(module: nn.Module) -> bool:
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Whether the module's forward has one argument that must be given, and no other."""
+    """Tell whether the module's forward has one argument that must be given, and no other."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())
     return len(parameters) == 2 and parameters[1].kind in (
         inspect.Parameter.POSITIONAL_ONLY,

@@ -31,7 +31,7 @@ Tap = Callable[[str, Tensor, Tensor], Tensor]
 
 
 def suffixes(module: Any) -> list[str]:
-    """The endings of parameters' names, one for each layer and direction, in their order; "" for a cell."""
+    """Return the endings of parameters' names, one for each layer and direction, in their order; "" for a cell."""
     if isinstance(module, nn.RNNCellBase):
         return [""]
     directions = ("", "_reverse") if module.bidirectional else ("",)
@@ -39,7 +39,7 @@ def suffixes(module: Any) -> list[str]:
 
 
 def step(module: Any, suffix: str, x: Tensor, state: tuple[Tensor, ...], weights: Weights, tap: Tap) -> Any:
-    """One time step of a layer in one direction: the new state, hidden state first."""
+    """Take one time step of a layer in one direction; return the new state, hidden state first."""
     h = state[0]
     split = isinstance(module, (nn.GRU, nn.GRUCell))
     by_input = weights.product("ih", suffix, x)
@@ -69,7 +69,7 @@ class Weights:
         self._of = {name: p.detach().to(like.dtype) for name, p in module.named_parameters(recurse=False)}
 
     def product(self, which: str, suffix: str, x: Tensor) -> Tensor:
-        """W x + b, of the input ("ih"), the state ("hh") or the projection ("hr")."""
+        """Return W x + b, of the input ("ih"), the state ("hh") or the projection ("hr")."""
         product = x @ self._of[f"weight_{which}{suffix}"].T
         bias = self._of.get(f"bias_{which}{suffix}")
         return product if bias is None else product + bias
@@ -145,7 +145,7 @@ class RecurrentReading(Reading):
             yield names[start : start + each]
 
     def _initial(self, x: Tensor, states: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The state that each layer and direction starts with."""
+        """Return the state that each layer and direction starts with."""
         m, count = self.module, len(suffixes(self.module))
         if states:
             return [tuple(s[i].to(x.dtype) for s in states) for i in range(count)]
@@ -154,7 +154,7 @@ class RecurrentReading(Reading):
         return [tuple(x.new_zeros(x.shape[1], w) for w in widths)] * count
 
     def _results(self, x: Tensor, ends: list[tuple[Tensor, ...]], live: Tensor, order: Tensor) -> list[Tensor]:
-        """The tensors that the module returns, in its order and layout."""
+        """Return the tensors that the module returns, in its order and layout."""
         m = self.module
         if isinstance(m, nn.RNNCellBase):
             return list(ends[0])
@@ -167,7 +167,7 @@ class RecurrentReading(Reading):
     def _stacked(
         self, calls: list[tuple[int, Tensor, Tensor]], deltas: Mapping[int, Tensor | None], live: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """h and delta of all time steps, examples first; of sequences of unequal lengths, one row of all steps."""
+        """Return h and delta of all time steps, examples first; of sequences of unequal lengths, one row of all."""
         calls = sorted(calls, key=lambda call: call[0])
         h = torch.stack([h for _, h, _ in calls])
         d = torch.stack([z.detach() if deltas[id(z)] is None else deltas[id(z)] for _, _, z in calls])  # type: ignore
@@ -189,12 +189,12 @@ class RecurrentLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Whether a call can be computed again: not where dropout between layers has drawn random numbers."""
+        """Tell whether a call can be computed again: not where dropout between layers has drawn random numbers."""
         return not (getattr(module, "dropout", 0) > 0 and getattr(module, "num_layers", 1) > 1)
 
     @classmethod
     def parts(cls, module: nn.Module) -> Mapping[str, Sequence[str]]:
-        """One part a layer and direction; two of a GRU; one for a projection."""
+        """Return one part a layer and direction; two of a GRU; one for a projection."""
         found: dict[str, Sequence[str]] = {}
         for suffix in suffixes(module):
             both = {which: (f"weight_{which}{suffix}", f"bias_{which}{suffix}") for which in ("ih", "hh")}

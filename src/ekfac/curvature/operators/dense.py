@@ -225,7 +225,7 @@ class SecondMoment:
             self._matrix.addmm_(piece.mT, piece)
 
     def part(self, n: int) -> Part:
-        """The mean over n examples."""
+        """Return the part of the mean over n examples."""
         if self._matrix is not None:
             return DensePart(self.name, self.parameters, self._matrix / n)
         return RowsPart(self.name, self.parameters, torch.cat(self._rows) / n**0.5)

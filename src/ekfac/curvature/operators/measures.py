@@ -27,7 +27,7 @@ def relative_error(G: Curvature, H: Curvature, *, by_layer: Literal[False] = Fal
 @overload
 def relative_error(G: Curvature, H: Curvature, *, by_layer: Literal[True]) -> dict[str, Tensor]: ...
 def relative_error(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Tensor | dict[str, Tensor]:
-    """||G - H||_F / ||G||_F, G being the truth.
+    """Return ||G - H||_F / ||G||_F, G being the truth.
 
     Args:
         G: The matrix that is approximated.
@@ -50,7 +50,7 @@ def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: Literal[False] = 
 @overload
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: Literal[True]) -> dict[str, Tensor]: ...
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Tensor | dict[str, Tensor]:
-    """The l2 distance between the sorted eigenvalues of two matrices, block by block where they have the same blocks.
+    """Return the l2 distance of two matrices' sorted eigenvalues, block by block where they have the same blocks.
 
     Args:
         G: One matrix.
@@ -73,7 +73,7 @@ def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: bool = False) -> 
 def correlation(
     G: Curvature, coordinates: Tensor | Iterable[int] | Mapping[str, Tensor], basis: Curvature | None = None
 ) -> Tensor:
-    """G_ij / sqrt(G_ii G_jj) of chosen coordinates: how correlated the gradient is, in parameter space or in a basis.
+    """Return G_ij / sqrt(G_ii G_jj) of chosen coordinates, in parameter space or in a basis.
 
     Args:
         G: The matrix, usually "full" or "block".
@@ -150,7 +150,7 @@ class _Whole:
 
 
 def _pairs(G: Curvature, H: Curvature) -> list[tuple[Part, Part]] | None:
-    """Blocks of equal parameters; None where the matrices are cut differently."""
+    """Pair blocks of equal parameters; None where the matrices are cut differently."""
     for name, one in (("G", G), ("H", H)):
         checks.instance(name, one, Curvature, "a Curvature")
     if G.layout != H.layout:
@@ -162,7 +162,7 @@ def _pairs(G: Curvature, H: Curvature) -> list[tuple[Part, Part]] | None:
 
 
 def _square_distance(g: Part | _Whole, h: Part | _Whole) -> Tensor:
-    """||g - h||^2 by whatever route the two representations allow."""
+    """Return ||g - h||^2 by whatever route the two representations allow."""
     for one, two in ((g, h), (h, g)):
         rows = one.rows() if isinstance(one, _Whole) else one
         if isinstance(rows, RowsPart):
@@ -189,7 +189,7 @@ def _from_rows(one: RowsPart, two: Part | _Whole) -> Tensor:
 
 
 def _between_bases(g: EigenPart, h: EigenPart) -> Tensor:
-    """<g, h> = s_h . (R_B * R_B) s_g (R_A * R_A)^T, R turning one basis into the other."""
+    """Return <g, h> = s_h . (R_B * R_B) s_g (R_A * R_A)^T, R turning one basis into the other."""
     turned = carry_second_moment(g.s, g.basis, h.basis)
     # ||h - diag of g in h's basis||^2, and what of g lies off that diagonal.
     return (turned - h.s).square().sum() + (g.s.square().sum() - turned.square().sum()).clamp(min=0)

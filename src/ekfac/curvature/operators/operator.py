@@ -76,11 +76,11 @@ class Curvature:
     # --- vectors --------------------------------------------------------------------------------------------------
 
     def flatten(self, v: Mapping[str, Tensor]) -> Tensor:
-        """A dict of ``[*shape]`` or ``[K, *shape]`` to ``[P]`` or ``[K, P]``."""
+        """Turn a dict of ``[*shape]`` or ``[K, *shape]`` into ``[P]`` or ``[K, P]``."""
         return self.layout.flatten(v)
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:
-        """``[P]`` or ``[K, P]`` to a dict of ``[*shape]`` or ``[K, *shape]``."""
+        """Turn ``[P]`` or ``[K, P]`` into a dict of ``[*shape]`` or ``[K, *shape]``."""
         checks.instance("the vector", v, Tensor, f"a tensor whose last dimension is {self.layout.numel}")
         if v.shape[-1:] != (self.layout.numel,):
             raise ValueError(f"the vector has shape {tuple(v.shape)}; its last dimension must be {self.layout.numel}")
@@ -103,7 +103,7 @@ class Curvature:
     @overload
     def __matmul__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def __matmul__(self, v: Vector) -> Tensor | dict[str, Tensor]:
-        """G v, for one vector or a stack."""
+        """Return G v, for one vector or a stack."""
         return self._transformed(v, lambda part, rows: part.matmul(rows))  # type: ignore[no-any-return]
 
     @overload
@@ -111,12 +111,12 @@ class Curvature:
     @overload
     def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
     def solve(self, v: Vector, damping: float = 0.0) -> Tensor | dict[str, Tensor]:
-        """(G + damping)^-1 v, for one vector or a stack."""
+        """Return (G + damping)^-1 v, for one vector or a stack."""
         damping = self._checked(damping, inverse=True)
         return self._transformed(v, lambda part, rows: part.apply(rows, lambda s: rows.new_ones(()) / (s + damping)))  # type: ignore[no-any-return]
 
     def power(self, p: float, damping: float = 0.0) -> Curvature:
-        """(G + damping)^p, again an operator."""
+        """Return (G + damping)^p, again an operator."""
         checks.number("p", p)
         damping = self._checked(damping, inverse=p < 0)
         return self._mapped(lambda s: (s + damping).pow(p))
@@ -125,7 +125,7 @@ class Curvature:
         return type(self)(self.approximation, self.layout, [part.mapped(f) for part in self.parts], self.examples)
 
     def quadratic(self, v: Vector) -> Tensor:
-        """v^T G v; of a stack, one number for each vector."""
+        """Return v^T G v; of a stack, one number for each vector."""
         rows, _ = self.layout.read(v, self.dtype, self.device)
         products = (rows * self._each(rows, lambda part, r: part.matmul(r))).sum(1)
         stacked = v.dim() == 2 if isinstance(v, Tensor) else v[self.layout.names[0]].dim() > len(self.layout.shapes[0])
@@ -134,15 +134,15 @@ class Curvature:
     # --- numbers --------------------------------------------------------------------------------------------------
 
     def trace(self) -> Tensor:
-        """Sum of the eigenvalues."""
+        """Sum the eigenvalues."""
         return self._sum(lambda part: part.trace())
 
     def norm(self) -> Tensor:
-        """Frobenius norm; of gradients fewer than parameters through their Gram matrix."""
+        """Return the Frobenius norm; of gradients fewer than parameters through their Gram matrix."""
         return self._sum(lambda part: part.square_norm()).sqrt()
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        """log det(G + damping)."""
+        """Return log det(G + damping)."""
         damping = self._checked(damping, inverse=True)
         return self._sum(lambda part: (part.values() + damping).log().sum())
 
@@ -169,11 +169,11 @@ class Curvature:
     # --- spectrum -------------------------------------------------------------------------------------------------
 
     def eigenvalues(self) -> Tensor:
-        """All P eigenvalues, in ascending order."""
+        """Return all P eigenvalues, in ascending order."""
         return torch.cat([part.values() for part in self.parts]).sort().values
 
     def spectrum(self) -> dict[str, Tensor]:
-        """The eigenvalues by block, in the order and shape of the coordinates that :meth:`project` gives."""
+        """Return the eigenvalues by block, in the order and shape of the coordinates that :meth:`project` gives."""
         return {part.name: part.values().reshape(part.coordinate_shape()) for part in self.parts}
 
     @overload
@@ -181,7 +181,7 @@ class Curvature:
     @overload
     def project(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def project(self, v: Vector) -> Tensor | dict[str, Tensor]:
-        """U^T v: coordinates in the eigenbasis.
+        """Return U^T v: coordinates in the eigenbasis.
 
         A flat vector gives a flat one, the blocks' coordinates in the order of ``layers``; a dict gives a dict by block
         name, for KFAC and EKFAC in the form ``[groups, out, in]`` of ``U_B^T V U_A``.
@@ -200,7 +200,7 @@ class Curvature:
     @overload
     def unproject(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def unproject(self, x: Vector) -> Tensor | dict[str, Tensor]:
-        """U x: undoes :meth:`project`."""
+        """Return U x: undo :meth:`project`."""
         shapes = tuple(part.coordinate_shape() for part in self.parts)
         rows, restore = Layout(self.layers, shapes).read(x, self.dtype, self.device)
         out = torch.empty_like(rows)
@@ -215,14 +215,14 @@ class Curvature:
     # --- matrices and samples -----------------------------------------------------------------------------------------
 
     def diagonal(self) -> Tensor:
-        """The P diagonal entries, flat."""
+        """Return the P diagonal entries, flat."""
         out = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         for part, places in zip(self.parts, self._places, strict=True):
             out[places] = part.diagonal()
         return out
 
     def dense(self) -> Tensor:
-        """The matrix ``[P, P]``, for tests and small networks."""
+        """Return the matrix ``[P, P]``, for tests and small networks."""
         out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for part, places in zip(self.parts, self._places, strict=True):
             if isinstance(places, slice):
@@ -261,7 +261,7 @@ class Curvature:
     # --- pieces, places, files ----------------------------------------------------------------------------------------
 
     def restrict(self, layers: str | Sequence[str]) -> Curvature:
-        """The matrix over the parameters of some layers alone.
+        """Return the matrix over the parameters of some layers alone.
 
         Args:
             layers: Names or patterns of layers or parameters. KFAC's and EKFAC's layers can only be taken whole.

@@ -41,56 +41,56 @@ class Part(ABC):
 
     @abstractmethod
     def values(self) -> Tensor:
-        """All p eigenvalues, in the order of the basis."""
+        """Return all p eigenvalues, in the order of the basis."""
 
     @abstractmethod
     def apply(self, rows: Tensor, f: Function) -> Tensor:
-        """U diag(f(values)) U^T v for every row v."""
+        """Return U diag(f(values)) U^T v for every row v."""
 
     @abstractmethod
     def mapped(self, f: Function) -> Part:
-        """The same basis with the eigenvalues f(values)."""
+        """Return the same basis with the eigenvalues f(values)."""
 
     @abstractmethod
     def project(self, rows: Tensor) -> Tensor:
-        """U^T v for every row v: coordinates in the order of ``values``."""
+        """Return U^T v for every row v: coordinates in the order of ``values``."""
 
     @abstractmethod
     def unproject(self, rows: Tensor) -> Tensor:
-        """U x for every row x."""
+        """Return U x for every row x."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """The p diagonal entries in parameter space."""
+        """Return the p diagonal entries in parameter space."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What there is to store, by name."""
+        """Return what there is to store, by name."""
 
     def matmul(self, rows: Tensor) -> Tensor:
-        """The matrix times every row."""
+        """Multiply every row by the matrix."""
         return self.apply(rows, lambda values: values)
 
     def trace(self) -> Tensor:
-        """Sum of the eigenvalues."""
+        """Sum the eigenvalues."""
         return self.values().sum()
 
     def square_norm(self) -> Tensor:
-        """Squared Frobenius norm."""
+        """Return the squared Frobenius norm."""
         return self.values().square().sum()
 
     def dense(self) -> Tensor:
-        """The matrix ``[p, p]``."""
+        """Return the matrix ``[p, p]``."""
         reference = self.values()
         matrix = self.matmul(torch.eye(self.numel, dtype=reference.dtype, device=reference.device))
         return (matrix + matrix.mT) / 2
 
     def coordinate_shape(self) -> tuple[int, ...]:
-        """The shape in which ``project`` shows coordinates in a dict."""
+        """Return the shape in which ``project`` shows coordinates in a dict."""
         return (self.numel,)
 
     def cut(self, parameters: tuple[str, ...], places: Tensor) -> Part | None:
-        """The part over some of its parameters, which lie at ``places``; None if it cannot be taken apart."""
+        """Return the part over some of its parameters, which lie at ``places``; None if it cannot be taken apart."""
         return None
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -174,7 +174,7 @@ class EigenPart(Part):
         return torch.empty_like(turned).index_copy_(1, self.order.long(), turned)
 
     def _turned(self, rows: Tensor, U_A: Tensor | None, U_B: Tensor | None) -> Tensor:
-        """``U_B^T X U_A`` for a stack of X."""
+        """Return ``U_B^T X U_A`` for a stack of X."""
         shape, k = self.basis.shape, len(rows)
         matrices = rows.reshape(k, shape.groups, shape.out, shape.columns)
         # One product with U_A for the whole stack: its rows, group by group.
@@ -184,7 +184,7 @@ class EigenPart(Part):
         return rotate_rows(matrices, U_B).reshape(k, -1)
 
     def diagonal(self) -> Tensor:
-        """(U_B * U_B) s (U_A * U_A)^T, back in the parameters' order."""
+        """Return (U_B * U_B) s (U_A * U_A)^T, back in the parameters' order."""
         U_A, U_B = (None if U is None else U.square().mT for U in (self.basis.U_A, self.basis.U_B))
         return self._in_parameter_order(rotate_columns(rotate_rows(self.s, U_B), U_A, self.basis.shape).reshape(-1))
 
@@ -192,7 +192,7 @@ class EigenPart(Part):
         return entries if self.order is None else torch.empty_like(entries).index_copy_(0, self.order.long(), entries)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A = U_A S_A U_A^T and B = U_B S_B U_B^T; as vectors on a side that is kept diagonal."""
+        """Return A = U_A S_A U_A^T and B = U_B S_B U_B^T; as vectors on a side that is kept diagonal."""
         b = self.basis
         A, B = (S if U is None else (U * S[:, None, :]) @ U.mT for U, S in ((b.U_A, b.S_A), (b.U_B, b.S_B)))
         return A, B

@@ -37,7 +37,7 @@ class Layout:
         return sum(self.sizes)
 
     def places(self, names: tuple[str, ...]) -> slice | Tensor:
-        """Where some parameters lie in the flat vector, one after the other: a slice where they are neighbours."""
+        """Find where some parameters lie in the flat vector, one after the other: a slice where they are neighbours."""
         starts: dict[str, int] = {}
         at = 0
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -50,7 +50,7 @@ class Layout:
         return torch.cat([torch.arange(*r) for r in ranges])
 
     def unflatten(self, rows: Tensor) -> dict[str, Tensor]:
-        """``[..., P]`` to a dict of ``[..., *shape]``."""
+        """Turn ``[..., P]`` into a dict of ``[..., *shape]``."""
         parts = rows.split(self.sizes, -1)
         return {
             name: part.reshape(*rows.shape[:-1], *shape)
@@ -58,7 +58,7 @@ class Layout:
         }
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A dict of ``[*shape]`` or ``[K, *shape]`` to ``[P]`` or ``[K, P]``."""
+        """Turn a dict of ``[*shape]`` or ``[K, *shape]`` into ``[P]`` or ``[K, P]``."""
         checks.instance("the vector", tensors, Mapping, "a dict from parameter name to tensor")
         missing = [name for name in self.names if name not in tensors]
         unknown = [name for name in tensors if name not in self.names]
@@ -86,7 +86,7 @@ class Layout:
         )
 
     def read(self, v: Vector, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Restore]:
-        """Any vector or stack as rows ``[K, P]``, and the way back to its form."""
+        """Read any vector or stack as rows ``[K, P]``; return the way back to its form too."""
         if isinstance(v, Mapping):
             flat = self.flatten(v).to(device, dtype)
             if flat.dim() == 1:

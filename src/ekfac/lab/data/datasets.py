@@ -63,7 +63,7 @@ class Dataset:
         return replace(self, splits={name: Split(moved(x), y.to(device)) for name, (x, y) in self.splits.items()})
 
 
-DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset")
+DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset", plugins=True)
 
 
 def register_dataset(name: str, load: Callable[[Path], Dataset]) -> Callable[[Path], Dataset]:
@@ -173,7 +173,7 @@ def _cifar10(folder: Path) -> Dataset:
 
 
 def _cifar10_20k(folder: Path) -> Dataset:
-    """The first two training files of CIFAR-10 alone: 15,000 images to train on, 5,000 for validation."""
+    """Read the first two training files of CIFAR-10 alone: 15,000 images to train on, 5,000 for validation."""
     batches = [_cifar_batch(f"data_batch_{number}", folder) for number in (1, 2)]
     x, y = _pixels(torch.cat([batch.x for batch in batches])), torch.cat([batch.y for batch in batches])
     cut = len(x) * 3 // 4
@@ -183,7 +183,7 @@ def _cifar10_20k(folder: Path) -> Dataset:
 
 
 def _stdlib(folder: Path) -> Dataset:
-    """Sources of the running Python's library in blocks of 128 characters, every tenth held out."""
+    """Read sources of the running Python's library in blocks of 128 characters, every tenth held out."""
     characters = text.library_text()
     x, y = text.blocks(text.encode(characters), 128)
     held = torch.arange(len(x)) % 10 == 9

@@ -67,7 +67,7 @@ class CharacterModel(nn.Module):
 
 
 def charlm(width: int = 128, batch_norm: bool = False, layers: int = 4, context: int = CONTEXT) -> CharacterModel:
-    """A pre-norm transformer of four layers and four heads (fewer where the width does not divide), untied.
+    """Build a pre-norm transformer of four layers and four heads (fewer if the width does not divide), untied.
 
     Weights are N(0, 0.02^2), those that end a way around N(0, 0.02^2 / (2 layers)), biases zero, as in GPT-2.
 
@@ -87,10 +87,10 @@ def charlm(width: int = 128, batch_norm: bool = False, layers: int = 4, context:
 
 
 def character_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Per example, the mean over its positions of the cross-entropy of the next character."""
+    """Return each example's mean over positions of the cross-entropy of the next character."""
     return functional.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
 
 
 def character_correct(output: Tensor, y: Tensor) -> Tensor:
-    """Per example, the share of positions at which the next character is the likeliest one."""
+    """Return each example's fraction of positions at which the next character is the likeliest one."""
     return (output.argmax(2) == y).double().mean(1)

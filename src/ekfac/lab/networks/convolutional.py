@@ -29,7 +29,7 @@ class BasicBlock(nn.Module):
 
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Sequential:
-    """ResNet18 with batch-norm for 32x32 images: a 3x3 stem, widths 64 to 512, torch's own initialisation."""
+    """Build ResNet18 with batch-norm for 32x32 images: a 3x3 stem, widths 64 to 512, torch's initialisation."""
     layers: list[nn.Module] = [_conv(3, width), nn.BatchNorm2d(width), nn.ReLU()]
     channels = width
     for stage, block in itertools.product(range(4), range(2)):
@@ -58,7 +58,7 @@ class InvertedResidual(nn.Module):
 
 
 def depthwise(width: int = 32, classes: int = 10) -> nn.Sequential:
-    """A stem of 32 channels, five inverted residuals (32, 64, 64, 128, 128, the 2nd and 4th halve), a linear head."""
+    """Build a stem of 32 channels, five inverted residuals (32, 64, 64, 128, 128; the 2nd and 4th halve), a head."""
     widths = [width * times for times in (1, 1, 2, 2, 4, 4)]
     blocks = [
         InvertedResidual(channels_in, channels, stride)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def autoencoder(width: int = 1000, batch_norm: bool = False) -> nn.Sequential:
-    """784-1000-500-250-30-250-500-1000-784, sigmoid, untied weights; the output is the logits of the pixels.
+    """Build 784-1000-500-250-30-250-500-1000-784, sigmoid, untied weights; the output is the pixels' logits.
 
     Weights are Xavier-uniform, biases zero; batch-norm stands before each hidden sigmoid. A smaller ``width``
     shrinks the layers in proportion, but the code keeps 30 units (or as many as its neighbour has left).
@@ -21,12 +21,12 @@ def autoencoder(width: int = 1000, batch_norm: bool = False) -> nn.Sequential:
 
 
 def classifier(width: int = 50, batch_norm: bool = False) -> nn.Sequential:
-    """784-50-50-50-50-10: four sigmoid layers, Xavier-uniform weights, zero biases; the output is logits."""
+    """Build 784-50-50-50-50-10: four sigmoid layers, Xavier-uniform weights, zero biases; the output is logits."""
     return _sigmoid_net([784, width, width, width, width, 10], batch_norm)
 
 
 def deep(width: int = 50, batch_norm: bool = False) -> nn.Sequential:
-    """784, eight sigmoid layers of 50, 10: plain and deep, so that a plateau has to be left. Not the paper's."""
+    """Build 784, eight sigmoid layers of 50, 10: plain and deep, with a plateau to leave. Not the paper's."""
     return _sigmoid_net([784, *[width] * 8, 10], batch_norm)
 
 
@@ -44,7 +44,7 @@ def _sigmoid_net(sizes: list[int], batch_norm: bool) -> nn.Sequential:
 
 
 def vgg11(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
-    """VGG11 for 32x32 images: eight 3x3 convolutions with biases, five poolings, one linear layer 512-10.
+    """Build VGG11 for 32x32 images: eight 3x3 convolutions with biases, five poolings, a linear layer 512-10.
 
     He initialisation, zero biases; batch-norm after each convolution where asked.
     """
@@ -80,7 +80,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet34(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
-    """ResNet34 for 32x32 images: a 3x3 stem, 3, 4, 6, 3 blocks of widths 64 to 512, mean pooling, 512-10.
+    """Build ResNet34 for 32x32 images: a 3x3 stem, 3, 4, 6, 3 blocks of widths 64 to 512, mean pooling, 512-10.
 
     Without batch-norm it starts as the paper's appendix says, n being a layer's fan-in: N(0, 2/n) after a
     ReLU; N(0, 1/n) where no activation directly precedes (stem, shortcuts, and the head, which follows the
@@ -105,7 +105,7 @@ def _conv(channels_in: int, channels: int, kernel: int, stride: int, batch_norm:
 
 
 def _normal(layer: nn.Conv2d | nn.Linear, gain: float) -> nn.Conv2d | nn.Linear:
-    """W ~ N(0, gain / n) with n the fan-in, b = 0."""
+    """Draw W ~ N(0, gain / n) with n the fan-in; set b = 0."""
     fan_in = layer.weight[0].numel()
     nn.init.normal_(layer.weight, std=math.sqrt(gain / fan_in))
     if layer.bias is not None:

@@ -155,7 +155,7 @@ def _parallel(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path
 
 @contextlib.contextmanager
 def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Processes that share the cores, and never outlive what they are for.
+    """Start processes that share the cores, and never outlive what they are for.
 
     They end at once when this process is killed, and when the block is left by an error or by Ctrl-C, which they leave
     to this process. A run that is cut short so goes on from its checkpoint.

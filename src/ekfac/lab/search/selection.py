@@ -192,7 +192,7 @@ class Envelope:
 
 
 def per_epoch(candidates: Sequence[Curve], name: str = "train_loss", x: str = "epoch") -> Envelope:
-    """At each epoch, choose the setting with the lowest loss at that epoch.
+    """Choose, at each epoch, the setting with the lowest loss at that epoch.
 
     Args:
         candidates: Settings of one method.
@@ -215,7 +215,7 @@ def per_time(
     budgets: Sequence[float] | None = None,
     x: str = "seconds",
 ) -> Envelope:
-    """At each time budget, choose the setting whose loss at its last record within the budget is lowest.
+    """Choose, at each time budget, the setting whose loss at its last record within the budget is lowest.
 
     A setting that has ended before the budget stays in the race with its last loss.
 

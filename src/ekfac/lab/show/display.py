@@ -85,7 +85,7 @@ def run_demo(
 
 
 def _say(console: Console, name: str, run: Run) -> None:
-    """Where nothing can be redrawn, print a line at every tenth epoch."""
+    """Print a line at every tenth epoch, where nothing can be redrawn."""
     last = run.history[-1]
     if last["epoch"] % 10 == 0 or run.status != "unfinished":
         loss = demo.points(run, "step")
@@ -124,7 +124,7 @@ def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
         text = chart(curves, label, _loss_name(runs), max(30, min(72, console.width - 12)))
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     table = Table(title="who came out ahead (1 is best)", title_justify="left")
-    table.add_column("optimizer")
+    table.add_column("optimizer", no_wrap=True)
     for name in (
         f"loss after {result.steps} steps",
         "place",

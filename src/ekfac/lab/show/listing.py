@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ekfac.lab.labels import describe, method
+from ekfac.lab.labels import describe, shown_method
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import read_tags
 
@@ -19,7 +19,7 @@ def row(run: Run) -> dict[str, Any]:
     return {
         "run": None if run.path is None else _short(run.path),
         "task": run.config.task,
-        "method": method(run.config),
+        "method": shown_method(run.config),
         "setting": describe(run.config),
         "seed": run.config.seed,
         "epoch": last.get("epoch", 0),
@@ -80,5 +80,6 @@ def repeated(before: Run, after: Run) -> str:
     words = ["diverged" if loss is None else f"training loss {loss:.6g}" for loss in (new, old)]
     if old == new:
         return f"the same as recorded after epoch {epoch}: {words[0]}"
+    words[1] += "" if before.about.get("data_sha256") == after.about.get("data_sha256") else ", on other data"
     apart = "" if old is None or new is None else f" ({abs(new - old) / abs(old):.2g} apart)"
     return f"after epoch {epoch}: {words[0]}; recorded: {words[1]}{apart}"

@@ -58,7 +58,7 @@ def replay(
     seconds: float = 10.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Run]:
-    """Tell of every epoch in the order in which they ended, at a pace at which the whole takes so many seconds."""
+    """Hand on every epoch in the order in which they ended, at a pace at which the whole takes so many seconds."""
     records = [(name, number, record) for name, run in runs.items() for number, record in enumerate(run.history)]
     events = sorted((record["seconds"], name, number) for name, number, record in records)
     longest, before = events[-1][0], 0.0

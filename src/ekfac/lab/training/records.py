@@ -74,8 +74,9 @@ def check_about(about: Any) -> dict[str, Any]:
         for split, value in about.get(name, {}).items():
             if not number(value):
                 raise ValueError(f"about: {name}: {split} must be a number, not {value!r}")
-    if "parameters" in about and not number(about["parameters"]):
-        raise ValueError(f"about: parameters must be a number, not {about['parameters']!r}")
+    for name in ("parameters", "race_seconds"):
+        if name in about and not number(about[name]):
+            raise ValueError(f"about: {name} must be a number, not {about[name]!r}")
     for name in ("command", "data_dir", "data_sha256"):
         if not isinstance(about.get(name, ""), str):
             raise ValueError(f"about: {name} must be text, not {about[name]!r}")

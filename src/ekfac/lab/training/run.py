@@ -26,16 +26,16 @@ class Progress:
     """Is told how a run goes; does nothing. Displays are subclasses."""
 
     def start(self, run: Run) -> None:
-        """The run begins, or goes on after the epochs in its history."""
+        """Begin showing the run, which may go on after the epochs in its history."""
 
     def step(self, step: int, steps: int) -> None:
-        """So many steps of this epoch's are done. Called at every step: must be quick."""
+        """Show that so many steps of this epoch's are done. Called at every step: must be quick."""
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        """An epoch is over and recorded."""
+        """Show an epoch that is over and recorded."""
 
     def end(self, run: Run) -> None:
-        """The run is over; its status says how."""
+        """Show that the run is over; its status says how."""
 
 
 def train(
@@ -232,7 +232,7 @@ def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = N
     """Return what config.json says besides the settings."""
     folder = None if data_dir is None else str(Path(data_dir).resolve())
     return {
-        "command": config.command(folder),
+        "command": config.command(),
         **({} if folder is None else {"data_dir": folder}),
         "versions": versions(),
         "machine": machine(),

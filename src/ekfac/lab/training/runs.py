@@ -145,12 +145,16 @@ class RunFolder:
         self.lock.acquire()
         for file in self.path.glob("*.part"):  # of a process that was killed
             file.unlink()
-        content = {"format": FORMAT, "config": config.to_dict(), "about": dict(about)}
-        sealed.write(self.config_file, sealed.dumps(content, indent=2))
+        self.write_config(config, about)
         sealed.write(self.metrics_file, b"".join(sealed.dumps(record) for record in history))
         with contextlib.suppress(ImportError), _named(self.path):
             self._board = Board(self.path, purge_step=history[-1]["step"] + 1 if history else 0)
             self._board.add_settings(config)
+
+    def write_config(self, config: TrainConfig, about: Mapping[str, Any]) -> None:
+        """Write config.json."""
+        content = {"format": FORMAT, "config": config.to_dict(), "about": dict(about)}
+        sealed.write(self.config_file, sealed.dumps(content, indent=2))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append an epoch's record to metrics.jsonl and the TensorBoard events, on disk when this returns."""

@@ -36,7 +36,7 @@ class NonFiniteMask:
         self._pending: Answer | None = None
 
     def mask(self, sizes: list[Tensor]) -> Tensor:
-        """1 on the device if all is finite, else 0."""
+        """Return 1 on the device if all is finite, else 0."""
         return torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
 
     def expect(self, ok: Tensor) -> None:

@@ -142,7 +142,7 @@ class Replays:
 
 
 def _numbered(what: str, values: Sequence[Any]) -> list[tuple[Hashable, Any]]:
-    """Values with their places' names."""
+    """Return values with their places' names."""
     return [((what, i, form(v) if isinstance(v, Tensor) else None), v) for i, v in enumerate(values)]
 
 

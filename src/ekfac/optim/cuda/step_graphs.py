@@ -181,7 +181,7 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
 
 
 def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
-    """Gradients, and squared gradients of examples."""
+    """Return gradients, and squared gradients of examples."""
     yield from inputs.gradients.values()
     yield from (s.scaling for s in inputs.sums.values() if s.scaling is not None)
 

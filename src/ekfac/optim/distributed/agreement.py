@@ -24,7 +24,7 @@ REMEDY = (
 
 
 def digest(value: Any) -> float:
-    """A number of 48 bits, which float64 holds exactly, that tells plain data apart."""
+    """Return a number of 48 bits, which float64 holds exactly, that tells plain data apart."""
     return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big"))
 
 
@@ -35,7 +35,7 @@ def same_everywhere(processes: Processes, number: float, device: torch.device) -
 
 
 def structure_of(model: nn.Module, offered: Iterable[nn.Parameter]) -> list[tuple[str, Any]]:
-    """Names, shapes and dtypes of the parameters that an optimizer was given."""
+    """Return names, shapes and dtypes of the parameters that an optimizer was given."""
     chosen = set(offered)
     return [(name, (tuple(p.shape), str(p.dtype))) for name, p in model.named_parameters() if p in chosen]
 
@@ -72,7 +72,7 @@ def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -
 
 
 def checksum(parameter: Tensor) -> Tensor:
-    """The sum of its bits as integers, which wraps around and so does not depend on the order of summation."""
+    """Sum a tensor's bits as integers, which wrap around, so that the order of summation does not matter."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return parameter.detach().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
 

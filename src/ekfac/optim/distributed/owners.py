@@ -55,11 +55,11 @@ class Owners:
             self._owner.update(dict.fromkeys(block.parameters.values(), owner))
 
     def of(self, block: Block) -> int:
-        """The rank, within the group, of a block's owner."""
+        """Return the rank, within the group, of a block's owner."""
         return self.of_parameter(block.key)
 
     def of_parameter(self, parameter: nn.Parameter) -> int:
-        """The rank, within the group, that updates a parameter."""
+        """Return the rank, within the group, that updates a parameter."""
         return self._owner.get(parameter, 0) if self.size > 1 else self.processes.rank
 
     def mine(self, block: Block) -> bool:
@@ -68,7 +68,7 @@ class Owners:
 
 
 def arithmetic(block: Block) -> float:
-    """About how many products a step takes for a block, refreshes spread over the steps between them."""
+    """Estimate how many products a step takes for a block, refreshes spread over the steps between them."""
     s = block.shape
     A, B = (0 if block.diagonal_A else s.inputs), (0 if block.diagonal_B else s.out)
     project = 2 * s.numel * (A + B)

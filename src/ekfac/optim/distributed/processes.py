@@ -122,7 +122,7 @@ class Processes:
 
 
 def _by_kind(tensors: ByOwner, kind: Any) -> Iterator[tuple[int, list[Tensor]]]:
-    """Buckets of tensors that have the owner and the kind in common, in the same order on all processes."""
+    """Sort tensors into buckets by owner and kind, in the same order on all processes."""
     for owner in sorted(tensors):
         kinds: dict[Any, list[Tensor]] = {}
         for tensor in tensors[owner]:

@@ -199,7 +199,7 @@ class Replicas:
     # --- within a step --------------------------------------------------------------------------------------------
 
     def directions(self, blocks: list[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Algorithm 1 for the blocks that this process owns; of the others only what all have to know."""
+        """Do Algorithm 1 for the blocks that this process owns; of the others only what all have to know."""
         engine, partition = self._engine, self._engine.partition
         renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
         mine = [b for b in blocks if self.owners.mine(b)]
@@ -231,7 +231,7 @@ class Replicas:
         return {block: one for block, one in zip(blocks, found, strict=True) if one is not None}
 
     def _with_products(self, directions: list[Direction]) -> list[Direction]:
-        """Directions of all blocks with what tells how far they agree with the last ones."""
+        """Give directions of all blocks what tells how far they agree with the last ones."""
         if not self._engine.method.compares_gradients:
             return directions
         device = self._engine.partition.device
@@ -247,7 +247,7 @@ class Replicas:
         ]
 
     def _held_scaling(self, blocks: list[Block], inputs: StepInputs) -> dict[Block, list[Tensor]]:
-        """The sums of s* over this process's examples, in bases that were renewed in this step."""
+        """Take the sums of s* over this process's examples, in bases that were renewed in this step."""
         engine, found = self._engine, {}
         for block in blocks:
             sums = inputs.sums.setdefault(block, BlockSums())

@@ -113,7 +113,7 @@ def keep_own(engine: Engine) -> None:
 
 
 def block_states(engine: Engine) -> dict[nn.Parameter, BlockState]:
-    """The state of every block, by its first parameter; gathered where processes share them."""
+    """Return the state of every block, by its first parameter; gathered where processes share them."""
     if not engine.replicas.together():
         states: Any = engine.partition.states
     else:

@@ -14,12 +14,12 @@ Damp = Callable[[Tensor, "float | Tensor", "Basis | None"], Tensor]
 
 
 def plain(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
-    """s + epsilon."""
+    """Return s + epsilon."""
     return s + epsilon
 
 
 def factored(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
-    """s + epsilon + sqrt(epsilon) (S_A x 1 + 1 x S_B), the paper's appendix C.
+    """Return s + epsilon + sqrt(epsilon) (S_A x 1 + 1 x S_B), the paper's appendix C.
 
     For s = S_B x S_A this is (S_B + sqrt(epsilon)) x (S_A + sqrt(epsilon)): KFAC's damping of each factor.
     """
@@ -31,12 +31,12 @@ def factored(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
 
 
 def relative(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
-    """s + epsilon mean(s), mean over the layer, with a floor so that a layer without gradient stays finite."""
+    """Return s + epsilon mean(s), mean over the layer, with a floor so that a layer without gradient stays finite."""
     return s + (epsilon * s.mean()).clamp(min=torch.finfo(s.dtype).tiny)
 
 
 def spectral(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
-    """s + (S_B + epsilon |B|) x (S_A + epsilon |A|) - S_B x S_A, with |.| the largest eigenvalue.
+    """Return s + (S_B + epsilon |B|) x (S_A + epsilon |A|) - S_B x S_A, with |.| the largest eigenvalue.
 
     For s = S_B x S_A it lifts each factor's spectrum by a fraction of its own largest eigenvalue, whatever the units of
     loss and inputs. The eigenvalues of a layer span so many decades that one number for all of them, as in the other

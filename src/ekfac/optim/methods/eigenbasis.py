@@ -87,7 +87,7 @@ class EigenMethod:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
-        """g = U_B^T G U_A, and the same of the gradient as backward left it."""
+        """Compute g = U_B^T G U_A, and the same of the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
         if isinstance(step.gradient, Rows):
             assert basis is not None
@@ -109,17 +109,17 @@ class EigenMethod:
         self.rule.observe(state, step)
 
     def rescale(self, block: Block, state: EigenState, step: BlockStep) -> Tensor:
-        """g / damped s, or what the rule has in its place."""
+        """Return g / damped s, or what the rule has in its place."""
         return self.rule.direction(state, step)
 
     def project_back(self, x: Tensor, step: BlockStep) -> Tensor:
-        """U_B x U_A^T."""
+        """Return U_B x U_A^T."""
         return x if step.basis is None else step.basis.unproject(x)
 
     # --- the curvature in use -------------------------------------------------------------------------------------
 
     def quadratic_form(self, block: Block, state: EigenState, D: Tensor) -> Tensor:
-        """d^T C d: the sum of s x^2 in the basis."""
+        """Return d^T C d: the sum of s x^2 in the basis."""
         basis = self.basis(block, state)
         x = D if basis is None else basis.project(D)
         return (self.rule.second_moment(state) * x.square()).sum()

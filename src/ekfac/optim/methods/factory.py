@@ -36,6 +36,9 @@ def take_rule(arguments: MutableMapping[str, Any]) -> Rule:
             name = next(iter(given))
             raise ValueError(f"{name}={given[name]!r} beside scaling={scaling!r}: say it there")
         return scaling
+    if isinstance(scaling, type) and issubclass(scaling, Rule):
+        name = scaling.__name__
+        raise ValueError(f"scaling={name} is a class. Allowed: an instance of it, scaling={name}(), or a rule's name")
     checks.one_of("scaling", scaling, RULES)
     own = {f.name for f in fields(RULES[scaling])}
     if "on_refresh" in given:

@@ -108,7 +108,7 @@ class InverseMethod:
         return state.inverted_A, state.inverted_B
 
     def _inverse_of_bias(self, block: Block, state: InverseState, B: Tensor, root: float, wait: bool) -> Tensor:
-        """SUA's bias is a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
+        """Invert for SUA's bias, a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
         pi = pi_of(B.new_ones(len(B), 1), B) if self.pi_correction else B.new_ones(len(B))
         columns = (slice(None), None) if block.diagonal_B else (slice(None), None, None)
         previous, added = state.get("inverse_extra"), root / pi
@@ -146,13 +146,13 @@ class InverseMethod:
         """Wait: the factors are inverted in the next step."""
 
     def quadratic_form(self, block: Block, state: InverseState, D: Tensor) -> Tensor:
-        """d^T C d, with C = A x B of the factors that were inverted."""
+        """Return d^T C d, with C = A x B of the factors that were inverted."""
         A, B = self._inverted(state)
         return (D * kronecker_product(block, D, A, B, B)).sum()
 
 
 def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tensor | None) -> Tensor:
-    """B X A, each side a vector where it is kept diagonal; SUA's bias column is multiplied by ``extra`` alone."""
+    """Return B X A, each side a vector where kept diagonal; SUA's bias column is multiplied by ``extra`` alone."""
     turned = X * B[:, :, None] if block.diagonal_B else rotate_rows(X, B)
     if block.diagonal_A:
         columns = A.repeat(1, block.shape.taps)
@@ -169,7 +169,7 @@ def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tens
 
 
 def pi_of(A: Tensor, B: Tensor) -> Tensor:
-    """sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite.
+    """Return sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite.
 
     A factor is ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal.
     """
@@ -181,7 +181,7 @@ def pi_of(A: Tensor, B: Tensor) -> Tensor:
 def damped_inverse(
     matrix: Tensor, added: Tensor, old: tuple[Tensor, Tensor] | None, wait: bool = True
 ) -> tuple[Tensor, Tensor, bool]:
-    """(M + added I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the old one.
+    """Return (M + added I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the old one.
 
     A side that is kept diagonal (``[G, D]``) is inverted entry by entry. With ``wait=False`` there is one attempt, the
     device alone decides between it and the old inverse, and the host takes it to be good.
@@ -220,7 +220,7 @@ def by_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor:
-    """M of :func:`damped_inverse`'s (M + added I)^-1, found in float64."""
+    """Return M of :func:`damped_inverse`'s (M + added I)^-1, found in float64."""
     if inverse.dim() == 2:
         return 1 / inverse - added[:, None]
     eye = torch.eye(inverse.shape[-1], dtype=torch.float64, device=inverse.device)

@@ -79,11 +79,11 @@ class Rule(ABC):
         """Take in ``step.seen``, the gradient as backward left it, and ``step.s_star`` where the rule needs it."""
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        """g / damped s."""
+        """Return g / damped s."""
         return step.g / step.damped(state.s)
 
     def second_moment(self, state: EigenState) -> Tensor:
-        """s in the units of the Fisher matrix."""
+        """Return s in the units of the Fisher matrix."""
         return state.s
 
 
@@ -91,7 +91,7 @@ class Rule(ABC):
 
 
 def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | None) -> None:
-    """target <- (1 - weight) target + weight value, in place; untouched where ``ok`` is 0."""
+    """Set target <- (1 - weight) target + weight value, in place; not where ``ok`` is 0."""
     if ok is not None:
         weight = ok * weight
     target.lerp_(value, weight.to(target) if isinstance(weight, Tensor) else weight)
@@ -114,7 +114,7 @@ def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1)
 
 
 def spread(numbers: Tensor, over: Tensor) -> Tensor:
-    """One number a block, in the dtype and the shape in which it multiplies the blocks' ``[G, O, C]``."""
+    """Return one number a block, in the dtype and shape in which it multiplies the blocks' ``[G, O, C]``."""
     numbers = numbers.to(over)
     if not numbers.dim():
         return numbers
@@ -122,7 +122,7 @@ def spread(numbers: Tensor, over: Tensor) -> Tensor:
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Tensor:
-    """The norm of each block's part of x; of order 1 the sum of its magnitudes."""
+    """Return the norm of each block's part of x; of order 1 the sum of its magnitudes."""
     lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
     return lengths
 
@@ -133,7 +133,7 @@ def bounded(square: Tensor) -> Tensor:
 
 
 def within_range(g: Tensor) -> Tensor:
-    """A gradient whose square is within :func:`bounded`'s limit; what overflowed on its way into the basis is zero.
+    """Bound a gradient so that its square is within :func:`bounded`'s limit; what overflowed before is zero.
 
     Otherwise g / sqrt(s) of an input of 1e20, a fill value say, would be as large as the input.
     """
@@ -142,23 +142,23 @@ def within_range(g: Tensor) -> Tensor:
 
 
 def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
-    """N g^2."""
+    """Return N g^2."""
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
 def shortening(square: Tensor, limit: Tensor) -> Tensor:
-    """The factor that brings a squared length down to ``limit``; 1 where it is below, or nothing is known yet."""
+    """Return the factor that brings a squared length down to ``limit``; 1 if it is below, or nothing is known."""
     factor = (limit / square).sqrt().clamp(max=1).nan_to_num(1.0)
     return torch.where(limit > 0, factor, 1.0)
 
 
 def remaining(beta: float | Tensor, count: Tensor) -> Tensor:
-    """1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
+    """Return 1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
     return (1 - beta**count).clamp(min=1 - beta)
 
 
 def mean_gradient(state: EigenState, step: BlockStep, beta: float | Tensor, count: Tensor) -> Tensor:
-    """m <- beta m + (1 - beta) g, divided by 1 - beta^t; zero where ``ok`` is 0."""
+    """Update m <- beta m + (1 - beta) g; return it divided by 1 - beta^t, zero where ``ok`` is 0."""
     g, ok = step.g, step.ok
     if not hasattr(state, "m"):
         state.m = torch.zeros_like(g)
@@ -208,7 +208,7 @@ class PerExample(KroneckerRule):
     needs_examples = True
 
     def elementwise(self) -> Rule:
-        """EKFAC-ra: N g^2 of a single batch is no scale to divide by."""
+        """Return EKFAC-ra: N g^2 of a single batch is no scale to divide by."""
         return Running(decay=self.decay or Running.decay)
 
     def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
@@ -235,7 +235,7 @@ class Kronecker(KroneckerRule):
     follows_factors = True
 
     def elementwise(self) -> Rule:
-        """EKFAC-ra."""
+        """Return EKFAC-ra."""
         return Running(decay=self.decay or Running.decay)
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
@@ -278,7 +278,7 @@ class Anchored(Running):
 
 
 def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
-    """x.y, x.x and y.y of x = g / sqrt(s) and y = m / sqrt(s), and of x = g and y = m: ``[2, 3]``."""
+    """Return x.y, x.x and y.y of x = g / sqrt(s) and y = m / sqrt(s), and of x = g and y = m: ``[2, 3]``."""
     g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
     pairs = ((g / root, m / root), (g, m))
     return torch.stack([torch.dot(*p) for x, y in pairs for p in ((x, y), (x, x), (y, y))]).view(2, 3)

@@ -19,7 +19,7 @@ COUNTS = ("count", "examples")
 
 
 def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
-    """Counters, and names and shapes of the parameters, as plain data."""
+    """Return counters, and names and shapes of the parameters, as plain data."""
     counters = whole.counters
     return {
         "version": VERSION,
@@ -55,7 +55,7 @@ def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Paramete
 
 
 def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
-    """Names and shapes of all parameters that the optimizer was given."""
+    """Return names and shapes of all parameters that the optimizer was given."""
     offered = set(engine.partition.offered)
     return {name: list(p.shape) for name, p in engine.model.named_parameters() if p in offered}
 

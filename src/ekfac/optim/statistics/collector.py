@@ -85,6 +85,7 @@ class Collector:
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.watch = GradientWatch([], options.processes, self.fingerprints)
+        self.watch.on_end = self.capture.passed
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -209,7 +210,7 @@ class Collector:
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
-        """Backward passes inside give factors and s*, in place of the training loss's, and leave ``.grad`` alone."""
+        """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone."""
         saved = [(p, p.grad) for p in self._partition.offered]
         for p, _ in saved:
             p.grad = None

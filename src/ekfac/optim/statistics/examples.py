@@ -31,7 +31,7 @@ def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates:
 
 
 def scaling_of_examples(collector: Collector, block: Block, inputs: StepInputs, step: BlockStep) -> Tensor | None:
-    """Algorithm 1, ComputeScalings: s* of this step's examples, in the basis that is now in use."""
+    """Do Algorithm 1's ComputeScalings: s* of this step's examples, in the basis that is now in use."""
     sums = inputs.sums.setdefault(block, BlockSums())
     if sums.held:
         assert step.basis is not None

@@ -32,19 +32,19 @@ class Rows:
     _inside: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def projected(self, basis: Basis) -> tuple[Tensor, Tensor]:
-        """delta U_B and h U_A, computed once: rows live for one step, which has one basis."""
+        """Compute delta U_B and h U_A, once: rows live for one step, which has one basis."""
         if self._inside is None:
             delta = self.delta if basis.U_B is None else self.delta @ basis.U_B
             self._inside = delta, rotate_columns(self.h, basis.U_A, basis.shape)
         return self._inside
 
     def in_basis(self, basis: Basis) -> Tensor:
-        """U_B^T G U_A."""
+        """Return U_B^T G U_A."""
         delta, h = self.projected(basis)
         return delta.mT @ h
 
     def scaling_sum(self, basis: Basis) -> Tensor:
-        """((delta U_B)^2)^T ((h U_A)^2), which is s* up to its factor where every example has one row."""
+        """Return ((delta U_B)^2)^T ((h U_A)^2), which is s* up to its factor where every example has one row."""
         delta, h = self.projected(basis)
         return delta.square().mT @ h.square()
 

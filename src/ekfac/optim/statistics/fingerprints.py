@@ -30,7 +30,7 @@ class Fingerprints:
         self._vectors: dict[Block, fingerprint.Vectors] = {}
 
     def vectors(self, block: Block) -> fingerprint.Vectors:
-        """u and v of a block, made once."""
+        """Return u and v of a block, made once."""
         if block not in self._vectors:
             self._vectors[block] = fingerprint.vectors_of(block)
         return self._vectors[block]
@@ -76,14 +76,16 @@ class Fingerprints:
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
                     "also used elsewhere (a penalty on it, say: use weight_decay), or a hook on it or a change of "
-                    ".grad.data has altered it, or the gradient was computed in another way. So its curvature cannot "
+                    ".grad.data has altered it, or the gradient was computed in another way; or, for a kind of layer "
+                    f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
+                    "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot "
                     f"be captured: exclude=['{block.name}'], or take it from a loss of your choice, with "
                     "opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as grad_scaler="
                 )
             self.unverified.discard(block)
 
     def _as_backward_left_them(self, blocks: list[Block], now: dict[Block, Tensor], processes: int) -> list[Tensor]:
-        """Fingerprints of gradients that were touched since; those averaged by hand differ between processes."""
+        """Return fingerprints of gradients touched since; those averaged by hand differ between processes."""
         if processes == 1:
             return [self.left.get(block, now[block]) for block in blocks]
         none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)

@@ -8,7 +8,7 @@ magnitude of each gradient at the end of backward is enough to undo a rescaling,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class GradientWatch:
         self._processes = processes
         self._fingerprints = fingerprints
         self.enabled = True
+        #: Called at the end of each backward pass that brought gradients.
+        self.on_end: Callable[[], None] | None = None
         #: Whether all gradients come from one backward pass, before which there were none.
         self.single_pass = False
         self.nothing_there = True
@@ -101,6 +103,8 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
+        if self.on_end is not None:
+            self.on_end()
         self.single_pass, self.nothing_there = self.nothing_there, False
         live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         grads = [p.grad for p in live if p.grad is not None]
@@ -218,14 +222,14 @@ def _gradient_of(
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """max |x| of each tensor, NaN where it holds one."""
+    """Return max |x| of each tensor, NaN where it holds one."""
     if not tensors:
         return []
     return list(torch._foreach_norm(tensors, float("inf")))
 
 
 def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:
-    """For each number whether the processes hold different ones, as a mask that all of them agree on.
+    """Tell for each number whether the processes hold different ones, as a mask that all of them agree on.
 
     A process that has None has no say.
     """

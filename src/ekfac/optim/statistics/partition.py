@@ -13,6 +13,9 @@ from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
+#: A part of a network whose bases are refreshed together has at least so many numbers in its factors.
+PART = 2**21
+
 Members = tuple[bool, tuple[nn.Parameter, ...]]
 
 
@@ -51,9 +54,9 @@ class Partition:
         #: All of the model's, those that are trained here first.
         self.everything: list[nn.Parameter] = []
         self.blocks: list[Block] = []
-        #: The covered blocks, each with the number of its shape, and how many shapes there are.
+        #: The covered blocks, each with the number of its part, and how many parts there are: see :func:`in_parts`.
         self.covered: dict[Block, int] = {}
-        self.shapes = 0
+        self.parts = 1
         #: Parameters whose layers turned out never to be called.
         self.silent: set[nn.Parameter] = set()
         #: Blocks as they have been at some time, and the state of those that are frozen now.
@@ -112,9 +115,7 @@ class Partition:
         self.everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
         self.blocks = blocks
         self.generation += 1
-        covered = [b for b in blocks if b.covered]
-        numbers = {form: i for i, form in enumerate(dict.fromkeys(b.form for b in covered))}
-        self.covered, self.shapes = {b: numbers[b.form] for b in covered}, len(numbers)
+        self.covered, self.parts = in_parts([b for b in blocks if b.covered])
         self._layout = layout_of(offered)
         self.kind = self.device.type
         self.assign_owners()
@@ -169,6 +170,17 @@ class Partition:
         if "momentum_buffer" in state:
             self.states[block.key] = self._state_class(block)({"momentum_buffer": state.pop("momentum_buffer")})
         return state
+
+
+def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
+    """Return the parts of a network whose bases are refreshed together, by number, and how many there are.
+
+    Blocks of one shape are in one part. The bases of a small network are so cheap that few parts are best.
+    """
+    shapes = {form: i for i, form in enumerate(dict.fromkeys(b.form for b in blocks))}
+    numbers = sum(sum(b.factor_numbers()) for b in blocks)
+    parts = max(1, min(len(shapes), numbers // PART))
+    return {b: shapes[b.form] * parts // len(shapes) for b in blocks}, parts
 
 
 def layout_of(parameters: list[nn.Parameter]) -> tuple[object, ...]:

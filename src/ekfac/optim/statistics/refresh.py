@@ -51,7 +51,7 @@ class Refresher:
     # --- in full ----------------------------------------------------------------------------------------------------
 
     def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
-        """U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
+        """Return U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
         started = time.perf_counter()
         with factors.full_precision(A.device):
             U_A, S_A, kept_A = self._side(block, "A", A, block.diagonal_A, None if old is None else old.U_A)
@@ -184,7 +184,7 @@ class Renewal:
     values: bool = True
 
     def sides(self) -> tuple[Side, Side]:
-        """A and B."""
+        """Return A and B."""
         o, (n_A, n_B), passes = self.old, self.iterations, 1 if self.near else 2
         return Side(self.A, o.U_A, o.S_A, n_A, passes), Side(self.B, o.U_B, o.S_B, n_B, passes)
 
@@ -214,7 +214,7 @@ def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
-    """One below the other; a single one as it is."""
+    """Put tensors one below the other; a single one stays as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 

@@ -49,20 +49,20 @@ class Intervals:
     Attributes:
         every: The interval, in applied steps.
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
-            is renewed once in an interval by orthogonal iteration, after a step, the blocks of one shape at a time, so
+            is renewed once in an interval by orthogonal iteration, after a step, one part of the network at a time, so
             that no step pays for all; and all of them within the steps of :func:`early_steps`.
     """
 
     every: int
     deterministic: bool
 
-    def warm_after(self, applied: int, index: int, shapes: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    def warm_after(self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
         """Return how many iterations the sides A and B of blocks get when this many steps have been applied.
 
         Args:
             applied: How many steps have been applied.
-            index: The number of the blocks' shape.
-            shapes: How many shapes there are.
+            index: The number of the part of the network that the blocks are in.
+            parts: How many parts there are.
             stretches: How many times longer than usual the two intervals are.
         """
         if self.deterministic or applied < min(self.every, EARLY):
@@ -70,7 +70,7 @@ class Intervals:
         iterations = []
         for stretch in stretches:
             interval = self.every * stretch
-            phase = index * interval // max(1, shapes)
+            phase = index * interval // parts
             iterations.append(int((applied + phase) % interval == 0))
         return iterations[0], iterations[1]
 
@@ -171,7 +171,7 @@ class Schedule:
         return solves, warm
 
     def _ready_elsewhere(self, block: Block) -> bool:
-        """Whether another process has the block's basis."""
+        """Tell whether another process has the block's basis."""
         found = self._partition.ready_elsewhere
         return bool(found) and members(block) in found
 
@@ -193,7 +193,7 @@ class Schedule:
         covered = self._partition.covered
         if block not in self._stretches:
             self._stretches[block] = stretches(block)
-        at = covered[block], self._partition.shapes, self._stretches[block]
+        at = covered[block], self._partition.parts, self._stretches[block]
         return self.intervals.warm_after(self.applied_steps + 1, *at)
 
     def poll(self, wait: bool) -> None:

@@ -143,7 +143,7 @@ class Addition:
         self.weight = self.A.new_empty(() if alone else len(sums))
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is added to."""
+        """Return what is added to."""
         return self.old.A, self.old.B, self.old.factor_weight
 
 
@@ -166,7 +166,7 @@ def weigh(
         each = torch.stack([torch.as_tensor(t, dtype=first.dtype, device=first.device) for t in terms])
         weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
     else:
-        each = first.new_tensor([float(t) for t in terms])
+        each = torch.tensor([float(t) for t in terms], dtype=first.dtype).to(first.device, non_blocking=True)
         weights = torch.ones_like(each) * as_number(n, first)
     by = torch.stack([weights / each, weights * as_number(square, first)])
     new = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions)]) * by
@@ -197,18 +197,18 @@ def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addi
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number, or a tensor of one in the dtype of another."""
+    """Return a number, or a tensor of one in the dtype of another."""
     return value.to(like) if isinstance(value, Tensor) else value
 
 
 def over(numbers: Tensor, factors: Tensor) -> Tensor:
-    """One number a block, in the shape in which it multiplies their factors."""
+    """Return one number a block, in the shape in which it multiplies their factors."""
     if len(numbers) < len(factors):
         numbers = numbers.repeat_interleave(len(factors) // len(numbers))
     return numbers.view(-1, *(1 for _ in factors.shape[1:]))
 
 
 def traces(factors: Tensor, like: Tensor) -> Tensor:
-    """The trace of each block's factor, over all its groups; as many as there are numbers in ``like``."""
+    """Return the trace of each block's factor, over all its groups; as many as there are numbers in ``like``."""
     diagonals = factors if factors.dim() == 2 else factors.diagonal(dim1=-2, dim2=-1)
     return diagonals.reshape(like.numel(), -1).sum(1)

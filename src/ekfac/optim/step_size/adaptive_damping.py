@@ -216,7 +216,7 @@ class Comparison:
         return found
 
     def _undo(self) -> None:
-        """Parameters and their momentum as they were; what was learnt of the curvature stays."""
+        """Put parameters and their momentum back as they were; what was learnt of the curvature stays."""
         for p, theta in self._theta.items():
             p.copy_(theta)
             now, before = self._velocity_of(p), self._velocity[p]
@@ -224,13 +224,13 @@ class Comparison:
                 now.copy_(torch.zeros_like(now) if before is None else before)
 
     def _over_processes(self, numbers: list[float]) -> list[float]:
-        """Their means, so that all processes learn the same."""
+        """Return means over processes, so that all learn the same."""
         processes = self._engine.options.processes
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.partition.device)
         return [number / processes.size for number in processes.sum(mine).tolist()]
 
     def _model(self) -> tuple[float, float]:
-        """G.d and d^T C d of the update d, over the blocks that this process owns."""
+        """Return G.d and d^T C d of the update d, over the blocks that this process owns."""
         engine, owners = self._engine, self._engine.partition.owners
         like = torch.zeros((), dtype=torch.float64, device=engine.partition.device)
         slope, curved = [like], [like]

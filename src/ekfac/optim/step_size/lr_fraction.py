@@ -137,7 +137,7 @@ def _products(directions: list[Direction], device: torch.device) -> Tensor | Non
 
 
 def _geometric_mean(sizes: Tensor) -> Tensor:
-    """Over those that are positive and finite; 0 if there are none."""
+    """Return the geometric mean of those that are positive and finite; 0 if there are none."""
     counts = torch.isfinite(sizes) & (sizes > 0)
     logs = torch.where(counts, sizes, 1.0).log().sum() / counts.sum().clamp(min=1)
     return torch.where(counts.any(), logs.exp(), 0.0)

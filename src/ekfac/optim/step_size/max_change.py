@@ -76,6 +76,6 @@ def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:
 
 
 def _by_block(norms: Sequence[Tensor], blocks: int) -> Tensor:
-    """One norm a block of those of its parameters, which follow each other."""
+    """Return one norm a block, of those of its parameters, which follow each other."""
     found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)).view(blocks, -1), dim=1)
     return found

@@ -28,12 +28,12 @@ def verdict(held: Iterable[bool]) -> str:
 
 
 def by_epoch(record: Record) -> str:
-    """EKFAC and EKFAC-ra end below amortised KFAC, Adam and SGD at every batch size."""
+    """Check that EKFAC and EKFAC-ra end below amortised KFAC, Adam and SGD at every batch size."""
     return _ends(record, LOSS, lambda mine, rivals: mine < min(rivals))
 
 
 def validation(record: Record) -> str:
-    """At their best training loss, both validate no worse than 1.05 times the best of KFAC, Adam and SGD."""
+    """Check that both, at their best training loss, validate within 1.05 times the best of KFAC, Adam and SGD."""
     return _ends(record, "validation_loss", lambda mine, rivals: mine <= 1.05 * min(rivals))
 
 
@@ -54,7 +54,7 @@ def _ends(record: Record, quantity: str, holds: Callable[[float, list[float]], b
 
 
 def by_time(record: Record) -> str:
-    """EKFAC-ra is where each rival ends in less time than the rival itself, at every batch size."""
+    """Check that EKFAC-ra reaches each rival's final loss in less time than the rival, at every batch size."""
     held, words = [], []
     for size in record.batch_sizes:
         best = {name: curve.timed for name, curve in record.autoencoder(size).items()}
@@ -71,7 +71,7 @@ def by_time(record: Record) -> str:
 
 
 def error(record: Record) -> str:
-    """EKFAC's error is below KFAC's wherever it was measured, and grows less between two renewals."""
+    """Check that EKFAC's error is below KFAC's wherever measured, and grows less between two renewals."""
     found = record.measures.get("error")
     if found is None:
         return UNKNOWN
@@ -89,7 +89,7 @@ def error(record: Record) -> str:
 
 
 def spectrum(record: Record) -> str:
-    """With the basis of the start, EKFAC's and EKFAC-ra's spectra are nearer to the true one nine times in ten."""
+    """Check that EKFAC's and EKFAC-ra's spectra, in the first basis, are nearer to the true one 9 times in 10."""
     found = record.measures.get("frequency")
     if found is None:
         return UNKNOWN
@@ -106,7 +106,7 @@ def spectrum(record: Record) -> str:
 
 
 def correlation(record: Record) -> str:
-    """The mean absolute correlation off the diagonal falls to a third or less."""
+    """Check that the mean absolute correlation off the diagonal falls to a third or less."""
     found = record.measures.get("correlation")
     if found is None:
         return UNKNOWN
@@ -115,7 +115,7 @@ def correlation(record: Record) -> str:
 
 
 def frequency(record: Record) -> str:
-    """From every 50 to the rarest renewal, EKFAC's and EKFAC-ra's loss grows by a smaller factor than KFAC's."""
+    """Check that EKFAC's and EKFAC-ra's loss grows less than KFAC's from every 50 to the rarest renewal."""
     best = chosen(record.frequency)
     intervals = sorted({int(name.split("freq=")[1]) for name in best if "freq=" in name})
     if not intervals:
@@ -134,7 +134,7 @@ def frequency(record: Record) -> str:
 
 
 def sensitivity(record: Record) -> str:
-    """The paper shows the plane and claims nothing; here: the share of settings near each method's best."""
+    """Return the fraction of settings near each method's best; the paper shows the plane and claims nothing."""
     planes, lines = grids(record.grid)
     if not planes:
         return UNKNOWN

@@ -38,7 +38,7 @@ Goal = Callable[[Curve], float]
 
 
 def epochs(record: Record, batch_size: int) -> str:
-    """Training loss above its floor by epoch, then the full pass and the validation loss at the end."""
+    """Tabulate training loss above its floor by epoch, then the full pass and validation loss at the end."""
     best = record.shown(batch_size)
     if not record.autoencoder(batch_size):
         return MISSING
@@ -76,7 +76,7 @@ def _gone(reasons: Mapping[str, str], columns: int) -> list[list[str]]:
 
 
 def times(record: Record, batch_size: int) -> str:
-    """Seconds an epoch, and how soon each method is where Adam with batch-norm ends, in Adam's own epochs and time."""
+    """Tabulate seconds an epoch, and how soon each method reaches Adam with batch-norm's final loss."""
     best = record.autoencoder(batch_size)
     return _times(best, best.get(BASELINE), f"{BASELINE}'s end", final)
 
@@ -97,12 +97,12 @@ def _times(best: dict[str, Curve], baseline: Curve | None, goal: str, loss: Goal
 
 
 def final(curve: Curve) -> float:
-    """The training loss after the last epoch, by a full pass."""
+    """Return the training loss after the last epoch, by a full pass."""
     return float(curve.mean("train_loss")[-1])
 
 
 def lowest(curve: Curve) -> float:
-    """The lowest training loss after any epoch, by a full pass: with batch-norm the last one may be a jump upwards."""
+    """Return the lowest training loss after any epoch, by a full pass: with batch-norm the last may jump upwards."""
     return float(curve.mean("train_loss").min())
 
 
@@ -114,7 +114,7 @@ def ratio(curve: Curve, baseline: Curve, x: str = "seconds", goal: Goal = final)
 
 
 def frequency(record: Record) -> str:
-    """The loss by method and interval of renewal: after as many epochs as all were run, and at the end."""
+    """Tabulate the loss by method and interval of renewal: after as many epochs as all were run, and at the end."""
     best = chosen(record.frequency)
     if not best:
         return MISSING
@@ -131,7 +131,7 @@ def frequency(record: Record) -> str:
 
 
 def sensitivity(record: Record) -> str:
-    """How many settings around the best end near it."""
+    """Count how many settings around the best end near it."""
     planes, lines = grids(record.grid)
     if not planes and not lines:
         return MISSING
@@ -146,7 +146,7 @@ def _shares(one: Grid) -> list[str]:
 
 
 def comparison(record: Record, task: str) -> str:
-    """One task: what each method ends at, training and validation."""
+    """Tabulate what each method of one task ends at, training and validation."""
     runs = record.runs(f"comparison/{task}")
     best = chosen(runs)
     if not best:
@@ -167,7 +167,7 @@ def comparison(record: Record, task: str) -> str:
 
 
 def comparison_times(record: Record, task: str) -> str:
-    """One task: seconds an epoch, and how soon each method has the lowest loss that AdamW reaches."""
+    """Tabulate, for one task, seconds an epoch and how soon each method has the lowest loss that AdamW reaches."""
     best = chosen(record.runs(f"comparison/{task}"))
     return _times(best, adamw(best), "AdamW's lowest", lowest)
 
@@ -179,7 +179,7 @@ def adamw(best: dict[str, Curve]) -> Curve | None:
 
 
 def machine(record: Record, places: Sequence[str]) -> str:
-    """The machines and versions of torch that the runs of some folders were made on."""
+    """Name the machines and versions of torch that the runs of some folders were made on."""
     return _machines(record.runs(*places))
 
 
@@ -192,7 +192,7 @@ def _machines(runs: Iterable[Run]) -> str:
 
 
 def measured(record: Record) -> str:
-    """What was measured of the approximations themselves."""
+    """Tabulate what was measured of the approximations themselves."""
     rows = []
     correlation, error = (record.measures.get(name) for name in ("correlation", "error"))
     if correlation is not None:
@@ -206,7 +206,7 @@ def measured(record: Record) -> str:
 
 
 def spectra(record: Record) -> str:
-    """How far each approximation's spectrum is from the true one, at some steps."""
+    """Tabulate how far each approximation's spectrum is from the true one, at some steps."""
     found = record.measures.get("frequency")
     if found is None:
         return MISSING

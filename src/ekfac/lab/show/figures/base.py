@@ -62,4 +62,4 @@ class FigureSpec:
     alone: bool = False
 
 
-FIGURES: Registry[FigureSpec] = Registry("figure")
+FIGURES: Registry[FigureSpec] = Registry("figure", plugins=True)

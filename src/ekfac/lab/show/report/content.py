@@ -205,12 +205,12 @@ def _ended(curve: Curve) -> str:
 
 
 def final(curve: Curve) -> float:
-    """The training loss after the last epoch, by a full pass."""
+    """Return the training loss after the last epoch, by a full pass."""
     return last(curve)
 
 
 def lowest(curve: Curve) -> float:
-    """The lowest training loss after any epoch, by a full pass."""
+    """Return the lowest training loss after any epoch, by a full pass."""
     return float(numpy.nanmin(curve.mean("train_loss")))
 
 

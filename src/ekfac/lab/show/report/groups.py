@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ekfac.lab.config import TrainConfig
-from ekfac.lab.labels import method, touched
+from ekfac.lab.labels import shown_method
 from ekfac.lab.search.selection import Curve, best_final, by_method, curves, last
 from ekfac.lab.training.runs import Run
 
@@ -29,9 +28,8 @@ class Group:
 
 
 def name_of(curve: Curve) -> str:
-    """Return the method's name; settings near the library's defaults are not called the defaults."""
-    name = method(curve.config)
-    return name.replace("(defaults)", "(changed)") if touched(curve.config) else name
+    """Return the name of a setting's method."""
+    return shown_method(curve.config)
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
@@ -42,7 +40,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     """
     found: dict[tuple[Any, ...], list[Curve]] = {}
     for curve in curves(runs):
-        found.setdefault(_key(curve.config), []).append(curve)
+        found.setdefault(_key(curve), []).append(curve)
     for key in list(found):
         sizes = _common_sizes(found[key])
         if sizes:
@@ -54,7 +52,10 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     return [Group(key, _name(key, list(found)), found[key]) for key in order]
 
 
-def _key(config: TrainConfig) -> tuple[Any, ...]:
+def _key(curve: Curve) -> tuple[Any, ...]:
+    config, seconds = curve.config, curve.runs[0].about.get("race_seconds")
+    if seconds is not None:  # a race's runs are as long as each other in seconds
+        return config.task, config.dataset, config.width, config.limit, None, f"{seconds:g} s of training each", None
     schedule = f"learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
     schedule += "learning rate along a cosine" if config.cosine else ""
     return config.task, config.dataset, config.width, config.limit, config.epochs, schedule, None
@@ -73,8 +74,9 @@ def _name(key: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> str:
     like = [other for other in keys if other[:2] == key[:2]]
     words = [f"{task} on {dataset}"]
     parts = (f"width {width or 'as the task has it'}", f"first {limit} examples" if limit else "all examples")
-    for place, text in enumerate((*parts, f"{epochs} epochs"), start=2):
-        if len({other[place] for other in like}) > 1:
+    length = None if epochs is None else f"{epochs} epoch{'' if epochs == 1 else 's'}"
+    for place, text in enumerate((*parts, length), start=2):
+        if text is not None and len({other[place] for other in like}) > 1:
             words.append(text)
     words += [f"batch {batch}"] if batch is not None else []
     return ", ".join([*words, *([schedule] if schedule else [])])

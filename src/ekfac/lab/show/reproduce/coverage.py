@@ -13,7 +13,7 @@ from ekfac.lab.training.runs import Run
 
 
 def coverage(record: Record) -> str:
-    """One row an experiment: where it stands, what is recorded of it, how to repeat it, what came of its claims."""
+    """Write a row an experiment: where it stands, what is recorded, how to repeat it, what came of its claims."""
     rows = []
     for name in EXPERIMENTS:
         entry = EXPERIMENTS.get(name)

@@ -73,7 +73,7 @@ def crop_and_flip(x: Tensor, chance: torch.Generator) -> Tensor:
 def relu_autoencoder(
     context: Context, scale: float = 1.0, batch_size: int = 200, examples: int | None = None
 ) -> Examples:
-    """Auto-encoder 784-1000-500-250-30-… with rectifiers on Fashion-MNIST; the loss sums over pixels."""
+    """Set up the auto-encoder 784-1000-500-250-30-… with rectifiers on Fashion-MNIST; the loss sums over pixels."""
     splits = _splits("fashion-mnist", context, examples)
     _seeded(context)
     model = dense.relu_autoencoder([_scaled(width, scale) for width in (1000, 500, 250, 30)])
@@ -83,7 +83,7 @@ def relu_autoencoder(
 def paper_autoencoder(
     context: Context, width: int = 1000, batch_size: int = 200, examples: int | None = None
 ) -> Examples:
-    """The paper's auto-encoder with sigmoids on MNIST."""
+    """Set up the paper's auto-encoder with sigmoids on MNIST."""
     splits = _splits("mnist", context, examples)
     _seeded(context)
     model = paper.autoencoder(width)
@@ -91,7 +91,7 @@ def paper_autoencoder(
 
 
 def classifier(context: Context, width: int = 50, batch_size: int = 200, examples: int | None = None) -> Examples:
-    """784-50-50-50-50-10 with sigmoids on MNIST."""
+    """Set up 784-50-50-50-50-10 with sigmoids on MNIST."""
     splits = _splits("mnist", context, examples)
     _seeded(context)
     return _classifier(paper.classifier(width), context, splits, batch_size, bf16=False)
@@ -100,7 +100,7 @@ def classifier(context: Context, width: int = 50, batch_size: int = 200, example
 def deep_plain(
     context: Context, width: int = 256, layers: int = 24, batch_size: int = 256, examples: int | None = None
 ) -> Examples:
-    """A network of 24 rectified linear layers without skips or norms on Fashion-MNIST."""
+    """Set up a network of 24 rectified linear layers without skips or norms on Fashion-MNIST."""
     splits = _splits("fashion-mnist", context, examples)
     _seeded(context)
     return _classifier(dense.plain(784, width, layers, 10), context, splits, batch_size, bf16=False)
@@ -109,7 +109,7 @@ def deep_plain(
 def vgg11(
     context: Context, width: int = 64, batch_size: int = 250, examples: int | None = None, bf16: bool = True
 ) -> Examples:
-    """VGG11 without batch-norm on 15,000 images of CIFAR-10, no augmentation."""
+    """Set up VGG11 without batch-norm on 15,000 images of CIFAR-10, no augmentation."""
     splits = _splits("cifar10-20k", context, examples)
     _seeded(context)
     return _classifier(paper.vgg11(width), context, splits, batch_size, bf16)
@@ -118,7 +118,7 @@ def vgg11(
 def resnet18(
     context: Context, width: int = 64, batch_size: int = 256, examples: int | None = None, bf16: bool = True
 ) -> Examples:
-    """ResNet18 with batch-norm on 15,000 images of CIFAR-10, random crops and flips."""
+    """Set up ResNet18 with batch-norm on 15,000 images of CIFAR-10, random crops and flips."""
     splits = _splits("cifar10-20k", context, examples)
     _seeded(context)
     return _classifier(convolutional.resnet18(width), context, splits, batch_size, bf16, augment=True)
@@ -127,7 +127,7 @@ def resnet18(
 def depthwise(
     context: Context, width: int = 32, batch_size: int = 256, examples: int | None = None, bf16: bool = False
 ) -> Examples:
-    """Inverted residuals with depthwise convolutions and batch-norm on Fashion-MNIST."""
+    """Set up inverted residuals with depthwise convolutions and batch-norm on Fashion-MNIST."""
     splits = [
         Split(((x - 0.286) / 0.353).view(-1, 1, 28, 28), y) for x, y in _splits("fashion-mnist", context, examples)
     ]
@@ -144,7 +144,7 @@ def vit(
     examples: int | None = None,
     bf16: bool = True,
 ) -> Examples:
-    """A vision transformer on 15,000 images of CIFAR-10 in patches of 4 x 4, random crops and flips."""
+    """Set up a vision transformer on 15,000 images of CIFAR-10 in patches of 4 x 4, random crops and flips."""
     _check_heads(width, heads)
     splits = _splits("cifar10-20k", context, examples)
     _seeded(context)
@@ -165,7 +165,7 @@ def unet(
     examples: int | None = None,
     bf16: bool = True,
 ) -> Examples:
-    """A U-Net that removes Gaussian noise, half of the pixels' own standard deviation, from CIFAR-10's images."""
+    """Set up a U-Net that removes Gaussian noise of half the pixels' standard deviation from CIFAR-10's images."""
     (clean, _), (held, _) = _splits("cifar10-20k", context, examples)
 
     def noisy(x: Tensor, chance: torch.Generator) -> Tensor:
@@ -183,7 +183,7 @@ def unet(
 
 
 def squared_error(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Per example, the mean squared difference from what was to come out."""
+    """Return each example's mean squared difference from what was to come out."""
     return (output - y).square().flatten(1).mean(1)
 
 

@@ -53,7 +53,7 @@ def gpt(
     evaluated: int = 1280,
     bf16: bool = True,
 ) -> Windows:
-    """A GPT of 8 layers of 512 on 8,192 pieces of words; fewer of these fold the others onto them."""
+    """Set up a GPT of 8 layers of 512 on 8,192 pieces of words; fewer of these fold the others onto them."""
     corpus = _corpus(text.bpe, context.data_dir)
     if not 1 < vocabulary <= corpus.vocabulary:
         raise LabError(f"vocabulary must be from 2 to {corpus.vocabulary}, not {vocabulary}")
@@ -73,7 +73,7 @@ def shakespeare(
     evaluated: int = 1280,
     bf16: bool = True,
 ) -> Windows:
-    """nanoGPT's character-level Shakespeare."""
+    """Set up nanoGPT's character-level Shakespeare."""
     corpus = _corpus(text.shakespeare, context.data_dir)
     return _gpt(context, corpus, width, layers, heads, length, batch_size, dropout, evaluated, bf16)
 
@@ -87,7 +87,7 @@ def lstm(
     batch_size: int = 64,
     evaluated: int = 1280,
 ) -> Windows:
-    """Two layers of LSTM on the characters of Shakespeare."""
+    """Set up two layers of LSTM on the characters of Shakespeare."""
     corpus = _corpus(text.shakespeare, context.data_dir)
     torch.manual_seed(context.seed)
     model = dense.LSTMModel(corpus.vocabulary, embedding, width, layers)
@@ -124,7 +124,7 @@ def made_table(rows: int) -> tuple[Tensor, Tensor]:
 def tabular(
     context: Context, width: int = 256, layers: int = 4, batch_size: int = 256, examples: int = 20_000
 ) -> Examples:
-    """A regression on a made table of 12 features, 20,000 rows to train on and 5,000 for validation."""
+    """Set up a regression on a made table of 12 features, 20,000 rows to train on and 5,000 for validation."""
     if examples < 1:
         raise LabError(f"examples must be at least 1, not {examples}")
     x, y = (part.to(context.device) for part in made_table(25_000))
@@ -137,7 +137,7 @@ def tabular(
 
 
 def squared_distance(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Per example, the squared difference of two numbers."""
+    """Return each example's squared difference of two numbers."""
     return (output - y).square()
 
 
