@@ -341,24 +341,6 @@ def errors(rank: int, world: int) -> Result:
 
 
 @scenario
-def sharded(rank: int, world: int) -> Result:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (world,))
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
-    after = ekfac.EKFAC(model)
-    fully_shard(model, mesh=mesh)
-    found = {"construction": error_of(lambda: ekfac.EKFAC(model))}
-    model(torch.randn(5, 6)).square().sum().backward()
-    found["step"] = error_of(after.step)
-    return found
-
-
-# --- DDP, join, checkpoints -----------------------------------------------------------------------------------------
-
-
-@scenario
 def joined(rank: int, world: int) -> Result:
     """Rank 0 runs out of batches: the others go on, with what it owns."""
     model = network()

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import ekfac
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_step
 import clock
 import contenders
+import cost_at_scale
 
 CPU = torch.device("cpu")
 
@@ -82,3 +85,24 @@ def test_the_clock_says_what_is_left(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert lines[0] == "1 of 4 (x): 60 s, about 3 min left" and lines[-1] == "4 of 4 (x): 4 min, all done"
     assert clock.duration(3 * 3600 + 300) == "3 h 5 min"
+
+
+def test_cost_at_scale_adds_up(tmp_path, capsys):
+    """State is shared out whole, and as evenly as blocks can be; the record holds what is printed."""
+    cost_at_scale.main(["--models", "7B", "--ranks", "8", "64", "--out", str(tmp_path / "cost.json")])
+    rows = json.loads((tmp_path / "cost.json").read_text())["rows"]
+    assert (tmp_path / "cost.md").read_text() in capsys.readouterr().out
+    assert [row["ranks"] for row in rows] == [8, 64]  # wider factors change nothing in this model
+    whole = ekfac.summary(cost_at_scale.network("7B")).bytes
+    for row in rows:
+        assert row["state_mean"] * row["ranks"] == pytest.approx(whole)
+        assert row["state_mean"] <= row["state"] <= 1.15 * row["state_mean"]
+        assert 6.7e9 < row["parameters"] < 6.8e9
+        assert row["sent"] < row["fsdp_sent"]
+    assert rows[0]["refresh_seconds"] > 5 * rows[1]["refresh_seconds"]
+
+
+def test_cost_at_scale_reads_what_was_measured():
+    pieces = cost_at_scale.Pieces()
+    assert pieces.widest == 2048 and pieces.solve == 26.238 and pieces.product == 0.346
+    assert pieces.scaled(pieces.solve, 4096) == pytest.approx(8 * 0.026238)

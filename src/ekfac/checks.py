@@ -118,17 +118,6 @@ def decays(name: str, value: Any) -> None:
         number(name, item, least=0, below=1)
 
 
-def whole(model: nn.Module) -> None:
-    """Refuse a module whose parameters are sharded; ``fully_shard`` also replaces those of one that is in use."""
-    for name, p in model.named_parameters():
-        if hasattr(p, "device_mesh"):  # of a DTensor, whose class takes long to import
-            raise ValueError(
-                f"parameter '{name}' is a DTensor of shape {tuple(p.shape)}: fully_shard or tensor parallel. "
-                "Allowed: whole parameters on every rank, under DistributedDataParallel or averaged by hand; factors, "
-                "bases and moments are then shared between ranks (process_group=)"
-            )
-
-
 #: What to do where only parameters are at hand.
 THE_MODEL = (
     "Pass the model itself, EKFAC(model, lr=...), and parameter groups as params=; where a framework would build the "
@@ -154,7 +143,6 @@ def model(value: Any) -> None:
             "model is a ScriptModule, of whose layers no input can be seen: train the module that it was made from, "
             "and script that when it is trained, after opt.close()"
         )
-    whole(value)
     trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
     for name, p in trainable:
         if isinstance(p, nn.parameter.UninitializedParameter):

@@ -3,112 +3,38 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ekfac
 import replicas_worker as worker
 from ekfac.optim.distributed.owners import Owners, arithmetic
 from ekfac.optim.distributed.processes import Processes
+from ranks import Ends, assert_equal, assert_near, assert_replicas, of, run_ranks
 
 pytestmark = [
     pytest.mark.over_a_second,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
 ]
 
-TESTS = Path(__file__).parents[1]
 ON_TWO = (
     "trajectories", "a_rank_without_batch", "unlike_threads", "solvers_fail_on_one_rank", "not_finite_on_one_rank",
-    "each_its_own_model", "errors", "sharded", "joined", "saved_and_loaded", "torch_checkpoints",
+    "each_its_own_model", "errors", "joined", "saved_and_loaded", "torch_checkpoints",
 )  # fmt: skip
 ON_FOUR = ("trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "subgroups", "saved_and_loaded")
-
-Ends = dict[str, list[Any]]
-
-
-def run(world: int, scenarios: tuple[str, ...], folder: Path) -> Ends:
-    """What every rank ended with, by scenario: one start of the ranks serves them all."""
-    path = os.pathsep.join([str(TESTS), *sys.path])
-    started = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(TESTS / "replicas_worker.py"),
-                str(rank),
-                str(world),
-                str(folder),
-                ",".join(scenarios),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = []
-    try:
-        for process in started:
-            said.append(process.communicate(timeout=600)[0])
-    finally:
-        for process in started:
-            process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(said)
-    ends = [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
-    return {name: [end.get(name, {"traceback": "not reached"}) for end in ends] for name in scenarios}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run(2, ON_TWO, tmp_path_factory.mktemp("two"))
+    return run_ranks("replicas_worker.py", 2, ON_TWO, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run(4, ON_FOUR, tmp_path_factory.mktemp("four"))
-
-
-def of(ends: Ends, scenario: str) -> list[Any]:
-    for rank, end in enumerate(ends[scenario]):
-        assert "traceback" not in end, f"rank {rank}: {end['traceback']}"
-    return ends[scenario]
-
-
-def assert_equal(one: Any, two: Any, where: str = "") -> None:
-    """Plain data that is the same, tensors to the bit."""
-    assert type(one) is type(two), where
-    if isinstance(one, dict):
-        assert one.keys() == two.keys(), where
-        for key in one:
-            assert_equal(one[key], two[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(two), where
-        for index, (x, y) in enumerate(zip(one, two, strict=True)):
-            assert_equal(x, y, f"{where}/{index}")
-    elif isinstance(one, Tensor):
-        assert torch.equal(one, two), f"{where} differs by {(one - two).abs().max()}"
-    else:
-        assert one == two, where
-
-
-def assert_replicas(ends: list[Any]) -> None:
-    for rank, end in enumerate(ends[1:], 1):
-        for part in ("model", "state"):
-            assert_equal(ends[0][part], end[part], f"rank {rank}: {part}")
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        error = float((found[name] - value).abs().max())
-        assert error <= 1e-10, f"{name} is off by {error:.3g}"
+    return run_ranks("replicas_worker.py", 4, ON_FOUR, tmp_path_factory.mktemp("four"))
 
 
 # --- the same as one process --------------------------------------------------------------------------------------
@@ -185,13 +111,6 @@ def test_errors_come_to_all_ranks(two: Ends) -> None:
     assert "parameter '3.bias': its gradient is torch.sparse_coo" in second["one rank fails before"]
     assert "rank 1 of the process group" in first["one rank fails within"]
     assert "made to fail" in second["one rank fails within"]
-
-
-def test_sharded_parameters_are_refused(two: Ends) -> None:
-    for said in of(two, "sharded"):
-        for when in ("construction", "step"):
-            assert "parameter '0.weight' is a DTensor" in said[when]
-            assert "DistributedDataParallel" in said[when]
 
 
 def test_join(two: Ends) -> None:

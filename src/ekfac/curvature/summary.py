@@ -19,7 +19,11 @@ IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One block: its name, parameters, representation, the bytes of its state and those of a step's temporaries."""
+    """One block: its name, parameters, representation, the bytes of its state and those of a step's temporaries.
+
+    Where several processes train together, ``owner`` is the rank that keeps the state, and ``here`` says how many of
+    its bytes this process has.
+    """
 
     name: str
     parameters: tuple[str, ...]
@@ -30,6 +34,8 @@ class Row:
     bytes: int
     why: str = ""
     temporary: int = 0
+    owner: int | None = None
+    here: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,23 +46,24 @@ class Summary:
 
     @property
     def bytes(self) -> int:
-        """Bytes of state of all blocks (momentum not counted)."""
-        return sum(row.bytes for row in self.rows)
+        """Bytes of state that this process keeps (momentum not counted)."""
+        return sum(row.here for row in self.rows)
 
     @property
     def peak(self) -> int:
         """Bytes of state and of the temporaries while the largest block's basis is renewed, one block at a time."""
-        return self.bytes + max((row.temporary for row in self.rows), default=0)
+        return self.bytes + max((row.temporary for row in self.rows if row.here), default=0)
 
     def __str__(self) -> str:
-        head = ("block", "parameters", "numbers", "A", "B", "state", "how")
+        shared = any(r.owner is not None for r in self.rows)
+        head = ("block", "parameters", "numbers", "A", "B", "state", *(["rank"] if shared else []), "how")
         body = [
             (r.name or "(model)", ", ".join(p.rpartition(".")[2] for p in r.parameters), f"{r.numbers:,}", r.A, r.B,
-             human(r.bytes), f"{r.block} ({r.why})" if r.why else r.block)
+             human(r.bytes), *([str(r.owner)] if shared else []), f"{r.block} ({r.why})" if r.why else r.block)
             for r in self.rows
         ]  # fmt: skip
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-        right = {2, 3, 4, 5}
+        right = {2, 3, 4, 5, len(head) - 2}
         lines = [
             "  ".join(
                 c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
@@ -66,9 +73,10 @@ class Summary:
         numbers = sum(r.numbers for r in self.rows)
         covered = sum(r.numbers for r in self.rows if r.block != "diagonal")
         share = 100 * covered / max(1, numbers)
+        everywhere = f" of {human(sum(r.bytes for r in self.rows))} on this rank" if shared else ""
         lines.append(
-            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; state {human(self.bytes)}, "
-            f"about {human(self.peak)} at the peak of a step"
+            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; "
+            f"state {human(self.bytes)}{everywhere}, about {human(self.peak)} at the peak of a step"
         )
         return "\n".join(line.rstrip() for line in lines)
 
@@ -82,8 +90,21 @@ def human(size: float) -> str:
     raise AssertionError
 
 
-def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summary:
-    """Return the table of given blocks; ``numbers`` says how many numbers are kept for one."""
+def summarise(
+    blocks: Iterable[Block],
+    numbers: Callable[[Block], int],
+    owner: Callable[[Block], int | None] = lambda block: None,
+    here: Callable[[Block], int] | None = None,
+) -> Summary:
+    """Return the table of given blocks.
+
+    Args:
+        blocks: The blocks.
+        numbers: Says how many numbers are kept for one.
+        owner: Says which process keeps them, where there are several.
+        here: Says how many of them this process keeps; all by default.
+    """
+    here = numbers if here is None else here
 
     def side(dim: int, diagonal: bool, groups: int) -> str:
         text = f"{dim}" if diagonal else f"{dim} x {dim}"
@@ -100,9 +121,11 @@ def summarise(blocks: Iterable[Block], numbers: Callable[[Block], int]) -> Summa
                 b.describe(),
                 side(s.inputs, b.diagonal_A, s.groups) if b.covered else "-",
                 side(s.out, b.diagonal_B, s.groups) if b.covered else "-",
-                numbers(b) * torch.finfo(b.dtype).bits // 8,
+                numbers(b) * b.dtype.itemsize,
                 b.why,
                 _temporary(b),
+                owner(b),
+                here(b) * b.dtype.itemsize,
             )
         )
     return Summary(tuple(rows))

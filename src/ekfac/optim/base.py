@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import Self
 
 from ekfac import checks
+from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
 from ekfac.optim.engine import Engine
@@ -47,9 +48,20 @@ class Base:
         self.engine.attach_scaler(scaler)
 
     def summary(self) -> Summary:
-        """Tell which block covers each parameter, its factor sizes and its memory."""
-        engine = self.engine
-        return summarise(engine.partition.blocks, lambda block: engine.method_of(block).numbers(block))
+        """Tell which block covers each parameter, its factor sizes and its memory, on this process and on its owner."""
+        engine, owners = self.engine, self.engine.partition.owners
+
+        def numbers(block: Block) -> int:
+            return engine.method_of(block).numbers(block)
+
+        def here(block: Block) -> int:
+            if owners.mine(block):
+                return numbers(block)
+            if not (block.covered and engine.method.needs_examples):
+                return 0
+            return block.eigen_numbers() - sum(block.factor_numbers())  # the basis, for s* of this process's examples
+
+        return summarise(engine.partition.blocks, numbers, owners.of if owners.size > 1 else lambda block: None, here)
 
     def curvature(self) -> Curvature:
         """Return what has been learnt so far as an operator: products, solves, spectrum; a snapshot."""

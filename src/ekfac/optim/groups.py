@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -90,6 +91,18 @@ class Grouped(torch.optim.Optimizer):
         if self._adaptation.settings != damping:
             raise ValueError(f"damping={damping!r} beside {self._adaptation.settings!r}: all groups must share one")
         return self._adaptation
+
+    @staticmethod
+    def _follow(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
+        """Return what puts the parameters that the model now has into the groups, where they are not there yet."""
+
+        def replace(new: dict[nn.Parameter, nn.Parameter]) -> None:
+            if (grouped := me()) is not None:
+                for group in grouped.param_groups:
+                    group["params"] = [new.get(p, p) for p in group["params"]]
+                grouped._indexed = ()
+
+        return replace
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, with options of their own; see torch's method of that name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
+from ekfac.optim.distributed.shards import local
 from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import EXTRA, Grouped, Groups
@@ -59,6 +61,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
         self.engine = make_engine(self._all_parameters(), self.state)
+        self.engine.collector.on_replaced = self._follow(weakref.ref(self))
         compares = self.engine.method.compares_gradients
         self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
         try:
@@ -96,7 +99,7 @@ class Optimizer(Base, Joinable, Grouped):
         if adaptation is None:
             engine.settle()  # not before the closure: it waits for the last step
         if hasattr(self, "found_inf"):
-            self._refuse_scaler()
+            self._heed_scaler()
         device = self.param_groups[0]["params"][0].device
         casts = torch.is_autocast_enabled(device.type)
         with no_autocast(device) if casts else nullcontext():
@@ -123,6 +126,11 @@ class Optimizer(Base, Joinable, Grouped):
                 "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
                 "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
             )
+        if self.engine.partition.sharded:
+            raise ValueError(
+                "damping=AdaptiveDamping(...) with parameters that are sharded over ranks. Allowed: a number, a "
+                "function of the step, or whole parameters on every rank"
+            )
         if not adaptation.due(self.engine.schedule.applied_steps):
             return None
         return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"])
@@ -131,9 +139,18 @@ class Optimizer(Base, Joinable, Grouped):
     def _step_supports_amp_scaling(self) -> bool:
         # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
         # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
-        return self.engine.options.grad_scaler is None
+        # And where others take the step too, it is they together who decide whether it is skipped.
+        options = self.engine.options
+        return options.grad_scaler is None or options.processes.size > 1
 
-    def _refuse_scaler(self) -> None:
+    def _heed_scaler(self) -> None:
+        """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
+        if self.engine.options.grad_scaler is not None:
+            scale = getattr(self, "grad_scale", None)
+            if scale is not None:  # as the scaler does, which leaves no trace in their versions
+                grads = [local(p.grad) for p in self._all_parameters() if p.grad is not None]
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros_like(scale), 1 / scale)
+            return
         for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
             self.__dict__.pop(name, None)
         raise RuntimeError(
@@ -180,23 +197,25 @@ class Optimizer(Base, Joinable, Grouped):
         steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
         if self.step_size.max_change is not None:
             most = self.step_size.max_change
-            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, self.engine.options.processes)
+            processes = self.engine.options.processes
+            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, processes, inputs.weights)
         if adapts:
             self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         for group, lr in zip(self.param_groups, lrs, strict=True):
-            self._update_parameters(group, steps, lr, inputs.ok)
+            self._update_parameters(group, steps, lr, inputs)
 
     def _update_parameters(
-        self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, ok: Tensor | None
+        self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, inputs: StepInputs
     ) -> None:
         """Set theta <- theta (1 - lr wd) - lr v, v <- mu v + p: torch's SGD on the preconditioned gradient."""
-        parameters = [p for p in group["params"] if p in steps]
-        if not parameters:
+        updated = [p for p in group["params"] if p in steps]
+        if not updated:
             return
-        p_steps = [steps[p] for p in parameters]
-        mu = group["momentum"]
+        p_steps = [steps[p] for p in updated]
+        parameters: list[Tensor] = [inputs.weights.get(p, p) for p in updated] if inputs.weights else updated
+        mu, ok = group["momentum"], inputs.ok
         if ok is not None:
             lr = lr * ok
         decayed = parameters if group["decay_vectors"] else [p for p in parameters if p.dim() > 1]
@@ -205,7 +224,7 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_mul_(decayed, shrink.to(decayed[0]) if isinstance(shrink, Tensor) else shrink)
         if mu:
             velocities = []
-            for p, step in zip(parameters, p_steps, strict=True):
+            for p, step in zip(updated, p_steps, strict=True):
                 state = self.state[p]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)

@@ -145,13 +145,13 @@ class Preconditioner(Base):
         """Return everything, keyed by parameter name, as plain data; with several processes, all must call this."""
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
-        names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
+        names = self.engine.partition.names
         return {"state": {names[p]: state for p, state in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave; another model's is refused and nothing is changed."""
         saved = checkpoint.check(self.engine, state_dict)
-        parameters = dict(self.model.named_parameters())
+        parameters = {name: p for p, name in self.engine.partition.names.items()}
         saved_state = {parameters[n]: s for n, s in state_dict["state"].items()}
         checkpoint.check_complete(saved, saved_state)
         state = checkpoint.converted(self.engine, saved_state)

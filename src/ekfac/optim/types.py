@@ -173,12 +173,14 @@ class StepInputs:
         solves: Blocks whose bases are solved for in full before they are used.
         warm: Blocks whose bases are refreshed, warm, before they are used, and the iterations of their two sides.
         processes: How many processes train together.
+        batches: How many batches they have: under tensor parallel several share one.
         mean: What gradients are multiplied by to be those of a mean over examples.
         sizes: The largest magnitude of every gradient.
         left: The same as backward left it.
         touched: Parameters whose gradient was changed since.
         ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
         bad: True on the device where ``ok`` is 0.
+        weights: The whole of parameters that are sharded, for those that this process owns.
     """
 
     gradients: dict[nn.Parameter, Tensor]
@@ -189,6 +191,7 @@ class StepInputs:
     solves: set[Block] = field(default_factory=set)
     warm: dict[Block, tuple[int, int]] = field(default_factory=dict)
     processes: int = 1
+    batches: int = 1
     mean: float | Tensor = 1.0
     sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     left: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -197,6 +200,7 @@ class StepInputs:
     unknown: set[Block] = field(default_factory=set)
     ok: Tensor | None = None
     bad: Tensor | None = None
+    weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros in a step that must change nothing."""

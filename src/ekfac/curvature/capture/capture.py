@@ -41,6 +41,7 @@ from ekfac.curvature.capture.hooks import (
     remove_hooks,
     run_hooks_in_compiled_models,
 )
+from ekfac.curvature.capture.meshes import Mesh, gives_out_pieces, whole
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
 from ekfac.curvature.capture.whole import watch_whole
 from ekfac.curvature.layers.base import Layer, Reading
@@ -82,6 +83,8 @@ class Capture:
         self.batch_dim = batch_dim
         self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
         self.per_example = per_example
+        #: Who computes the layers together with this process.
+        self.mesh = Mesh()
         #: Told each tensor whose gradient is waited for.
         self.on_output: Callable[[Tensor], None] | None = None
         #: Inside ``statistics()``: backward passes that are not the training loss's.
@@ -120,13 +123,14 @@ class Capture:
         for module, uses in self.uses.items():
             layer = uses[0][1]
             if layer.seen_through_linear:
-                self._products[module] = Products(self, uses)
+                self._products[module] = Products(self, module, uses)
                 self._handles.append(module.register_forward_pre_hook(EnterHook(me)))
                 self._handles.append(module.register_forward_hook(LeaveHook(me), always_call=True))
                 continue
             if layer.reading is not None:
                 self._readings[module] = layer.reading(module)
-            self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True))
+            pieces = layer.reading is None and gives_out_pieces(module, self.model)
+            self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True, prepend=pieces))
         self._handles.append(self.model.register_forward_pre_hook(BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
@@ -241,10 +245,11 @@ class Capture:
         n = record.n
         if n is None:
             n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        self.mesh.note(output)
         given, origin = Input(None), origin_of(x)
         if self.wanted(block):
             source = x if x.requires_grad and layer.linear else None
-            x = x.detach()
+            x = whole(x.detach())
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
@@ -258,7 +263,7 @@ class Capture:
         def hook(d: Tensor) -> None:
             if torch.is_grad_enabled() and self.enabled:
                 follow(self, record, block, layer, given, from_, d)
-            self.arrived(record, block, layer, given, d.detach(), call)
+            self.arrived(record, block, layer, given, d.detach() if given.x is None else whole(d.detach()), call)
 
         output.register_hook(hook)
 

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -42,13 +42,19 @@ class Products(TorchFunctionMode):
 
     Args:
         capture: Who is told.
+        module: The module.
         uses: The module's blocks.
     """
 
-    def __init__(self, capture: Capture, uses: list[tuple[Block, Layer]]) -> None:
+    def __init__(self, capture: Capture, module: nn.Module, uses: list[tuple[Block, Layer]]) -> None:
         super().__init__()
         self._capture = weakref.ref(capture)
-        self._of = {id(p): (block, layer) for block, layer in uses for p in block.parameters.values()}
+        #: Where each block's parameters are: under fully_shard the module holds others while it is called.
+        self._places = [
+            (module.get_submodule(role.rpartition(".")[0])._parameters, role.rpartition(".")[2], block, layer)
+            for block, layer in uses
+            for role in block.parameters
+        ]
         self._rows: dict[tuple[Block, int], Layer] = {}
         #: Attention puts time first, and flattens it with the examples before its last projection.
         self._examples: int | None = None
@@ -97,10 +103,11 @@ class Products(TorchFunctionMode):
 
     def _find(self, tensor: Tensor, where: Tensor | None) -> tuple[Block, Layer] | None:
         """Find the block of a parameter, or of the parameter that a tensor is some rows of."""
-        base = tensor if id(tensor) in self._of else tensor._base
-        if base is None or id(base) not in self._of:
+        held = {id(places.get(name)): (block, layer) for places, name, block, layer in self._places}
+        base = tensor if id(tensor) in held else tensor._base
+        if base is None or id(base) not in held:
             return None
-        block, layer = self._of[id(base)]
+        block, layer = held[id(base)]
         start = tensor.storage_offset() - base.storage_offset()
         if isinstance(layer, ExpertsLayer):
             whole = layer.matrices(base)

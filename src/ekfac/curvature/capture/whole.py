@@ -12,6 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.counting import tensors
 from ekfac.curvature.capture.hooks import keeps_graph
+from ekfac.curvature.capture.meshes import whole
 from ekfac.curvature.capture.records import Input, refuse_changed
 from ekfac.curvature.layers.base import Layer, Reading
 
@@ -34,7 +35,7 @@ def watch_whole(
         return
     kept: list[Tensor] = []
     if record.n is None or any(capture.wanted(block) for block, _ in uses):
-        kept = [t.detach() for t in reading.keep(args, kwargs)]
+        kept = [whole(t.detach()) for t in reading.keep(args, kwargs)]
         record.settle(reading.examples(kept))
     versions = [t._version for t in kept]
     numbers = {block: capture.number(record, block) for block, _ in uses}
@@ -48,7 +49,7 @@ def watch_whole(
             refuse_changed(uses[0][0])
         outputs_gradient = next(g for g in grads if g is not None)
         with torch.no_grad():
-            parts = reading.read(kept, [g if g is None else g.detach() for g in grads]) if wanted else {}
+            parts = reading.read(kept, [g if g is None else whole(g.detach()) for g in grads]) if wanted else {}
         if not keeps_graph():
             kept.clear()
         for block, layer in uses:

@@ -158,7 +158,8 @@ class Conv1DLayer(LinearLayer):
             return False
         if weight.dim() != 2 or bias.shape != weight.shape[1:]:
             return False
-        return behaves_like(module, weight.shape[0], lambda x: torch.addmm(bias, x, weight))
+        role = module.get_parameter
+        return behaves_like(module, weight.shape[0], lambda x: torch.addmm(role("bias"), x, role("weight")))
 
 
 class ForeignLinearLayer(LinearLayer):

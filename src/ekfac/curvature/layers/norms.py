@@ -99,8 +99,8 @@ class ForeignRMSNormLayer(NormLayer):
         return behaves_like(
             module,
             len(weight),
-            lambda x: weight * rms_normalised(x, module),
-            lambda x: (1 + weight) * rms_normalised(x, module),
+            lambda x: module.get_parameter("weight") * rms_normalised(x, module),
+            lambda x: (1 + module.get_parameter("weight")) * rms_normalised(x, module),
         )
 
 

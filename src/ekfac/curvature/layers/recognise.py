@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,17 +33,32 @@ def _compare(module: nn.Module, features: int, expected: Iterable[Callable[[Tens
     if like.is_meta or features == 0:
         return True
     x = torch.arange(2.0 * features, device=like.device).add(1).sin().reshape(2, features).to(like.dtype)
-    try:
-        found = type(module).forward(module, x)
-    except Exception:  # whatever it is, it is not a function of one tensor of this shape
-        return False
+    with stand_ins(module):
+        try:
+            found = type(module).forward(module, x)
+        except Exception:  # whatever it is, it is not a function of one tensor of this shape
+            return False
+        compared = [function(x).double() for function in expected]
     eps = max(torch.finfo(like.dtype).eps, torch.finfo(torch.float32).eps)  # many compute in float32 in any case
-    for right in (function(x).double() for function in expected):
+    for right in compared:
         if not isinstance(found, Tensor) or found.shape != right.shape:
             return False
         if bool((found.double() - right).abs().max() <= 8 * eps**0.75 * (1 + right.abs().max())):
             return True
     return False
+
+
+@contextmanager
+def stand_ins(module: nn.Module) -> Iterator[None]:
+    """Have a module hold plain parameters, of some numbers, in the place of those that are sharded over ranks."""
+    sharded = {name: p for name, p in module._parameters.items() if p is not None and hasattr(p, "device_mesh")}
+    for name, p in sharded.items():
+        numbers = torch.arange(p.numel(), device=p.device).sin().reshape(p.shape).to(p.dtype)
+        module._parameters[name] = nn.Parameter(numbers)
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
 
 
 class _OwnWeight(TorchFunctionMode):
@@ -71,8 +87,9 @@ def multiplies_with_its_weight(module: nn.Module) -> bool:
         _KNOWN[module] = False
         if not weight.is_meta:
             is_linear = isinstance(module, nn.Linear)
-            x = weight.new_zeros(1, weight.shape[1]) if is_linear else weight.new_zeros(1, 1, dtype=torch.long)
-            with torch.random.fork_rng(devices=[]), _OwnWeight(weight) as mode:
+            width, dtype = (weight.shape[1], weight.dtype) if is_linear else (1, torch.long)
+            x = torch.zeros(1, width, dtype=dtype, device=weight.device)
+            with torch.random.fork_rng(devices=[]), stand_ins(module), _OwnWeight(module._parameters["weight"]) as mode:
                 try:
                     type(module).forward(module, x)
                 except Exception:  # it wants something else

@@ -34,10 +34,10 @@ def same_everywhere(processes: Processes, number: float, device: torch.device) -
     return bool(least == -negative)
 
 
-def structure_of(model: nn.Module, offered: Iterable[nn.Parameter]) -> list[tuple[str, Any]]:
+def structure_of(names: Mapping[nn.Parameter, str], offered: Iterable[nn.Parameter]) -> list[tuple[str, Any]]:
     """Return names, shapes and dtypes of the parameters that an optimizer was given."""
     chosen = set(offered)
-    return [(name, (tuple(p.shape), str(p.dtype))) for name, p in model.named_parameters() if p in chosen]
+    return [(name, (tuple(p.shape), str(p.dtype))) for p, name in names.items() if p in chosen]
 
 
 def check_structure(processes: Processes, structure: list[tuple[str, Any]], device: torch.device) -> None:
@@ -60,6 +60,8 @@ def check_structure(processes: Processes, structure: list[tuple[str, Any]], devi
 
 def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -> None:
     """Raise, on all processes, if a parameter is not the same everywhere; names the first."""
+    if not parameters:
+        return
     device = next(iter(parameters.values())).device
     sums = torch.stack([checksum(p).to(device) for p in parameters.values()])
     least, inverted = processes.least(torch.stack([sums, ~sums])).tolist()
@@ -90,6 +92,7 @@ class RollCall:
         complete: Whether all ranks have it.
         touched: Whether any rank has changed it since backward left it.
         near: How the last warm refresh of each parameter's block went; None where nothing is known yet.
+        largest: The most of what ranks found in their pieces.
     """
 
     failed: int
@@ -100,6 +103,7 @@ class RollCall:
     complete: list[bool]
     touched: list[bool]
     near: list[bool | None]
+    largest: list[float]
 
 
 def roll_call(
@@ -113,6 +117,7 @@ def roll_call(
     gradients: list[bool],
     touched: list[bool],
     near: list[bool | None],
+    largest: list[float],
 ) -> RollCall:
     """Exchange what each process knows of its own step, in one reduction that the host waits for.
 
@@ -126,6 +131,7 @@ def roll_call(
         gradients: Whether it has a gradient of each parameter.
         touched: Whether it has changed it since backward left it.
         near: How the last warm refresh of the block that each parameter is the key of went; None where not known.
+        largest: Numbers, none of them NaN where gradients are finite, of which the most is wanted.
     """
     rank, size, state = processes.rank, processes.size, digest(at)
     mine = [rank if failed else size, state, -state, float(finite), -float(examples)]
@@ -133,6 +139,7 @@ def roll_call(
     mine += [float(there) for there in gradients]
     mine += [-float(was) for was in touched]
     mine += [UNHEARD if n is None else float(n) for n in near]
+    mine += [-x if finite else 0.0 for x in largest]
     found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
     count = len(gradients)
     holders, complete, changed, heard = (found[5 + i * count : 5 + (i + 1) * count] for i in range(4))
@@ -145,4 +152,5 @@ def roll_call(
         complete=[bool(c) for c in complete],
         touched=[bool(t) for t in changed],
         near=[None if n == UNHEARD else bool(n) for n in heard],
+        largest=[-x for x in found[5 + 4 * count :]],
     )

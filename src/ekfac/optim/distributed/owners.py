@@ -30,6 +30,10 @@ class Owners:
         self.size = 1
         self._loads: list[tuple[float, float]] = []
 
+    def forget(self) -> None:
+        """Let nobody own anything."""
+        self.size, self._owner, self._loads = 1, {}, []
+
     def assign(self, blocks: Iterable[Block]) -> None:
         """Give every parameter that has none an owner; by the blocks as they are when nothing is frozen.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,11 @@ from torch import distributed as dist
 
 #: Stands for torch's default group, if torch.distributed runs.
 DEFAULT = "default"
+
+#: Seconds after which a process says whom it waits for.
+PATIENCE = 20.0
+#: How often these ranks have met for what.
+_MET: dict[str, int] = {}
 
 #: Tensors by the rank, within the group, that they belong to.
 ByOwner = Mapping[int, Sequence[Tensor]]
@@ -57,6 +64,41 @@ class Processes:
         """The place of this process among them."""
         return dist.get_rank(self.group) if self.size > 1 else 0
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in the default group, of these processes."""
+        if self.given is None:
+            return [dist.get_rank()]
+        return sorted(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+
+    def meet(self, what: str) -> None:
+        """Wait until all processes are here, before the collectives of something that one of them may call alone.
+
+        Raises:
+            RuntimeError: Some have not come within the group's time-out. It names them.
+        """
+        if self.size == 1:
+            return
+        me, ranks, store = dist.get_rank(), self.ranks, dist.distributed_c10d._get_default_store()
+        place = f"ekfac/{what}/{'-'.join(map(str, ranks))}"
+        count = _MET.get(place, 0) + 1
+        store.set(f"{place}/{count}/{me}", "here")
+        patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        began, warned, missing = time.monotonic(), False, ranks
+        while missing := [r for r in missing if not store.check([f"{place}/{count}/{r}"])]:
+            said = (
+                f"{what} was called on rank {me}, not on ranks {missing}, which own parts of the state: call it on all"
+            )
+            if time.monotonic() > began + patience:
+                store.delete_key(f"{place}/{count}/{me}")
+                raise RuntimeError(f"{said}. Gave up after {patience:.0f} s")
+            if not warned and time.monotonic() > began + PATIENCE:
+                warned = True
+                warnings.warn(said, RuntimeWarning, stacklevel=5)
+            time.sleep(0.002)
+        store.delete_key(f"{place}/{count - 1}/{me}")  # all have left it
+        _MET[place] = count
+
     # --- collectives ----------------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -84,6 +126,8 @@ class Processes:
 
         One bucket for every owner, dtype and device.
         """
+        if self.size == 1:
+            return
         buckets = [(owner, bucket) for owner, bucket in _by_kind(tensors, lambda t: (t.dtype, t.device))]
         flats = [torch.cat([t.reshape(-1) for t in bucket]) for _, bucket in buckets]
         works = [self._sum_at(flat, owner) for flat, (owner, _) in zip(flats, buckets, strict=True)]
@@ -103,6 +147,8 @@ class Processes:
 
         One bucket for every owner and device, whatever the dtypes.
         """
+        if self.size == 1:
+            return
         buckets = []
         for owner, bucket in _by_kind(tensors, lambda t: t.device):
             bucket = sorted(bucket, key=Tensor.element_size, reverse=True)  # so that every part is aligned
@@ -119,6 +165,35 @@ class Processes:
                 parts = flat.split([t.numel() * t.element_size() for t in bucket])
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> None:
+        """Send tensors to every rank, and copy what every rank sends into others: one message, whatever the dtypes.
+
+        Args:
+            outgoing: By the rank that they are sent to.
+            incoming: By the rank that they come from; in number and kind as that one sends them.
+            device: Where all of them are.
+        """
+        if self.size == 1:
+            for target, source in zip(incoming[0], outgoing[0], strict=True):
+                target.copy_(source)
+            return
+        sent = [t.detach().reshape(-1).view(torch.uint8) for to_rank in outgoing for t in to_rank]
+        sizes = [[sum(map(_bytes, of_rank)) for of_rank in side] for side in (outgoing, incoming)]
+        flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
+        received = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, flat, sizes[1], sizes[0], group=self.group)
+        targets = [t for from_rank in incoming for t in from_rank]
+        for target, part in zip(targets, received.split([_bytes(t) for t in targets]), strict=True):
+            if part.storage_offset() % target.element_size():
+                part = part.clone()
+            target.copy_(part.view(target.dtype).view(target.shape))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _by_kind(tensors: ByOwner, kind: Any) -> Iterator[tuple[int, list[Tensor]]]:

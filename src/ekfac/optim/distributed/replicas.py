@@ -2,6 +2,8 @@
 
     backward -> statistics to the owners -> basis, direction, update by the owner -> parameters to everybody
 
+Where ranks hold pieces of parameters, the owner gets gradient and parameter from all of them, and each gets its piece.
+
 Whatever a process computes that rounding may decide (solves, products, sums over many numbers) is computed once, so
 replicas are equal to the bit with any number of threads, on unlike processors, and when a solver fails on one of them.
 """
@@ -25,7 +27,8 @@ from ekfac.optim.distributed.agreement import (
     roll_call,
     structure_of,
 )
-from ekfac.optim.distributed.states import keep_own
+from ekfac.optim.distributed.shards import Shards, is_sharded, local
+from ekfac.optim.distributed.states import keep_own, make_contiguous
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
 from ekfac.optim.statistics.partition import members
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
@@ -48,6 +51,7 @@ class Replicas:
         self._engine = engine
         self.processes = engine.options.processes
         self.owners = engine.partition.owners
+        self.shards = Shards(self.owners)
         #: What this process could not do since the last roll call: the others have to hear of it first.
         self.failure: Exception | None = None
         #: Flags of owners that failed, which the host has not read.
@@ -55,12 +59,12 @@ class Replicas:
         self._checked: Any = None
 
     def together(self) -> bool:
-        """Tell whether other processes take part."""
+        """Tell whether other processes take part, or hold pieces of the parameters as if they did."""
         size = self.processes.size
         if size != self.owners.size:  # torch.distributed has been started or shut down since
             self._engine.partition.assign_owners()
             keep_own(self._engine)
-        return size > 1
+        return size > 1 or self._engine.partition.sharded
 
     # --- before a step --------------------------------------------------------------------------------------------
 
@@ -77,8 +81,9 @@ class Replicas:
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            due = engine.schedule.due()
-            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, self.processes.size)
+            due, size = engine.schedule.due(), self.processes.size
+            batches = size // collector.capture.mesh.size
+            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, size, batches)
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
@@ -89,17 +94,26 @@ class Replicas:
             engine.skip()
             return False
         if engine.schedule.applied_steps % COMPARE_EVERY == 0:
-            compare_parameters(self.processes, dict(engine.model.named_parameters()))
+            replicated = {name: p for p, name in engine.partition.names.items() if not is_sharded(p)}
+            compare_parameters(self.processes, replicated)
         fetched = self._fetch_gradients(inputs, call)
+        if self.shards:
+            touched = [p for p, was in zip(engine.partition.offered, call.touched, strict=True) if was]
+            self.shards.make_whole(inputs, call.largest, touched, engine.executor.whole_steps)
         collector.collect(inputs)
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
         engine.collector.update_factors(inputs)
         apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
-        whole = engine.executor.whole_steps
-        self._hand_round_results({p: p if whole else g for p, g in inputs.gradients.items()})
-        if not whole:
+        whole_steps = engine.executor.whole_steps
+        self._hand_round_results(
+            {p: p if whole_steps else g for p, g in inputs.gradients.items() if p not in self.shards}
+        )
+        self._return_pieces(inputs)
+        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
+            self._raise_if_failed()
+        if not whole_steps:
             for p in fetched:
                 p.grad = inputs.gradients[p]
         return True
@@ -107,8 +121,9 @@ class Replicas:
     def _check_model(self) -> None:
         partition = self._engine.partition
         if self._checked != (self.processes.size, partition.offered):
-            structure = structure_of(self._engine.model, partition.offered)
+            structure = structure_of(partition.names, partition.offered)
             check_structure(self.processes, structure, partition.device)
+            self.shards.learn({p: partition.names[p] for p in partition.offered})
             self._checked = self.processes.size, partition.offered
 
     def _call(self, inputs: StepInputs, finite: bool) -> RollCall:
@@ -120,7 +135,7 @@ class Replicas:
         near: list[bool | None] = [
             partition.states.get(p, {}).get("near") if p in mine else None for p in partition.offered
         ]
-        silent = [name for name, p in engine.model.named_parameters() if p in partition.silent]
+        silent = [name for p, name in partition.names.items() if p in partition.silent]
         touched = set(inputs.touched)
         call = roll_call(
             self.processes,
@@ -132,6 +147,7 @@ class Replicas:
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,
+            largest=self.shards.largest(inputs, partition.device),
         )
         self._raise_together(call.failed)
         if call.diverged:
@@ -153,12 +169,15 @@ class Replicas:
             return
         touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
         try:
-            collector.fingerprints.verify(inputs, touched, collector.loss_scale())
+            collector.fingerprints.verify(inputs, touched, collector.loss_scale(), self._is_whole)
         except RuntimeError as error:
             self.failure = error
         first = self.processes.rank if self.failure is not None else self.processes.size
         found = self.processes.least(torch.tensor(first, device=partition.device))
         self._raise_together(int(found))
+
+    def _is_whole(self, block: Block) -> bool:
+        return not self.shards or self.owners.mine(block)
 
     def _raise_together(self, first: int) -> None:
         """Raise if a rank has failed, here its own error; all of them know which."""
@@ -172,6 +191,10 @@ class Replicas:
         fetched = []
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
             if holder is None or complete:
+                continue
+            if p in self.shards:
+                if p not in inputs.gradients:  # what this process has of it is zero
+                    inputs.gradients[p] = p.grad = torch.zeros_like(p)
                 continue
             if p not in inputs.gradients:
                 inputs.gradients[p] = torch.empty_like(p)
@@ -188,7 +211,7 @@ class Replicas:
         wanted: dict[int, list[Tensor]] = {}
         ratios: dict[nn.Parameter, Tensor] = {}
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
-            if holder is not None and not complete:
+            if holder is not None and not complete and p not in self.shards:
                 one = torch.ones((), dtype=torch.float64, device=p.device)
                 ratios[p] = inputs.rescaled.get(p, one).to(one, copy=True)
                 wanted.setdefault(holder, []).append(ratios[p])
@@ -203,7 +226,12 @@ class Replicas:
         engine, partition = self._engine, self._engine.partition
         renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
         mine = [b for b in blocks if self.owners.mine(b)]
-        self._run(lambda b: engine.compute_eigenbases([b], inputs, rates), [b for b in mine if b in set(renewed)])
+
+        def renew(block: Block) -> None:
+            engine.compute_eigenbases([block], inputs, rates)
+            make_contiguous(partition.state(block))
+
+        self._run(renew, [b for b in mine if b in set(renewed)])
         for block in renewed:
             if not self.owners.mine(block):
                 if block in inputs.solves:
@@ -286,8 +314,13 @@ class Replicas:
     def refresh(self, due: dict[Block, tuple[int, int]], rates: Rates) -> None:
         """Refresh the bases that are due between two steps, warm, each by its owner."""
         engine = self._engine
+
+        def renew(block: Block) -> None:
+            engine.warm_refresh({block: due[block]}, rates)
+            make_contiguous(engine.partition.state(block))
+
         with engine.executor.beside(engine.partition.device, sum(sum(b.factor_numbers()) for b in due)):
-            self._run(lambda b: engine.warm_refresh({b: due[b]}, rates), list(filter(self.owners.mine, due)))
+            self._run(renew, list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()
             self.hand_round_bases(due)
@@ -314,8 +347,17 @@ class Replicas:
                 )
                 tensors.append(self._flags[-1])
         self.processes.hand_round(found)
-        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
-            self._raise_if_failed()
+
+    def _return_pieces(self, inputs: StepInputs) -> None:
+        """Copy what owners have made of sharded parameters to the ranks' pieces, and learn whether an owner failed."""
+        if not self.shards:
+            return
+        whole_steps, size = self._engine.executor.whole_steps, self.processes.size
+        pieces = {p: p if whole_steps else p.grad for p in inputs.gradients if p in self.shards}
+        held = {p: local(piece) for p, piece in pieces.items() if piece is not None}
+        failed = self.processes.rank if self.failure is not None else size
+        flag = torch.full((), failed, dtype=torch.int64, device=self._engine.partition.device)
+        self._flags += self.shards.scatter(inputs.weights if whole_steps else inputs.gradients, held, flag)
 
     def _raise_if_failed(self) -> None:
         """Read the owners' flags of the last step."""

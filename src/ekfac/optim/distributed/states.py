@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,12 @@ class WholeState:
 
 def whole_state(engine: Engine) -> WholeState:
     """Gather the state of all owners; every process has to call this, and gets all of it."""
+    engine.options.processes.meet("state_dict()")
     engine.settle(wait=True)
     engine.replicas.together()
     partition, owners, processes = engine.partition, engine.partition.owners, engine.options.processes
     refresher, watch = engine.refresher, engine.collector.watch
-    names: dict[nn.Parameter, str] = {p: name for name, p in engine.model.named_parameters()}
+    names = partition.names
     places: dict[Any, Any] = {("", (p,)): partition.states.get(p) for p in partition.offered}
     places |= {(covered, key): state for (covered, key), state in partition.put_away.items()}
     mine = {
@@ -96,6 +97,7 @@ def keep_own(engine: Engine) -> None:
     blocks = {block.key: block for block in partition.blocks}
     for p in partition.offered:
         if owners.of_parameter(p) == engine.options.processes.rank:
+            make_contiguous(partition.states.get(p, {}))
             continue
         if p in blocks:
             block = blocks[p]
@@ -110,6 +112,13 @@ def keep_own(engine: Engine) -> None:
             ready = covered and hasattr(state, engine.method.derived)
             partition.note_elsewhere((covered, key), factors="A" in state, ready=ready)
             partition.put_away[covered, key] = type(state)({name: state[name] for name in kept if name in state})
+
+
+def make_contiguous(state: MutableMapping[str, Any]) -> None:
+    """Lay a block's tensors out row by row: torch.distributed.checkpoint mixes up others when it broadcasts them."""
+    for name, value in list(state.items()):
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            state[name] = value.contiguous()
 
 
 def block_states(engine: Engine) -> dict[nn.Parameter, BlockState]:

@@ -35,13 +35,13 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
         "entries": sum(map(len, whole.states.values())),
-        "silent": [n for n, p in engine.model.named_parameters() if p in engine.partition.silent],
+        "silent": [n for p, n in engine.partition.names.items() if p in engine.partition.silent],
     }
 
 
 def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
     """Return the state of frozen blocks, by the names of their parameters."""
-    names: dict[Tensor, str] = {p: name for name, p in engine.model.named_parameters()}
+    names = engine.partition.names
     return [
         {"covered": covered, "parameters": [names[p] for p in key], "state": dict(state)}
         for (covered, key), state in whole.put_away.items()
@@ -49,7 +49,7 @@ def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
 
 
 def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Parameter, ...], dict[str, Any]]]:
-    parameters = dict(engine.model.named_parameters())
+    parameters = {name: p for p, name in engine.partition.names.items()}
     for entry in saved:
         yield entry["covered"], tuple(parameters[name] for name in entry["parameters"]), entry["state"]
 
@@ -57,7 +57,7 @@ def _named(engine: Engine, saved: Any) -> Iterator[tuple[bool, tuple[nn.Paramete
 def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
     """Return names and shapes of all parameters that the optimizer was given."""
     offered = set(engine.partition.offered)
-    return {name: list(p.shape) for name, p in engine.model.named_parameters() if p in offered}
+    return {name: list(p.shape) for p, name in engine.partition.names.items() if p in offered}
 
 
 def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
             f"{', '.join(missing) or 'nothing'}; only in this model: {', '.join(extra) or 'nothing'}; "
             f"other shapes: {', '.join(other) or 'none'}"
         )
-    return dict(saved)
+    return {"silent": [], "put_away": [], "fallbacks": {}, **saved}  # torch leaves out what is empty when it flattens
 
 
 def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -135,7 +135,7 @@ def adopt(engine: Engine, saved: dict[str, Any], state_of: Mapping[Any, Mapping[
     engine.settle(wait=True)
     partition, refresher = engine.partition, engine.refresher
     before = partition.silent
-    partition.silent = {p for n, p in engine.model.named_parameters() if n in saved["silent"]}
+    partition.silent = {p for p, n in partition.names.items() if n in saved["silent"]}
     if partition.silent != before:
         engine.collector.set_parameters(partition.offered)
     try:

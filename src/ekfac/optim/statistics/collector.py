@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ekfac import checks
 from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
@@ -65,8 +64,11 @@ class Collector:
         self._schedule = schedule
         self.executor = executor
         self._moved = moved
-        self.reach = Reach(partition)
+        #: Told the new parameter for every old one where the model is found to have others.
+        self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
         self.fingerprints = Fingerprints(options.processes)
+        self.watch = GradientWatch([], options.processes, self.fingerprints)
+        self.reach = Reach(partition, self.watch)
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
@@ -84,7 +86,6 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.watch.on_end = self.capture.passed
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -94,6 +95,14 @@ class Collector:
         self.watch.attach(self._partition.parameters)
         self.sums = {b: s for b, s in self.sums.items() if b in set(self._partition.blocks)}
 
+    def _replaced(self) -> None:
+        """Go on with the parameters that have been put in the place of those that were offered."""
+        new = self._partition.replace()
+        self.drop()
+        self.fingerprints.unverified.clear()
+        self.on_replaced(new)
+        self.set_parameters([new[p] for p in self._partition.offered])
+
     # --- during forward and backward ------------------------------------------------------------------------------
 
     def _before_forward(self) -> bool:
@@ -102,6 +111,8 @@ class Collector:
         Returns:
             Whether to capture: not where the whole model is frozen, as another's adversary.
         """
+        if self._partition.is_replaced():
+            self._replaced()
         if self._partition.is_frozen():
             return False
         if not self._partition.is_current():
@@ -110,7 +121,7 @@ class Collector:
             if kind != self._partition.kind:
                 self._moved()
         self.watch.before_forward()
-        if self.capture.examples and not self.capture.separate and self.watch.nothing_there:
+        if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
         return True
 
@@ -125,7 +136,7 @@ class Collector:
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
-        if self.separate and not self.capture.separate:
+        if (self.separate and not self.capture.separate) or not self.capture.mesh.first:
             return
         if not n:  # gradients that were differentiated on the way to .grad: a part of it, and no batch of their own
             if block in self.fingerprints.unverified:
@@ -243,14 +254,12 @@ class Collector:
     def inputs(self) -> StepInputs | None:
         """Return what the host can know before anything is computed; None if there is no gradient."""
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
-        if not gradients or not self.capture.examples:
-            checks.whole(self._partition.model)
         if not gradients:
             self.drop()
             return None
         for p, gradient in gradients.items():
             if gradient.layout != torch.strided:
-                name = next((name for name, q in self._partition.model.named_parameters() if q is p), "?")
+                name = self._partition.names[p]
                 raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
         if not self._told_coverage:
             self._told_coverage = True
@@ -266,10 +275,11 @@ class Collector:
         ]
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._give_up_on(silent)
+        batches = 1 if processes == 1 else processes // self.capture.mesh.size
         if self.options.batch.reduction == "sum" and n:
-            mean = processes / n
+            mean = batches / n
         solves, warm = self._schedule.due()
-        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, mean)
+        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean)
 
     def examples(self) -> int:
         """Return the number of examples of the gradient, or of the last statistics if it comes from elsewhere."""
@@ -297,7 +307,8 @@ class Collector:
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
-            counts = [self.examples(), int(inputs.n_statistics)]
+            speaks = self.capture.mesh.first
+            counts = [self.examples() * speaks, int(inputs.n_statistics) * speaks]
             expected = {b: self._expected(b) for b in self._partition.covered}
             owners = self._partition.owners
             totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
@@ -305,7 +316,7 @@ class Collector:
             elsewhere = [b for b, what in expected.items() if what.factors and not owners.mine(b)]
             self._partition.factors_elsewhere.update(map(members, elsewhere))
             if self.options.batch.reduction == "sum":
-                inputs.mean = inputs.processes / inputs.n
+                inputs.mean = inputs.batches / inputs.n
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
             here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
@@ -354,7 +365,7 @@ class Collector:
         Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
         W processes it is N / W times. Under a sum it is the captured gradient itself.
         """
-        n, w = inputs.n_statistics, inputs.processes
+        n, w = inputs.n_statistics, inputs.batches
         scale = 1.0 if self.options.grad_scaler is None else self.loss_scale()
         if self.options.batch.reduction == "sum":
             return 1 / (n * scale * scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.distributed.shards import is_sharded
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.types import StepInputs
 
@@ -48,31 +49,45 @@ class Fingerprints:
             if len(gradients) == len(block.parameters):
                 self.left[block] = fingerprint.of_gradient_with_size(block, gradients, self.vectors(block))
 
-    def verify(self, inputs: StepInputs, touched: Set[nn.Parameter], loss_scale: float | Tensor) -> None:
+    def verify(
+        self,
+        inputs: StepInputs,
+        touched: Set[nn.Parameter],
+        loss_scale: float | Tensor,
+        here: Callable[[Block], bool] = lambda block: True,
+    ) -> None:
         """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block.
 
         Args:
             inputs: What the step has gathered.
             touched: Parameters whose gradients were changed since backward left them, on any process.
             loss_scale: What a GradScaler has multiplied the loss by.
+            here: Whether a block's gradient is whole on this process; otherwise another one compares it.
         """
-        found, left = {}, []
+        found: dict[Block, Tensor] = {}
+        left = []
         for block in sorted(self.unverified, key=lambda block: block.name):
             of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
             parameters = list(block.parameters.values())
             if of_calls is None or any(p not in inputs.gradients for p in parameters):
                 continue
+            if any(p in touched for p in parameters):
+                if any(map(is_sharded, parameters)):
+                    continue  # of pieces no fingerprint was noted: a later step may compare it
+                left.append(block)
+            if not here(block):
+                self.unverified.discard(block)
+                continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
             given = [inputs.gradients[p] * loss_scale for p in parameters]
             found[block] = fingerprint.of_gradient_with_size(block, given, self.vectors(block))
-            if any(p in touched for p in parameters):
-                left.append(block)
         if left:
-            found |= zip(left, self._as_backward_left_them(left, found, inputs.processes), strict=True)
+            noted = self._as_backward_left_them(left, inputs.processes)
+            found |= {b: one for b, one in zip(left, noted, strict=True) if b in found and bool(one[1] > 0)}
         for block, of_gradient in found.items():
             of_calls = inputs.sums[block].fingerprint
             assert of_calls is not None
-            if fingerprint.differs(block, of_gradient, of_calls / inputs.processes):
+            if fingerprint.differs(block, of_gradient, of_calls / inputs.batches):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
                     "also used elsewhere (a penalty on it, say: use weight_decay), or a hook on it or a change of "
@@ -84,10 +99,8 @@ class Fingerprints:
                 )
             self.unverified.discard(block)
 
-    def _as_backward_left_them(self, blocks: list[Block], now: dict[Block, Tensor], processes: int) -> list[Tensor]:
-        """Return fingerprints of gradients touched since; those averaged by hand differ between processes."""
-        if processes == 1:
-            return [self.left.get(block, now[block]) for block in blocks]
+    def _as_backward_left_them(self, blocks: list[Block], processes: int) -> list[Tensor]:
+        """Return fingerprints of gradients touched since, 0 where none was noted; averaged, as by hand."""
         none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)
-        total = self._processes.sum(torch.stack([self.left.get(block, none) for block in blocks])) / processes
-        return [one if bool(one[1] > 0) else now[block] for block, one in zip(blocks, total, strict=True)]
+        noted = torch.stack([self.left.get(block, none) for block in blocks])
+        return list(noted if processes == 1 else self._processes.sum(noted) / processes)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
 from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.types import BlockStep, Rates, StepInputs
 
@@ -50,6 +51,8 @@ class GradientWatch:
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         self._task = -1
         self._parameters: list[nn.Parameter] = []
+        #: Whether ranks hold pieces of them.
+        self._sharded = False
         self._handles: list[RemovableHandle] = []
         #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
         self.lengths_wanted = False
@@ -61,11 +64,12 @@ class GradientWatch:
         """Watch these parameters."""
         remove_hooks(self._handles)
         self._parameters = list(parameters)
+        self._sharded = any_sharded(self._parameters)
         me = weakref.ref(self)
 
         def accumulated(parameter: Tensor) -> None:
             if (watch := me()) is not None:
-                watch._accumulated()
+                watch.backward_runs()
 
         self._handles += [p.register_post_accumulate_grad_hook(accumulated) for p in self._parameters]
 
@@ -91,12 +95,22 @@ class GradientWatch:
         there = [p for p in self._parameters if p.grad is not None]
         return all(map(self.touched, there)) and not any(bool(p.grad.any()) for p in there if p.grad is not None)
 
-    def _accumulated(self) -> None:
+    @property
+    def cleared(self) -> bool:
+        """Whether somebody has cleared the gradients of the last backward pass.
+
+        Where ranks hold pieces, a pass may leave its gradients where nobody can clear them, to be averaged later.
+        """
+        return self.nothing_there and not (self._sharded and not self._left)
+
+    def backward_runs(self) -> None:
+        """Look at the gradients once the backward pass under way has ended."""
         task = torch._C._current_graph_task_id()
         if not self.enabled or task == self._task:
             return
         self._task = task
-        # DistributedDataParallel queues its averaging later than this: a callback queued by a callback runs after it.
+        # DistributedDataParallel and fully_shard queue their averaging later than this: a callback queued by a callback
+        # runs after it.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._backward_ended))
 
@@ -108,11 +122,12 @@ class GradientWatch:
         self.single_pass, self.nothing_there = self.nothing_there, False
         live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         grads = [p.grad for p in live if p.grad is not None]
-        sizes = largest_magnitudes(grads)
+        sizes = largest_magnitudes([local(g) for g in grads] if self._sharded else grads)
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
-        if self.lengths_wanted and grads:
-            self._lengths = dict(zip(live, torch._foreach_norm(grads), strict=True))
-        self._fingerprints.note()
+        if self.lengths_wanted or self._sharded:
+            self._lengths = lengths_of(live)
+        if not self._sharded:
+            self._fingerprints.note()
 
     def touched(self, parameter: nn.Parameter) -> bool:
         """Tell whether a gradient has been changed in place or replaced since backward left it."""
@@ -121,7 +136,7 @@ class GradientWatch:
 
     def sizes(self, inputs: StepInputs) -> None:
         """Find the largest magnitude of each ``.grad`` as it stands and as backward left it, and which were touched."""
-        changed = []
+        changed, pieces = [], []
         for p, gradient in inputs.gradients.items():
             known = self._left.get(p)
             if known is None:
@@ -132,11 +147,20 @@ class GradientWatch:
             if left is not p.grad or version != gradient._version:
                 changed.append(p)
                 inputs.touched.append(p)
+            elif self._sharded and is_sharded(gradient):  # which torch changes in place without a trace
+                changed.append(p)
+                pieces.append(p)
         if changed:
-            now = largest_magnitudes([inputs.gradients[p] for p in changed])
+            grads = [inputs.gradients[p] for p in changed]
+            now = largest_magnitudes([local(g) for g in grads] if self._sharded else grads)
             inputs.sizes.update(zip(changed, now, strict=True))
             for p in changed:
                 inputs.left.setdefault(p, inputs.sizes[p])
+        if pieces:
+            now_long = lengths_of(pieces)
+            pairs = [(inputs.left[p], inputs.sizes[p], self._lengths[p], now_long[p]) for p in pieces]
+            numbers = torch.stack([torch.stack([x.double() for x in four]) for four in pairs]).tolist()
+            inputs.touched += [p for p, four in zip(pieces, numbers, strict=True) if _differ(*four)]
 
     def rescaling(self, inputs: StepInputs, loss_scale: float | Tensor) -> dict[nn.Parameter, Tensor]:
         """Find how much larger gradients that were touched since backward were when it left them.
@@ -146,20 +170,50 @@ class GradientWatch:
         """
         ratios = {p: _ratio(inputs.left[p], inputs.sizes[p], loss_scale) for p in inputs.touched}
         self.lengths_wanted |= bool(ratios)
-        known = [p for p in ratios if p in self._lengths]
-        lengths = torch._foreach_norm([inputs.gradients[p] for p in known]) if known else ()
-        for p, length in zip(known, lengths, strict=True):
-            apart = (_ratio(self._lengths[p], length, loss_scale) / ratios[p] - 1).abs()
+        for p, (before, now) in self._both_lengths(list(ratios)).items():
+            apart = (_ratio(before, now, loss_scale) / ratios[p] - 1).abs()
             ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
         if inputs.processes > 1:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
-            left = [inputs.left.get(p) for p in self._parameters]
+            left = [None if is_sharded(p) else inputs.left.get(p) for p in self._parameters]
             apart = differ_between_processes(self._processes, left, self._parameters[0].device)
             for p, by_hand in zip(self._parameters, apart, strict=True):
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
         return ratios
+
+    def _both_lengths(self, touched: list[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """The lengths of gradients as backward left them and as they stand, where both are known.
+
+        Those of pieces are summed over all ranks, which have the same parameters in ``touched``; where several have the
+        same piece, both lengths grow alike.
+        """
+        known = [p for p in touched if p in self._lengths and p.grad is not None]
+        now = lengths_of(known)
+        found = {p: (self._lengths[p], now[p]) for p in known if not is_sharded(p)}
+        if pieces := [p for p in touched if is_sharded(p)]:
+            none = torch.zeros(3, dtype=torch.float64, device=pieces[0].device)
+            one = none.new_ones(())
+            rows = [
+                torch.stack([self._lengths[p].to(none) ** 2, now[p].to(none) ** 2, one]) if p in now else none
+                for p in pieces
+            ]
+            for p, (before, after, ranks) in zip(pieces, self._processes.sum(torch.stack(rows)), strict=True):
+                if ranks == self._processes.size:
+                    found[p] = before.sqrt(), after.sqrt()
+        return found
+
+
+def lengths_of(parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """The length of each gradient, or of this process's piece of it."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    return dict(zip(parameters, torch._foreach_norm(grads), strict=True)) if grads else {}
+
+
+def _differ(left: float, now: float, left_length: float, now_length: float) -> bool:
+    """Tell whether a gradient, as its largest entry and its length show, is not as backward left it."""
+    return abs(left - now) > 1e-12 * left or abs(left_length - now_length) > 1e-12 * left_length
 
 
 def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
@@ -198,7 +252,7 @@ def _gradient_of(
     gradients = {}
     for role, p in parameters.items():
         given = inputs.gradients.get(p)
-        g = (torch.zeros_like(p) if given is None else given).to(dtype)
+        g = (torch.zeros(p.shape, device=p.device) if given is None else given).to(dtype)
         if isinstance(mean, Tensor) or mean != 1:
             g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
         gradients[role] = g
@@ -212,7 +266,8 @@ def _gradient_of(
             left = stack({role: g * own.get(role, 1.0) for role, g in gradients.items()})
     if any(group.maximize or group.l2 for group in groups.values()):
         whole = left if left is not None else G if ratio is None else G * ratio
-        penalty = stack({role: groups[role].l2 * p.to(dtype) for role, p in parameters.items()})
+        weights = {role: inputs.weights.get(p, p).to(dtype) for role, p in parameters.items()}
+        penalty = stack({role: groups[role].l2 * weight for role, weight in weights.items()})
         sign = stack(
             {role: torch.full_like(g, -1.0 if groups[role].maximize else 1.0) for role, g in gradients.items()}
         )
@@ -222,10 +277,10 @@ def _gradient_of(
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """Return max |x| of each tensor, NaN where it holds one."""
+    """Return max |x| of each tensor, NaN where it holds one; 0 of one without numbers."""
     if not tensors:
         return []
-    return list(torch._foreach_norm(tensors, float("inf")))
+    return list(torch._foreach_norm([t if t.numel() else t.new_zeros(1) for t in tensors], float("inf")))
 
 
 def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:

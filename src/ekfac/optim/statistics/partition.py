@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.optim.distributed.owners import Owners
+from ekfac.optim.distributed.shards import any_sharded, is_sharded, resharded, units
 from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
@@ -53,6 +56,12 @@ class Partition:
         self.parameters: list[nn.Parameter] = []
         #: All of the model's, those that are trained here first.
         self.everything: list[nn.Parameter] = []
+        #: The names of all parameters of the model.
+        self.names: dict[nn.Parameter, str] = {}
+        #: The module that holds each, and its name there.
+        self.places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+        #: Whether ranks hold pieces of parameters, and whether they gather them when these are used.
+        self.sharded = self.gathers = False
         self.blocks: list[Block] = []
         #: The covered blocks, each with the number of its part, and how many parts there are: see :func:`in_parts`.
         self.covered: dict[Block, int] = {}
@@ -62,6 +71,8 @@ class Partition:
         #: Blocks as they have been at some time, and the state of those that are frozen now.
         self._known: dict[Members, Block] = {}
         self.put_away: dict[Members, BlockState] = {}
+        #: Parameters that are whole, and where they are.
+        self._whole: list[tuple[nn.Parameter, nn.Module, str]] = []
         self._layout: tuple[object, ...] = ()
         #: The kind of device that the parameters were on when they were assigned.
         self.kind = ""
@@ -96,6 +107,12 @@ class Partition:
             Covered blocks that have not been there before.
         """
         offered = list(parameters)
+        self.sharded = any_sharded(offered)
+        self.gathers = self.sharded and bool(units(self.model))
+        with resharded(self.model) if self.gathers else nullcontext():
+            return self._assign(offered)
+
+    def _assign(self, offered: list[nn.Parameter]) -> set[Block]:
         found = self.blocks_of(offered)
         new = {b for b in found if b.covered and members(b) not in self._known}
         blocks = [self._known.setdefault(members(b), b) for b in found]
@@ -112,7 +129,12 @@ class Partition:
                 self.state(block)
         self.offered = offered
         self.parameters = [p for p in offered if p.requires_grad and p.numel()]  # an empty one has nothing to train
-        self.everything = list(dict.fromkeys([*self.parameters, *self.model.parameters()]))
+        self.names = {p: name for name, p in self.model.named_parameters()}
+        held = [(p, m, name) for m in self.model.modules() for name, p in m._parameters.items() if p is not None]
+        self.places = {p: (m, name) for p, m, name in reversed(held)}
+        chosen = set(offered)
+        self._whole = [(p, m, name) for p, m, name in held if p in chosen and not is_sharded(p)]
+        self.everything = list(dict.fromkeys([*self.parameters, *self.names]))
         self.blocks = blocks
         self.generation += 1
         self.covered, self.parts = in_parts([b for b in blocks if b.covered])
@@ -136,6 +158,34 @@ class Partition:
         """Tell whether nothing is to be trained now."""
         return not any(p.requires_grad for p in self.offered)
 
+    def is_replaced(self) -> bool:
+        """Tell whether ``fully_shard`` or tensor parallel has put sharded parameters in the place of whole ones."""
+        if not dist.is_available() or not dist.is_initialized():
+            return False
+        return any(m._parameters.get(name) is not p for p, m, name in self._whole)
+
+    def replace(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Find what stands in the place of each parameter that was offered, and start anew.
+
+        Returns:
+            The new parameter for every old one.
+        """
+        with resharded(self.model):
+            now = dict(self.model.named_parameters())
+        names = {p: self.names[p] for p in self.offered}
+        if any(map(len, self.states.values())) or self.put_away:
+            name = next(name for p, name in names.items() if now.get(name) is not p)
+            raise RuntimeError(
+                f"parameter '{name}' was replaced after steps were taken, by fully_shard or tensor parallel say. Shard "
+                "the model before the first step; or save state_dict() first and load it into a new optimizer"
+            )
+        if missing := [name for name in names.values() if name not in now]:
+            raise RuntimeError(f"parameter '{missing[0]}' is gone from the model: construct this anew")
+        self.owners.forget()
+        self.states.clear()
+        self.blocks, self._known, self.silent = [], {}, set()
+        return {p: now[name] for p, name in names.items()}
+
     def is_current(self) -> bool:
         """Tell whether parameters are frozen, cast and placed as when they were assigned."""
         return layout_of(self.offered) == self._layout
@@ -150,10 +200,15 @@ class Partition:
         return found
 
     def take_states(self, states: MutableMapping[Tensor, Any]) -> None:
-        """Keep state in another mapping from now on, whose entries may be plain dicts."""
+        """Keep state in another mapping from now on, whose entries may be plain dicts.
+
+        What was put away for a block that is trained now, as it was not when a checkpoint was written, comes back.
+        """
         self.states = states
         for block in self.blocks:
-            if block.key in states:
+            if members(block) in self.put_away:
+                self.state(block).update(self.put_away.pop(members(block)))
+            elif block.key in states:
                 self.state(block)
 
     def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:

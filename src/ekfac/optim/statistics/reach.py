@@ -7,6 +7,8 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature.blocks import Block
+from ekfac.optim.distributed.shards import is_sharded
+from ekfac.optim.statistics.gradients import GradientWatch
 from ekfac.optim.statistics.partition import Partition
 
 
@@ -15,26 +17,42 @@ class Reach:
 
     Args:
         partition: The parameters.
+        watch: Told of a pass that brings gradients to parameters which are sharded: it leaves nothing in these itself.
     """
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, watch: GradientWatch) -> None:
         self._partition = partition
+        self._watch = watch
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self.accumulators: dict[nn.Parameter, Node] = {}
 
     def reaches_parameters(self, block: Block | None) -> bool:
         """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
-        return any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
+        found = any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
+        if found and self._partition.sharded:
+            self._watch.backward_runs()
+        return found
 
     def _reaches(self, parameter: nn.Parameter) -> bool:
         if not parameter.requires_grad:
             return False
+        if self._partition.gathers:
+            return self._reaches_gathered(parameter)
+        return self._executes(parameter, parameter)
+
+    def _reaches_gathered(self, parameter: nn.Parameter) -> bool:
+        """The same of a parameter that is used in a gathered form, which is known while its layer has it."""
+        module, name = self._partition.places[parameter]
+        used = module._parameters[name]
+        return used is None or self._executes(parameter, used) or is_sharded(used)
+
+    def _executes(self, parameter: nn.Parameter, used: nn.Parameter) -> bool:
         known = self.accumulators.get(parameter)
         try:
             if known is not None and torch._C._will_engine_execute_node(known):
                 return True
             # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
-            found = self.accumulators[parameter] = get_gradient_edge(parameter).node
+            found = self.accumulators[parameter] = get_gradient_edge(used).node
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
             # torch.autograd.grad of the parameter itself: for .grad, unless it is to be differentiated.

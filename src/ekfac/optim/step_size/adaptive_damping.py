@@ -188,6 +188,7 @@ class Comparison:
             {},
             {},
             processes=engine.options.processes.size,
+            batches=engine.options.processes.size,
         )
         watch.sizes(live)
         ratios = watch.rescaling(live, loss_scale=1.0)

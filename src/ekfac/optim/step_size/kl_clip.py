@@ -44,7 +44,7 @@ class KLClip:
                 gradients.update(zip(parameters, d.block.unstack(d.gradient), strict=True))
         # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
-        none = directions[0].block.key.new_zeros((), dtype=torch.float64)
+        none = torch.zeros((), dtype=torch.float64, device=directions[0].block.key.device)
         size = processes.sum(torch.stack([none, *(term.to(none) for term in terms)]).sum())
         # NaN is a product that overflowed: the step is too long by far.
         nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1).nan_to_num(nan=0.0)

@@ -26,6 +26,7 @@ def bound_change(
     max_change: float,
     gradients: Container[nn.Parameter] = (),
     processes: Processes = ALONE,
+    weights: Mapping[nn.Parameter, Tensor] = {},
 ) -> tuple[Steps, Tensor | None]:
     """Shorten each block's direction so that |lr p| <= (max_change / L) |theta|.
 
@@ -38,6 +39,7 @@ def bound_change(
         max_change: The bound.
         gradients: Parameters that have a gradient.
         processes: Who updates the others.
+        weights: The whole of parameters that are sharded.
 
     Returns:
         The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is zero;
@@ -55,7 +57,7 @@ def bound_change(
         flat = [pair for block in alike for pair in block]
         norms = torch._foreach_norm([step for _, step in flat])
         length = _by_block([norm * lr_of[p] for norm, (p, _) in zip(norms, flat, strict=True)], len(alike))
-        theta = _by_block(torch._foreach_norm([p.detach() for p, _ in flat]), len(alike))
+        theta = _by_block(torch._foreach_norm([weights.get(p, p).detach() for p, _ in flat]), len(alike))
         floors = [FLOOR * sum(p.numel() for p, _ in block) ** 0.5 for block in alike]
         theta = torch.stack(torch._foreach_clamp_min(list(theta.unbind()), floors))
         factors = (most * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1).to(flat[0][1])
@@ -63,7 +65,7 @@ def bound_change(
         found.update(zip(indices, torch.where(length > 0, factors, 0.0).unbind(), strict=True))
         for block, factor in zip(alike, factors.unbind(), strict=True):
             steps.update({p: step * factor for p, step in block})
-    none = directions[0].block.key.new_zeros((), dtype=torch.float64)
+    none = torch.zeros((), dtype=torch.float64, device=directions[0].block.key.device)
     return steps, processes.sum(torch.stack([found.get(index, none).to(none) for index in range(len(blocks))]))
 
 

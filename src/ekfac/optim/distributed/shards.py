@@ -1,0 +1,195 @@
+"""Parameters of which every rank holds a piece (FSDP2, HSDP, tensor parallel): whole at their owners during a step.
+
+    .grad, theta: pieces -> owner        direction, update: by the owner        theta: owner -> pieces
+
+Each way is one message to every rank, of its own pieces or of those that it owns: with W ranks a W-th of all numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.optim.distributed.owners import Owners
+
+if TYPE_CHECKING:
+    from ekfac.optim.types import StepInputs
+
+#: Where a piece begins in the whole, and how large it is.
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, whose class takes long to import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the piece of a tensor that this process holds: of a plain one all of it."""
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[attr-defined]
+
+
+def units(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called with: those that gather their parameters when they run."""
+    return [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Have the model hold its parameters as the optimizer knows them, not gathered for a forward under way."""
+    gathered = [unit for unit in units(model) if not all(is_sharded(p) for p in _own(unit))]
+    for unit in gathered:
+        unit.state_dict()  # puts the pieces back; reshard() would do nothing within a forward
+    try:
+        yield
+    finally:
+        for unit in gathered:
+            unit.unshard()
+
+
+def _own(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module outside of further such modules in it."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
+        if not hasattr(child, "reshard"):
+            yield from _own(child)
+
+
+class Shards:
+    """Which rank holds which piece of every sharded parameter.
+
+    Args:
+        owners: Who owns what.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+        self._processes = owners.processes
+        #: The piece of every rank, by parameter.
+        self._regions: dict[nn.Parameter, list[Region]] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._regions
+
+    def __bool__(self) -> bool:
+        return bool(self._regions)
+
+    def learn(self, parameters: Mapping[nn.Parameter, str]) -> None:
+        """Learn who holds what; every process has to call this.
+
+        Args:
+            parameters: All that are trained, and their names.
+        """
+        sharded = {p: name for p, name in parameters.items() if is_sharded(p)}
+        for p, name in sharded.items():
+            self._check(p, name)
+        everyone = self._processes.gather([_region(p) for p in sharded]) if sharded else []
+        self._regions = {p: [theirs[index] for theirs in everyone] for index, p in enumerate(sharded)}
+        for p, regions in self._regions.items():
+            if sum(math.prod(shape) for _, shape in set(regions)) != p.numel():
+                raise ValueError(
+                    f"parameter '{sharded[p]}': its pieces {sorted(set(regions))} (offset, shape) do not make up its "
+                    f"shape {tuple(p.shape)}. Allowed: pieces that cut it along its dimensions, and replicas of them"
+                )
+
+    def _check(self, p: Any, name: str) -> None:
+        ranks = sorted(p.device_mesh.mesh.flatten().tolist())
+        group = self._processes.ranks
+        if not set(ranks) <= set(group):
+            raise ValueError(
+                f"process_group: parameter '{name}' is sharded over ranks {ranks}, statistics are shared by ranks "
+                f"{group}. Allowed: a group of all ranks that hold pieces or replicas of the model, such as "
+                "mesh.get_group() of a mesh of one dimension"
+            )
+
+    def largest(self, inputs: StepInputs, device: torch.device) -> list[float]:
+        """The largest magnitude in this process's piece of each gradient, as it stands and as backward left it."""
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        found = [of.get(p, none).to(none) for p in self._regions for of in (inputs.sizes, inputs.left)]
+        return torch.stack(found).tolist() if found else []
+
+    def make_whole(self, inputs: StepInputs, largest: list[float], touched: list[nn.Parameter], weights: bool) -> None:
+        """Give owners the whole gradients of their parameters, and all ranks what is to be known of them.
+
+        Args:
+            inputs: A step's inputs.
+            largest: The most of what all ranks found by :meth:`largest`.
+            touched: Parameters whose gradients some rank has changed since backward left them.
+            weights: Give owners the whole parameters too.
+        """
+        for p, size, left in zip(self._regions, largest[::2], largest[1::2], strict=True):
+            if p in inputs.gradients:
+                inputs.sizes[p], inputs.left[p] = torch.tensor([size, left], dtype=torch.float64, device=p.device)
+        inputs.touched = [p for p in touched if p in inputs.gradients]
+        mine = {p: g for p, g in inputs.gradients.items() if p in self._regions}
+        inputs.gradients.update(self.gather({p: placed(g, p) for p, g in mine.items()}))
+        if weights:
+            inputs.weights = self.gather({p: local(p).detach() for p in mine})
+
+    def gather(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return the whole of what all ranks hold pieces of, for the parameters that this one owns."""
+        rank, size = self._processes.rank, self._processes.size
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(size)]
+        whole = {}
+        for p, piece in pieces.items():
+            owner, regions = self._owners.of_parameter(p), self._regions[p]
+            # Of replicas the first speaks for all.
+            first = {region: r for r, region in reversed(list(enumerate(regions)))}
+            if first[regions[rank]] == rank:
+                outgoing[owner].append(piece)
+            if owner == rank:
+                whole[p] = torch.empty(p.shape, dtype=piece.dtype, device=piece.device)
+                for region, r in first.items():
+                    incoming[r].append(_cut(whole[p], region))
+        if pieces:
+            self._processes.exchange(outgoing, incoming, next(iter(pieces.values())).device)
+        return whole
+
+    def scatter(
+        self, whole: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor], flag: Tensor
+    ) -> list[Tensor]:
+        """Copy what owners have of the whole to the pieces of all ranks; returns every rank's flag."""
+        rank, size = self._processes.rank, self._processes.size
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(size)]
+        for p, piece in pieces.items():
+            owner = self._owners.of_parameter(p)
+            incoming[owner].append(piece)
+            if owner == rank:
+                for r, region in enumerate(self._regions[p]):
+                    outgoing[r].append(_cut(whole[p], region).to(piece.dtype))
+        flags = [torch.empty_like(flag) for _ in range(size)]
+        for of_rank, theirs in zip((*outgoing, *incoming), (*[flag] * size, *flags), strict=True):
+            of_rank.append(theirs)
+        self._processes.exchange(outgoing, incoming, flag.device)
+        return flags
+
+
+def _cut(whole: Tensor, region: Region) -> Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(*region, strict=True))]
+
+
+def _region(p: Any) -> Region:
+    """The piece of a parameter that this process holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(map(int, offset)), tuple(map(int, shape))
+
+
+def placed(gradient: Any, parameter: Any) -> Tensor:
+    """Return the piece of a gradient that belongs to the piece of its parameter; ranks may have to sum theirs."""
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)
+
+
+def any_sharded(parameters: Iterable[Tensor]) -> bool:
+    """Tell whether ranks hold pieces of one of these parameters."""
+    return any(map(is_sharded, parameters))

@@ -1,0 +1,128 @@
+"""State that several ranks share: written under one layout and read under another, by torch's ways and by ours."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import states_worker as worker
+from ranks import TESTS, Ends, assert_near, of, run_ranks
+
+pytestmark = [
+    pytest.mark.over_a_second,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+def run_in(folder: Path, name: str, world: int, scenarios: tuple[str, ...]) -> Ends:
+    (folder / name).mkdir()
+    return run_ranks("states_worker.py", world, scenarios, folder / name)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Ends:
+    return run_in(folder, "four", 4, ("first_stretch", "dcp_saves", "state_of_one_rank"))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, four: Ends) -> Ends:
+    return run_in(folder, "two", 2, ("second_stretch", "dcp_loads", "dcp_full"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, two: Ends) -> Path:
+    """The third stretch, on one process."""
+    of(two, "second_stretch")
+    for chain in worker.CHAINS:
+        for method in worker.SAVED:
+            worker.stretch(chain, method, 2, folder=folder / "shared")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def again(alone: Path) -> Ends:
+    return run_in(alone, "again", 4, ("last_stretch",))
+
+
+@pytest.mark.parametrize("method", worker.SAVED)
+def test_a_training_moves_from_layout_to_layout(method: str, again: Ends) -> None:
+    """4 ranks, 2, 1 and 4 again, with a layer that is frozen at the first move: the course is that of one process."""
+    model, opt = worker.make("alone", method, 1)
+    worker.train(model, opt, "alone", range(worker.STEPS[-1]))
+    for end in of(again, "last_stretch"):
+        for chain in worker.CHAINS:
+            assert_near(end[f"{chain}-{method}"]["model"], worker.whole(model))
+
+
+@pytest.mark.parametrize("layout", ["whole", "fsdp"])
+@pytest.mark.parametrize("saved", ["dcp-whole-4", "dcp-fsdp-4", "dcp-fsdp-4-async"])
+def test_torch_checkpoints_of_four_ranks_are_read_by_two(saved: str, layout: str, two: Ends, folder: Path) -> None:
+    went_on = torch.load(folder / "shared" / "dcp-fsdp-4.pt", weights_only=True)
+    for end in of(two, "dcp_loads"):
+        assert_near(end[f"{saved} as {layout}"]["model"], went_on)
+
+
+@pytest.mark.parametrize("saved", ["dcp-whole-4", "dcp-fsdp-4"])
+def test_torch_checkpoints_of_four_ranks_are_read_by_one(saved: str, four: Ends, folder: Path) -> None:
+    of(four, "dcp_saves")
+    went_on = torch.load(folder / "shared" / "dcp-fsdp-4.pt", weights_only=True)
+    assert_near(worker.dcp_load(folder / "shared" / saved, "alone")["model"], went_on)
+
+
+def test_the_whole_state_on_one_rank(two: Ends) -> None:
+    first, second = of(two, "dcp_full")
+    assert (first["parts"], second["parts"]) == (7, 0)
+    for end in (first, second):
+        assert_near(end["resumed"], end["model"])
+
+
+def test_state_dict_on_one_rank_says_who_is_missing(four: Ends) -> None:
+    first, *others = of(four, "state_of_one_rank")
+    assert "state_dict() was called on rank 0, not on ranks [1, 2, 3]" in first["said"]
+    assert first["took"] < 30
+    for end in (first, *others):  # and they are in step afterwards
+        assert end["steps"] == 2
+        assert_near(end["model"], first["model"])
+
+
+# --- a rank that dies ---------------------------------------------------------------------------------------------
+
+
+def survive(folder: Path, kills: int, steps: int) -> None:
+    """Kill a rank in so many steps, each at some moment of it; torchrun starts all anew."""
+    chance = random.Random(kills)
+    for step in sorted(chance.sample(range(1, steps), kills)):
+        (folder / f"kill-{chance.randrange(4)}-{step}-{chance.randrange(60)}").touch()
+    worker_file = str(TESTS / "states_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+               f"--max-restarts={kills}", worker_file, "elastic", str(folder), str(steps)]  # fmt: skip
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120 + 60 * kills)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(list(folder.glob("killed-*"))) == kills
+    model, opt = worker.make("alone", "default, bounded", 1)
+    worker.train(model, opt, "alone", range(steps))
+    end = torch.load(folder / "state.pt", weights_only=True)
+    assert end["step"] == end["state"]["ekfac"]["applied_steps"] == steps
+    assert_near(end["model"], worker.whole(model))
+
+
+def test_a_rank_dies_and_training_goes_on_exactly(tmp_path: Path) -> None:
+    survive(tmp_path, kills=1, steps=8)
+
+
+@pytest.mark.slow
+def test_ranks_die_twenty_times(tmp_path: Path) -> None:
+    survive(tmp_path, kills=20, steps=60)

@@ -1,0 +1,77 @@
+"""Starting ranks, and comparing what they end with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TESTS = Path(__file__).parent
+
+Ends = dict[str, list[Any]]
+
+
+def run_ranks(file: str, world: int, scenarios: tuple[str, ...], folder: Path) -> Ends:
+    """What every rank ended with, by scenario: one start of the ranks serves them all."""
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / file), str(rank), str(world), str(folder), ",".join(scenarios)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = []
+    try:
+        for process in started:
+            said.append(process.communicate(timeout=600)[0])
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(said)
+    ends = [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
+    return {name: [end.get(name, {"traceback": "not reached"}) for end in ends] for name in scenarios}
+
+
+def of(ends: Ends, scenario: str) -> list[Any]:
+    for rank, end in enumerate(ends[scenario]):
+        assert "traceback" not in end, f"rank {rank}: {end['traceback']}"
+    return ends[scenario]
+
+
+def assert_equal(one: Any, two: Any, where: str = "") -> None:
+    """Plain data that is the same, tensors to the bit."""
+    assert type(one) is type(two), where
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for key in one:
+            assert_equal(one[key], two[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), where
+        for index, (x, y) in enumerate(zip(one, two, strict=True)):
+            assert_equal(x, y, f"{where}/{index}")
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, two), f"{where} differs by {(one - two).abs().max()}"
+    else:
+        assert one == two, where
+
+
+def assert_replicas(ends: list[Any]) -> None:
+    for rank, end in enumerate(ends[1:], 1):
+        for part in ("model", "state"):
+            assert_equal(ends[0][part], end[part], f"rank {rank}: {part}")
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = float((found[name] - value).abs().max())
+        assert error <= 1e-10, f"{name} is off by {error:.3g}"

@@ -1,0 +1,235 @@
+"""What each rank does in the tests of test_states_of_ranks.py: writing and reading state under different layouts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import ekfac
+import replicas_worker as base
+from replicas_worker import METHODS, Result, error_of, main, network, scenario
+from sharded_worker import lay_out, whole
+
+#: Steps after which a training is saved and goes on elsewhere.
+STEPS = (3, 6, 8, 10)
+#: Who goes on, and under which layout: (ranks, layout).
+CHAINS = {
+    "fsdp, whole, alone, hsdp": ("fsdp", "whole", "alone", "hsdp"),
+    "whole, fsdp, alone, whole": ("whole", "fsdp", "alone", "whole"),
+}
+SAVED = ("default, bounded", "per_example, warm", "kfac")
+
+
+def shared() -> Path:
+    """Where all runs find each other's files."""
+    folder = Path(base.FOLDER).parent / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def make(layout: str, method: str, world: int, start: dict[str, Any] | None = None) -> tuple[nn.Sequential, Any]:
+    model = network(1 if start else 0)
+    if layout not in ("whole", "alone"):
+        lay_out(model, layout, world)
+    kind, own = METHODS[method]
+    opt = kind(model, **own)
+    if start is not None:
+        set_model_state_dict(model, start["model"], options=StateDictOptions(full_state_dict=True))
+        opt.load_state_dict(start["state"])
+    return model, opt
+
+
+def train(model: nn.Module, opt: Any, layout: str, steps: range, rank: int = 0, world: int = 1) -> None:
+    """A frozen layer in the middle, whose state is put away when the training moves."""
+    for step in steps:
+        model[3].requires_grad_(step not in (2, 3))
+        if layout == "whole":
+            base.train_whole(model, opt, range(step, step + 1), rank, world)
+            continue
+        x, y = (t.chunk(world)[rank] for t in base.batch(step))
+        opt.zero_grad()
+        base.backward(model, x, y, 24, world)
+        opt.step()
+
+
+def stretch(chain: str, method: str, number: int, rank: int = 0, world: int = 1, folder: Path | None = None) -> Result:
+    """One stretch of a training that moves: from what the last one has left to what the next one finds."""
+    folder = shared() if folder is None else folder
+    layout = CHAINS[chain][number]
+    start = torch.load(folder / f"{chain}-{method}-{number - 1}.pt", weights_only=True) if number else None
+    model, opt = make(layout, method, world, start)
+    train(model, opt, layout, range(STEPS[number - 1] if number else 0, STEPS[number]), rank, world)
+    end = {"model": whole(model), "state": opt.state_dict()}
+    if rank == 0:
+        torch.save(end, folder / f"{chain}-{method}-{number}.pt")
+    opt.close()
+    return {"model": end["model"]}
+
+
+def stretches(number: int, rank: int, world: int) -> Result:
+    found = {f"{c}-{m}": stretch(c, m, number, rank, world) for c in CHAINS for m in SAVED}
+    dist.barrier()
+    return found
+
+
+@scenario
+def first_stretch(rank: int, world: int) -> Result:
+    return stretches(0, rank, world)
+
+
+@scenario
+def second_stretch(rank: int, world: int) -> Result:
+    return stretches(1, rank, world)
+
+
+@scenario
+def last_stretch(rank: int, world: int) -> Result:
+    return stretches(3, rank, world)
+
+
+# --- torch.distributed.checkpoint ---------------------------------------------------------------------------------
+
+
+@scenario
+def dcp_saves(rank: int, world: int) -> Result:
+    """Saved under every layout, at once and in the background."""
+    for layout in ("whole", "fsdp"):
+        model, opt = make(layout, "default", world)
+        train(model, opt, layout, range(6), rank, world)
+        saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, opt)}
+        dcp.save(saved, checkpoint_id=shared() / f"dcp-{layout}-{world}")
+        beside = dist.new_group(backend="gloo")  # a thread of its own must not share the training's
+        where = shared() / f"dcp-{layout}-{world}-async"
+        future: Any = dcp.async_save(saved, checkpoint_id=where, process_group=beside)
+        train(model, opt, layout, range(6, 8), rank, world)  # meanwhile
+        future.result()
+        if rank == 0:
+            torch.save(whole(model), shared() / f"dcp-{layout}-{world}.pt")
+        else:
+            whole(model)
+        opt.close()
+    dist.barrier()
+    return {}
+
+
+def dcp_load(where: Path, layout: str, rank: int = 0, world: int = 1) -> Result:
+    """Loads into an optimizer that has taken steps, and goes on."""
+    model, opt = make(layout, "default", world)
+    train(model, opt, layout, range(20, 26), rank, world)
+    saved: Any = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, opt)}
+    dcp.load(saved, checkpoint_id=where, no_dist=world == 1)
+    set_model_state_dict(model, saved["model"])
+    set_optimizer_state_dict(model, opt, saved["optimizer"])
+    train(model, opt, layout, range(6, 8), rank, world)
+    found = {"model": whole(model)}
+    opt.close()
+    return found
+
+
+@scenario
+def dcp_loads(rank: int, world: int) -> Result:
+    folder = shared()
+    return {
+        f"{name} as {layout}": dcp_load(folder / name, layout, rank, world)
+        for name in ("dcp-whole-4", "dcp-fsdp-4", "dcp-fsdp-4-async")
+        for layout in ("whole", "fsdp")
+    }
+
+
+@scenario
+def dcp_full(rank: int, world: int) -> Result:
+    """The whole state on rank 0 alone, and from there to all."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, opt = make("fsdp", "default", world)
+    train(model, opt, "fsdp", range(6), rank, world)
+    weights, state = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, opt, options=options)
+    other, new = make("fsdp", "default", world)
+    train(other, new, "fsdp", range(20, 26), rank, world)
+    from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, dict(weights), options=from_first)
+    set_optimizer_state_dict(other, new, state, options=from_first)
+    train(model, opt, "fsdp", range(6, 8), rank, world)
+    train(other, new, "fsdp", range(6, 8), rank, world)
+    return {"model": whole(model), "resumed": whole(other), "parts": len(state.get("state", {}))}
+
+
+# --- one rank alone -----------------------------------------------------------------------------------------------
+
+
+@scenario
+def state_of_one_rank(rank: int, world: int) -> Result:
+    """Rank 0 asks for the state, and nobody else does: it hears so, and the ranks can go on."""
+    model = network()
+    opt = ekfac.EKFAC(model, lr=0.01)
+    base.one_step(model, opt)
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    store.set_timeout(before / 60)
+    began = time.monotonic()
+    said = error_of(opt.state_dict) if rank == 0 else ""
+    took = time.monotonic() - began
+    store.set_timeout(before)
+    dist.barrier()
+    base.one_step(model, opt)
+    state = opt.state_dict()
+    return {"said": said, "took": took, "model": whole(model), "steps": state["ekfac"]["applied_steps"]}
+
+
+# --- a rank that dies ---------------------------------------------------------------------------------------------
+
+
+def elastic(folder: Path, steps: int) -> None:
+    """A training under torchrun that saves after every step and goes on from the last one saved.
+
+    Written aside and renamed, so that a rank which dies leaves the last state whole.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    # A store that knows nothing of the ranks before: with torchrun's own, gloo looks for those that have died.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    anew = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=anew, rank=rank, world_size=world)
+    layout, at = "fsdp", folder / "state.pt"
+    start = torch.load(at, weights_only=True) if at.exists() else None
+    dist.barrier()
+    model, opt = make(layout, "default, bounded", world, start)
+    for step in range(start["step"] if start else 0, steps):
+        die_at_times(folder, rank, step)
+        train(model, opt, layout, range(step, step + 1), rank, world)
+        end = {"model": whole(model), "state": opt.state_dict(), "step": step + 1}
+        if rank == 0:
+            torch.save(end, folder / "new.pt")
+            os.replace(folder / "new.pt", at)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def die_at_times(folder: Path, rank: int, step: int) -> None:
+    """Have this process killed, once, in a step and after some milliseconds that a file in the folder names."""
+    for order in folder.glob(f"kill-{rank}-{step}-*"):
+        order.rename(folder / order.name.replace("kill", "killed"))
+        threading.Timer(int(order.name.rpartition("-")[2]) / 1000, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "elastic":
+        elastic(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))
