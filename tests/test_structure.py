@@ -22,13 +22,14 @@ ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", 
 
 #: What a function's docstring may begin with: the imperative of a verb. A new verb is added here.
 VERBS = """
-Add Agree Append Lay Remember Send Unscale Assign Become Begin Bound Bring Build Call Capture Change Check Choose Clear Close Compare
+Add Agree Append Assign Become Begin Bound Bring Build Call Capture Change Check Choose Clear Close Compare
 Compute Copy Count Cut Decompose Describe Discount Divide Do Download Draw Drop End Estimate Evaluate Exchange
 Fill Find Flip Forget Gather Give Go Group Guess Hand Have Hold Import Invert Iterate Judge Keep Label Learn
 Leave Let List Load Log Look Make Measure Mix Move Multiply Name Note Open Pair Parse Pass Precondition Prepare
 Print Put Queue Raise Read Record Refresh Refuse Register Remove Replace Report Reproduce Require Return Run Say
 Search Select Set Settle Shorten Show Solve Sort Split Square Stack Stand Start Stay Step Stop Sum Tabulate Take
-Tell Time Train Try Turn Undo Update View Wait Watch Write Yield
+Tell Time Train Try Turn Undo Unscale Update View Wait Watch Write Yield
+Lay Remember Send
 """
 
 

@@ -53,7 +53,7 @@ def resharded(model: nn.Module) -> Iterator[None]:
 
 
 def _own(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a module outside of further such modules in it."""
+    """Return the parameters of a module outside of further such modules in it."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not hasattr(child, "reshard"):
@@ -108,7 +108,7 @@ class Shards:
             )
 
     def largest(self, inputs: StepInputs, device: torch.device) -> list[float]:
-        """The largest magnitude in this process's piece of each gradient, as it stands and as backward left it."""
+        """Return the largest magnitude in this process's piece of each gradient, now and as backward left it."""
         none = torch.zeros((), dtype=torch.float64, device=device)
         found = [of.get(p, none).to(none) for p in self._regions for of in (inputs.sizes, inputs.left)]
         return torch.stack(found).tolist() if found else []
@@ -176,7 +176,7 @@ def _cut(whole: Tensor, region: Region) -> Tensor:
 
 
 def _region(p: Any) -> Region:
-    """The piece of a parameter that this process holds."""
+    """Return the piece of a parameter that this process holds."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)

@@ -184,7 +184,7 @@ class GradientWatch:
         return ratios
 
     def _both_lengths(self, touched: list[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """The lengths of gradients as backward left them and as they stand, where both are known.
+        """Return the lengths of gradients as backward left them and as they stand, where both are known.
 
         Those of pieces are summed over all ranks, which have the same parameters in ``touched``; where several have the
         same piece, both lengths grow alike.
@@ -206,7 +206,7 @@ class GradientWatch:
 
 
 def lengths_of(parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """The length of each gradient, or of this process's piece of it."""
+    """Return the length of each gradient, or of this process's piece of it."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     return dict(zip(parameters, torch._foreach_norm(grads), strict=True)) if grads else {}
 

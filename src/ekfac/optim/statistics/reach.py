@@ -41,7 +41,7 @@ class Reach:
         return self._executes(parameter, parameter)
 
     def _reaches_gathered(self, parameter: nn.Parameter) -> bool:
-        """The same of a parameter that is used in a gathered form, which is known while its layer has it."""
+        """Tell the same of a parameter that is used in a gathered form, which is known while its layer has it."""
         module, name = self._partition.places[parameter]
         used = module._parameters[name]
         return used is None or self._executes(parameter, used) or is_sharded(used)
