@@ -12,7 +12,7 @@ CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=CO
 	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,OMP_NUM_THREADS=2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-cpus test-slow fuzz lint types format bench figures figures-quick docs clean
+.PHONY: help setup run test test-fast test-cpus test-slow test-integrations fuzz lint types format bench figures figures-quick docs clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-fast  the maths and the optimizers alone, without what takes over a second"
 	@echo "make test-cpus  what rounding could decide, again under other instruction sets and threads"
 	@echo "make test-slow  the long ones"
+	@echo "make test-integrations  other libraries' networks and trainers, in an environment of their own; writes docs/works.md"
 	@echo "make fuzz       attack it with damaged files, faults and junk; goes on where it was stopped"
 	@echo "make lint       ruff: rules and formatting"
 	@echo "make types      mypy, strict"
@@ -53,6 +54,19 @@ test-cpus: setup
 
 test-slow: setup
 	$(PYTEST) -m slow
+
+# In an environment of its own, with what requirements-integrations.txt pins; what comes of it stands in docs/works.md.
+OTHERS := .venv-integrations
+test-integrations: $(OTHERS)/.installed
+	rm -f results/integrations.jsonl
+	HF_HUB_OFFLINE=1 EKFAC_MATRIX=results/integrations.jsonl OMP_NUM_THREADS=1 $(OTHERS)/bin/python -m pytest -q tests/integrations
+	$(OTHERS)/bin/python tests/integrations/page.py results/integrations.jsonl docs/works.md
+
+$(OTHERS)/.installed: pyproject.toml constraints.txt requirements-integrations.txt
+	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
+	$(OTHERS)/bin/python -m pip install --quiet -c constraints.txt -e .
+	$(OTHERS)/bin/python -m pip install --quiet --no-deps -r requirements-integrations.txt
+	touch $@
 
 # One try again: PYTHONPATH=tests .venv/bin/python -m fuzz --only save-checkpoint --repeat 17. Others: FUZZ="--seed 1 --tries 5000"
 fuzz: setup

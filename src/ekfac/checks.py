@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+#: No message shows more of a value.
+LONGEST = 100
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: tensors by their shapes, and no more than a line of anything."""
+    if isinstance(value, Tensor):
+        return f"<tensor of shape {tuple(value.shape)}>" if value.numel() != 1 else repr(value)
+    if isinstance(value, nn.Module):
+        return f"<{type(value).__name__}>"
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        items = value.values() if isinstance(value, Mapping) else value
+        if not all(isinstance(item, (str, int, float, type(None))) for item in items):
+            return f"<{type(value).__name__} of {len(value)}>"
+    text = repr(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Require a name from a list."""
     options = list(allowed)
     if not any(isinstance(value, type(option)) and value == option for option in options):
-        raise ValueError(f"{name}={value!r} is not known. Allowed: {', '.join(map(repr, options))}")
+        raise ValueError(f"{name}={shown(value)} is not known. Allowed: {', '.join(map(repr, options))}")
 
 
 def number(
@@ -41,7 +58,7 @@ def number(
     given = value
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"{name}={value!r} must be {allowed}, not a tensor of shape {tuple(value.shape)}")
+            raise ValueError(f"{name}={shown(value)} must be {allowed}, not a tensor of shape {tuple(value.shape)}")
         if value.device.type != "cpu":
             return
         value = value.item()
@@ -50,19 +67,19 @@ def number(
     good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     good = good and (above is None or value > above) and (least is None or value >= least)
     if not (good and (below is None or value < below) and (most is None or value <= most)):
-        raise ValueError(f"{name}={given!r} must be {allowed}")
+        raise ValueError(f"{name}={shown(given)} must be {allowed}")
 
 
 def integer(name: str, value: Any, *, least: int) -> None:
     """Require a whole number from ``least`` on."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+        raise ValueError(f"{name}={shown(value)} must be a whole number >= {least}")
 
 
 def flag(name: str, value: Any) -> None:
     """Require True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
+        raise ValueError(f"{name}={shown(value)} must be True or False")
 
 
 def patterns(name: str, value: Any) -> list[str]:
@@ -71,7 +88,7 @@ def patterns(name: str, value: Any) -> list[str]:
     items = [value] if single else list(value)
     for item in items:
         if not isinstance(item, str):
-            raise ValueError(f"{name}={value!r} must be a name or pattern of layers, or a list of them")
+            raise ValueError(f"{name}={shown(value)} must be a name or pattern of layers, or a list of them")
     return items
 
 
@@ -90,21 +107,42 @@ def device(name: str, value: Any) -> torch.device:
     try:
         return torch.device(value)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}={value!r} must be a device such as 'cpu' or 'cuda:0'") from error
+        raise ValueError(f"{name}={shown(value)} must be a device such as 'cpu' or 'cuda:0'") from error
 
 
 def decays(name: str, value: Any) -> None:
     """Require two numbers in [0, 1)."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"{name}={value!r} must be two numbers >= 0 and < 1")
+        raise ValueError(f"{name}={shown(value)} must be two numbers >= 0 and < 1")
     for item in value:
         number(name, item, least=0, below=1)
+
+
+#: What to do where only parameters are at hand.
+THE_MODEL = (
+    "Pass the model itself, EKFAC(model, lr=...), and parameter groups as params=; where a framework would build the "
+    "optimizer from parameters, build it yourself and hand it over, as in Trainer(optimizers=(EKFAC(model), None))"
+)
+
+
+def constructs(who: str, args: tuple[Any, ...], given: Iterable[str]) -> None:
+    """Require a model as the only argument without a name."""
+    if not args and "model" not in given:
+        raise TypeError(f"{who}() lacks the argument model. {THE_MODEL}")
+    if len(args) > 1:
+        second = shown(args[1]) if not hasattr(args[1], "__next__") else f"<{type(args[1]).__name__}>"
+        raise TypeError(f"{who}(model, {second}): only the model is positional, name the rest: params=, lr=")
 
 
 def model(value: Any) -> None:
     """Require a module with at least one trainable number, all of them real and there."""
     if not isinstance(value, nn.Module):
-        raise TypeError(f"model={value!r} must be a torch.nn.Module (the model itself, not its parameters)")
+        raise TypeError(f"model={shown(value)} must be a torch.nn.Module. {THE_MODEL}")
+    if isinstance(value, torch.jit.ScriptModule):
+        raise TypeError(
+            "model is a ScriptModule, of whose layers no input can be seen: train the module that it was made from, "
+            "and script that when it is trained, after opt.close()"
+        )
     trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
     for name, p in trainable:
         if isinstance(p, nn.parameter.UninitializedParameter):

@@ -86,11 +86,11 @@ def test_gradient_calls_and_rows_have_one_fingerprint() -> None:
     torch.testing.assert_close(of_gradient, of_rows)
     torch.testing.assert_close(of_gradient, of_calls[0])
     assert fingerprint.same(of_gradient, of_rows, size)
-    assert not fingerprint.differs(block, gradients, of_calls, vectors)
+    assert not fingerprint.differs(block, fingerprint.of_gradient_with_size(block, gradients, vectors), of_calls)
     gradients[0][0, 0] += 1e-3
     changed = fingerprint.of_gradient(block, gradients, vectors)
     assert not fingerprint.same(changed, of_rows, size)
-    assert fingerprint.differs(block, gradients, of_calls, vectors)
+    assert fingerprint.differs(block, fingerprint.of_gradient_with_size(block, gradients, vectors), of_calls)
 
 
 class Transposed(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -656,3 +657,43 @@ def test_experts_have_no_examples() -> None:
     model = Mixture(FusedExperts("linear", False)).double()
     with EKFAC(model, lr=0.1, scaling="per_example"), pytest.raises(ValueError, match=r"layer 'inner.up'.*exclude="):
         model((torch.randn(6, 4, 4, dtype=torch.float64), torch.arange(24) % 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "reason"),
+    [
+        (lambda: nn.LSTM(3, 4, num_layers=2, dropout=0.1), (5, 2, 3), "LSTM has dropout between its layers"),
+        (lambda: nn.GRU(3, 4, num_layers=3, dropout=0.5), (5, 2, 3), "GRU has dropout between its layers"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (5, 3), "made of it by a parametrization"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), (5, 3), "made of it by a parametrization"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 4)), (5, 3), "made of it by a parametrization"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), (5, 3, 6), "made of it by a param"),
+    ],
+)
+def test_what_has_no_block_says_why_and_is_trained(build: Any, shape: tuple[int, ...], reason: str) -> None:
+    torch.manual_seed(0)
+    module = build()
+    opt, x = EKFAC(module, lr=1e-2), torch.randn(*shape)
+    uncovered = [row for row in opt.summary().rows if row.block.startswith("diagonal")]
+    assert uncovered
+    assert reason in str(opt.summary())
+
+    def loss() -> Tensor:
+        out = module(x)
+        out = out[0] if isinstance(out, tuple) else out
+        return (out - 1).square().mean()
+
+    before = loss().item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # low coverage is told
+        for _ in range(15):
+            opt.zero_grad()
+            loss().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            opt.step()
+    assert loss().item() < before
+
+
+def test_a_one_layer_lstm_with_dropout_is_covered() -> None:
+    """torch applies none behind the last layer."""
+    assert all("diagonal" not in row.block for row in EKFAC(nn.LSTM(3, 4)).summary().rows)

@@ -140,7 +140,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 RECIPES = blocks(DOCS / "recipes.md")
-NEEDS = {"transformers", "accelerate", "lightning", "peft"}
+NEEDS = {"transformers", "accelerate", "lightning", "peft", "timm", "stable_baselines3", "torch_geometric"}
 
 
 @pytest.mark.parametrize(

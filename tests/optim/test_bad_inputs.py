@@ -277,3 +277,80 @@ def test_bad_input(name: str) -> None:
         assert [p.requires_grad for p in world.model.parameters()] == trainable
     assert world.snapshot() == before, "weights or state have changed"
     assert world.hooks() == hooks, "hooks were left behind"
+
+
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, Preconditioner])
+@pytest.mark.parametrize(
+    "construct",
+    [
+        lambda kind: kind(params=MODEL.parameters()),
+        lambda kind: kind(MODEL.parameters()),
+        lambda kind: kind(list(MODEL.parameters())),
+        lambda kind: kind(MODEL.named_parameters()),
+        lambda kind: kind([{"params": list(MODEL.parameters())}]),  # as Trainer and ZeroRedundancyOptimizer do
+        lambda kind: kind([{"params": list(MODEL.parameters()), "weight_decay": 0.0}], damping=1e-3),
+        lambda kind: kind(),
+    ],
+)
+def test_parameters_in_the_models_place(kind: Any, construct: Any) -> None:
+    with pytest.raises(TypeError, match=r"Pass the model itself, EKFAC\(model.*hand it over") as caught:
+        construct(kind)
+    assert len(str(caught.value)) < 400
+    assert "tensor(" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "construct",
+    [
+        lambda big: EKFAC(MODEL, lr=big),
+        lambda big: EKFAC(MODEL, lr=[big]),
+        lambda big: EKFAC(MODEL, {"lr": big}),
+        lambda big: EKFAC(MODEL, list(MODEL.parameters())),
+        lambda big: EKFAC(MODEL, MODEL.parameters()),
+        lambda big: EKFAC(MODEL, momentum=big),
+        lambda big: EKFAC(MODEL, refresh_every=big),
+        lambda big: EKFAC(MODEL, grad_scaler=big),
+        lambda big: EKFAC(MODEL, params=[big]),
+        lambda big: EKFAC(MODEL, damping_mode=big),
+    ],
+)
+def test_no_error_prints_a_tensor(construct: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        construct(torch.randn(50, 50))
+    assert len(str(caught.value)) < 400
+    assert "tensor(" not in str(caught.value)
+
+
+def test_what_becomes_of_a_model_with_hooks_in_other_hands() -> None:
+    model = copy.deepcopy(MODEL)
+    opt = EKFAC(model)
+    x = torch.randn(5, 3)
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile: script it after opt\.close\(\)"):
+        torch.jit.script(model)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+    opt.close()
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), model(x))
+    with pytest.raises(TypeError, match=r"ScriptModule.*train the module that it was made from"):
+        EKFAC(scripted)
+
+
+def test_layers_called_by_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.inner, self.out = nn.Embedding(5, 3), nn.Conv1d(1, 2, 2), nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            out: Tensor = self.out(input=self.inner(input=self.table(input=tokens)[:, None]).flatten(1))
+            return out
+
+    model = Named()
+    opt = EKFAC(model)
+    model(tokens=torch.tensor([1, 2, 3, 4])).square().mean().backward()
+    opt.step()
+    assert {"A", "B"} <= set(opt.state[model.inner.weight])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ekfac
 from helpers import mean_loss
 from paper import EKFAC, KFAC
 
@@ -210,3 +211,63 @@ def test_a_load_takes_the_checkpoints_options_as_torch_does() -> None:
     other = EKFAC(model, lr=0.2, damping=0.7)
     other.load_state_dict(saved)
     assert other.param_groups[0]["lr"] == 0.1 and other.param_groups[0]["damping"] == 0.5
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["default", "momentum", "kfac"])
+def test_torchs_own_functions_take_and_give_the_state(name: str, flat: bool, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint, into an optimizer that has taken no step, in memory and over a file."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    kinds = {
+        "default": lambda m: ekfac.EKFAC(m, lr=0.01),
+        "momentum": lambda m: ekfac.EKFAC(m, lr=0.01, scaling="running", momentum=0.9),
+        "kfac": lambda m: ekfac.KFAC(m, lr=0.01),
+    }
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+
+    def go(model: nn.Module, opt: Any, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+
+    model = network()
+    opt = kinds[name](model)
+    go(model, opt, range(5))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
+    torch.save(saved, tmp_path / "state.pt")
+    weights = copy.deepcopy(model.state_dict())
+    go(model, opt, range(5, 9))
+    for state in (saved, torch.load(tmp_path / "state.pt", weights_only=True)):
+        other = network()
+        other.load_state_dict(weights)
+        again = kinds[name](other)
+        get_optimizer_state_dict(other, again, options=options)  # as a template is made: it leaves nothing behind
+        set_optimizer_state_dict(other, again, copy.deepcopy(state), options=options)
+        go(other, again, range(5, 9))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_a_template_of_the_state_leaves_nothing_behind() -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opts = [ekfac.EKFAC(m) for m in models]
+    get_optimizer_state_dict(models[1], opts[1], options=StateDictOptions(flatten_optimizer_state_dict=True))
+    x = torch.randn(5, 3)
+    for model, opt in zip(models, opts, strict=True):
+        model(x).square().mean().backward()
+        opt.step()
+    assert torch.equal(models[0].weight, models[1].weight)

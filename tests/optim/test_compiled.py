@@ -97,3 +97,30 @@ def test_nothing_is_compiled_after_the_first_steps(name):
         train(model, optimizer, 10, forward)
     assert counters["stats"]["unique_graphs"] == before
     assert optimizer.stats()["refreshes"] >= 4
+
+
+@pytest.mark.parametrize("what", ["step", "training step"])
+def test_a_compiled_step_is_run_as_it_is(what):
+    """Before, the compiler went through every hook and every part of a step: minutes for three of them."""
+    expected = train(plain := network(), MAKERS["running"](plain), 6)
+    model = network()
+    opt = MAKERS["running"](model)
+    generator = torch.Generator().manual_seed(1)
+
+    def whole(x):
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        step()
+        return loss
+
+    step = torch.compile(opt.step, backend="eager") if what == "step" else opt.step
+    go = whole if what == "step" else torch.compile(whole, backend="eager")
+    counters.clear()
+    losses, frames = [], []
+    for _ in range(6):
+        losses.append(go(torch.randn(12, 4, generator=generator, dtype=torch.float64)).item())
+        frames.append(counters["frames"]["total"])
+    assert losses == pytest.approx(expected, rel=1e-10)
+    assert frames[0] < 80
+    assert frames[-1] == frames[1]  # nothing is compiled again

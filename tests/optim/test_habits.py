@@ -260,18 +260,57 @@ def test_a_penalty_on_the_weights_is_refused_again_and_again() -> None:
             opt.step()
 
 
-def test_a_penalty_is_noticed_also_where_the_first_gradients_were_clipped() -> None:
+RESCALE = {
+    "clipped at 1e9": lambda ps: nn.utils.clip_grad_norm_(ps, 1e9),
+    "clipped": lambda ps: nn.utils.clip_grad_norm_(ps, 1e-3),
+    "clipped by value": lambda ps: nn.utils.clip_grad_value_(ps, 1e-3),
+    "divided": lambda ps: [p.grad.div_(3.0) for p in ps],
+    "replaced": lambda ps: [setattr(p, "grad", p.grad * 0.5) for p in ps],
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("how", RESCALE)
+def test_a_penalty_is_noticed_whatever_was_done_to_the_gradients_since(how: str, scaled: bool) -> None:
     model = mlp().double()
-    opt = EKFAC(model)
-    for step in range(4):
-        opt.zero_grad()
-        loss = F.cross_entropy(model(X.double()), Y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
-        if step < 3:
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            opt.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    opt = EKFAC(model, grad_scaler=scaler)
+    penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
+    scaler.scale(F.cross_entropy(model(X.double()), Y) + penalty).backward()
+    scaler.unscale_(opt)
+    RESCALE[how](list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"its \.grad is not"):
-        opt.step()
+        scaler.step(opt)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("how", RESCALE)
+def test_what_is_done_to_good_gradients_is_no_reason_to_refuse_them(how: str, scaled: bool) -> None:
+    model = mlp().double()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    opt = EKFAC(model, grad_scaler=scaler)
+    for _ in range(2):  # accumulation too
+        scaler.scale(F.cross_entropy(model(X.double()), Y)).backward()
+    scaler.unscale_(opt)
+    RESCALE[how](list(model.parameters()))
+    scaler.step(opt)
+    assert not opt.engine.collector.fingerprints.unverified
+    assert opt.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("clear", [lambda m: m.zero_grad(set_to_none=False), lambda m: m.zero_grad()])
+def test_a_batch_that_was_dropped_is_not_counted(clear: Any) -> None:
+    models = [mlp(), mlp()]
+    opts = [EKFAC(m, scaling="running") for m in models]
+    for _ in range(3):
+        F.cross_entropy(models[1](X[:3]), Y[:3]).backward()
+        clear(models[1])
+        for model, opt in zip(models, opts, strict=True):
+            loss_of(model).backward()
+            assert opt.engine.collector.capture.examples == len(X)
+            opt.step()
+            model.zero_grad(set_to_none=False)
+    assert_same(*models)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -310,6 +349,30 @@ def test_a_known_scaler_changes_nothing(clip: bool) -> None:
         scaler.update()
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [EKFAC, KFAC])
+def test_a_scaler_that_is_made_later_can_be_attached(kind: Any) -> None:
+    models = [mlp(), mlp()]
+    opts = [kind(model, lr=1e-3) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opts[1].attach_scaler(scaler)
+    for step in range(4):
+        for opt in opts:
+            opt.zero_grad()
+        loss_of(models[0]).backward()
+        scaler.scale(loss_of(models[1])).backward()
+        if step == 2:
+            scaler.unscale_(opts[1])
+            for model in models:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        opts[0].step()
+        scaler.step(opts[1])
+        scaler.update()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="grad_scaler=3 must be a"):
+        opts[0].attach_scaler(3)
 
 
 def test_a_step_that_a_scaler_found_infinite_changes_nothing() -> None:

@@ -22,7 +22,13 @@ from ekfac.curvature.layers.embedding import (
     TransposedEmbedding,
 )
 from ekfac.curvature.layers.experts import ExpertsLayer
-from ekfac.curvature.layers.linear import BilinearLayer, Conv1DLayer, LinearLayer, OwnForwardLinearLayer
+from ekfac.curvature.layers.linear import (
+    BilinearLayer,
+    Conv1DLayer,
+    ForeignLinearLayer,
+    LinearLayer,
+    OwnForwardLinearLayer,
+)
 from ekfac.curvature.layers.norms import (
     BatchNormLayer,
     ForeignRMSNormLayer,
@@ -54,6 +60,7 @@ FOREIGN_KINDS: dict[str, type[Layer]] = {
     "RMSNorm": ForeignRMSNormLayer,
     "LayerNorm": ForeignRMSNormLayer,
     "Experts": ExpertsLayer,
+    "Linear": ForeignLinearLayer,
 }
 #: Subclasses that have a forward of their own, by the kind whose product it uses.
 OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {
@@ -256,7 +263,7 @@ def _why(module: nn.Module, tied: bool) -> str:
     known = [k for k in KINDS if isinstance(module, k)]
     if known and type(module).forward is not known[0].forward:
         return f"{kind} has a forward of its own"
-    return f"{kind} has no block in this form" if known else f"{kind} is no kind that is known"
+    return f"{kind} has {KINDS[known[0]].unsupported_form}" if known else f"{kind} is no kind that is known"
 
 
 def _is_empty(module: nn.Module) -> bool:

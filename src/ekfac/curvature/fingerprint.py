@@ -73,21 +73,26 @@ def same(one: Tensor, other: Tensor, size: Tensor) -> bool:
     return bool((one - other).abs() <= ROUNDING * torch.finfo(one.dtype).eps * size)
 
 
-def differs(block: Block, gradients: Sequence[Tensor], of_calls: Tensor, vectors: Vectors) -> bool:
+def of_gradient_with_size(block: Block, gradients: Sequence[Tensor], vectors: Vectors) -> Tensor:
+    """Return u^T G v of gradients in the order of the block's parameters, and the length of G, as ``[2]``."""
+    length = torch.stack([g.double().norm() for g in gradients]).norm()
+    return torch.stack([of_gradient(block, gradients, vectors).double(), length])
+
+
+def differs(block: Block, of_gradient: Tensor, of_calls: Tensor) -> bool:
     """Tell whether a gradient holds more than what passed through its layer's calls, beyond what precision explains.
 
     Args:
         block: The block.
-        gradients: In the order of its parameters.
+        of_gradient: What :func:`of_gradient_with_size` has found.
         of_calls: What :func:`of_calls` has found.
-        vectors: What :func:`vectors_of` gave.
     """
     dtypes = {p.dtype for p in block.parameters.values()}
     half = not dtypes <= set(EXPLAINED)
     if half and block.layer.rough_in_half:
         return False
-    found, (captured, size) = float(of_gradient(block, gradients, vectors)), of_calls.tolist()
+    (found, length), (captured, size) = of_gradient.tolist(), of_calls.tolist()
     # u^T G v is about as large as G itself, and so is what rounding makes of it.
-    size = max(size, abs(captured), abs(found), float(torch.stack([g.double().norm() for g in gradients]).norm()))
+    size = max(size, abs(captured), abs(found), length)
     tolerance = EXPLAINED_IN_HALF if half else max(EXPLAINED[dtype] for dtype in dtypes)
     return bool(abs(captured - found) > tolerance * size)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import Self
 
+from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.operators import Curvature
 from ekfac.curvature.summary import Summary, summarise
@@ -19,6 +22,11 @@ class Base:
 
     model: nn.Module
     engine: Engine
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Say what is wrong where the model is missing, before Python says only that something is."""
+        checks.constructs(cls.__name__, args, kwargs)
+        return super().__new__(cls)
 
     def statistics(self) -> AbstractContextManager[None]:
         """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone.
@@ -34,6 +42,10 @@ class Base:
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing of forwards and backwards inside."""
         return self.engine.collector.capture.paused()
+
+    def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Take a GradScaler that was made after this, by a framework say, to unscale statistics by."""
+        self.engine.attach_scaler(scaler)
 
     def summary(self) -> Summary:
         """Tell which block covers each parameter, its factor sizes and its memory, on this process and on its owner."""

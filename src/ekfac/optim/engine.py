@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,8 @@ class Engine:
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(me)
         self.skipped_steps = 0
+        #: The state holds names alone (see ``checkpoint.outline``).
+        self.outlined = False
         #: After how many applied steps the last one was skipped, and how many were skipped there.
         self._skipped_at = (0, 0)
 
@@ -97,6 +100,11 @@ class Engine:
         """Have another executor where the model was moved to another kind of device."""
         self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
+
+    def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Take the scaler to unscale by what is captured from now on."""
+        self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
+        self._moved()  # whether steps are recorded depends on it
 
     # --- the step -------------------------------------------------------------------------------------------------
 

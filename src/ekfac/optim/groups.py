@@ -26,6 +26,11 @@ Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tenso
 SAME_FOR_ALL = {*FLAT, *GROUPS, *RULE_OPTIONS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
 
 
+#: Where the first group of a state dict has what is no parameter's; empty in use, but there, as
+#: torch.distributed.checkpoint keeps what stands in groups, and of a flattened state dict what stands in those in use.
+EXTRA = "ekfac"
+
+
 class Grouped(torch.optim.Optimizer):
     """A torch optimizer over a model's parameters, whose damping can be a function of the step or adapt.
 
@@ -55,6 +60,7 @@ class Grouped(torch.optim.Optimizer):
         groups = as_groups(model.parameters() if params is None else params)
         named = [self._named_group(group, defaults, index) for index, group in enumerate(groups)]
         super().__init__(named, {**defaults, "damping": options.damping("damping", defaults["damping"])})
+        self.param_groups[0][EXTRA] = {}
 
     def _all_parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -67,7 +73,7 @@ class Grouped(torch.optim.Optimizer):
         parameters = [item[1] if isinstance(item, tuple) else item for item in items]
         for p in parameters:
             if not isinstance(p, Tensor):
-                raise TypeError(f"params holds {p!r}, which is no parameter of the model")
+                raise TypeError(f"params holds {checks.shown(p)}, which is no parameter of the model")
             if p not in names:
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         if "weight_decay" in group:

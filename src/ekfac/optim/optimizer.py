@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +17,9 @@ from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import local
-from ekfac.optim.distributed.states import keep_own, whole_state
+from ekfac.optim.distributed.states import keep_own
 from ekfac.optim.engine import Engine
-from ekfac.optim.groups import Grouped, Groups
+from ekfac.optim.groups import EXTRA, Grouped, Groups
 from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
@@ -85,7 +85,10 @@ class Optimizer(Base, Joinable, Grouped):
         """
         engine, comparison = self.engine, None
         if closure is None and not engine.collector.capture.examples and self._only_to_initialise():
+            checkpoint.outline(engine)
             return None
+        if self.engine.outlined:
+            checkpoint.drop_outline(engine)
         if self._join_config is not None:
             self._not_joined_yet()
         adaptation = None if self._adaptation is None else self._adapts()
@@ -155,7 +158,8 @@ class Optimizer(Base, Joinable, Grouped):
             self.__dict__.pop(name, None)
         raise RuntimeError(
             "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
-            f"pass it as {type(self).__name__}(model, grad_scaler=scaler)"
+            f"pass it as {type(self).__name__}(model, grad_scaler=scaler), or, if a framework makes it later, call "
+            "opt.attach_scaler(scaler) before the first backward pass"
         )
 
     def _rates(self) -> Rates:
@@ -259,43 +263,17 @@ class Optimizer(Base, Joinable, Grouped):
         Where several processes train together each has a part of the state. All of them must call this, and all get
         the whole; it can be loaded by any number of processes.
         """
-        whole = whole_state(self.engine)
-        extra = checkpoint.engine_state(self.engine, whole)
-        extra["kl_clip_hits"] = float(self.kl_clip.hits)
-        extra["pace"] = self.lr_fraction.save()
-        extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
-        saved = super().state_dict()
-        state = {}
-        if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
-            state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
-        saved["param_groups"][0]["ekfac"] = extra  # which torch.distributed.checkpoint keeps, and nothing beside groups
-        return {**saved, "state": state, "ekfac": extra}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave.
-
-        All of it is checked first: names, settings, and the shape, dtype and values of every entry. What cannot be this
-        optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
-        """
-        saved = checkpoint.check(self.engine, state_dict)
-        groups = self._saved_groups(state_dict.get("param_groups"))
-        found = state_dict.get("state")
-        if not isinstance(found, Mapping):
-            raise ValueError(f"state_dict, 'state': is of type {type(found).__name__}. Allowed: a dict")
-        places = [
-            (i, p)
-            for g, own in zip(groups, self.param_groups, strict=True)
-            for i, p in zip(g["params"], own["params"], strict=True)
-        ]
         loaded = checkpoint.prepare(self.engine, saved, {p: found[index] for index, p in places if index in found})
         check_number("'kl_clip_hits'", saved.get("kl_clip_hits"), least=0)
         self.lr_fraction.check(saved.get("pace"))
         if self._adaptation is not None:
             self._adaptation.check(saved.get("adaptive_damping"))
+        checkpoint.drop_outline(self.engine)
+        groups[0][EXTRA] = {}
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         checkpoint.adopt(self.engine, loaded)
         self.state.clear()
-        self.state.update(loaded.states)
+        self.state.update({p: of_parameter for p, of_parameter in loaded.states.items() if of_parameter})
         self.engine.partition.take_states(self.state)  # torch has put a new dict there
         keep_own(self.engine)
         self.kl_clip.hits = saved["kl_clip_hits"]
@@ -320,6 +298,7 @@ class Optimizer(Base, Joinable, Grouped):
                 settings["damping"] = function.settings if isinstance(function, Adaptation) else function
             groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
         new = type(self)(model, params=groups, **self._arguments)
+        new.engine.attach_scaler(self.engine.options.grad_scaler)
         new.load_state_dict(self.state_dict())
         memo[id(self)] = new
         return new

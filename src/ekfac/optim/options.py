@@ -148,7 +148,7 @@ class Batch(Group):
         checks.one_of("reduction", self.reduction, ("mean", "sum"))
         checks.integer("dim", self.dim, least=0)
         if self.count is not None and not callable(self.count):
-            raise ValueError(f"count={self.count!r} must be a function of the model's arguments, or None")
+            raise ValueError(f"count={checks.shown(self.count)} must be a function of the model's arguments, or None")
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,14 +227,15 @@ class EngineOptions:
         for name in ("refresh", "coverage", "batch", "numerics"):
             check_group(name, getattr(self, name))
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "scale"):
-            raise ValueError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+            raise ValueError(f"grad_scaler={checks.shown(self.grad_scaler)} must be a torch.amp.GradScaler or None")
         object.__setattr__(self, "processes", Processes(self.process_group))
 
 
 def check_group(name: str, value: Any) -> None:
     """Refuse what is not the group that an argument takes."""
     if not isinstance(value, GROUPS[name]):
-        raise TypeError(f"{name}={value!r} must be a {GROUPS[name].__name__}, e.g. {name}={GROUPS[name].__name__}()")
+        kind = GROUPS[name].__name__
+        raise TypeError(f"{name}={checks.shown(value)} must be a {kind}, e.g. {name}={kind}()")
 
 
 def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.attached import ATTACHED
 from ekfac.curvature.capture.counting import Count, tensors
+from ekfac.curvature.capture.derivatives import Origin, call_of, follow, origin_of
 from ekfac.curvature.capture.forwards import Forwards
 from ekfac.curvature.capture.functional import Entered, Products
 from ekfac.curvature.capture.hooks import (
@@ -41,10 +43,8 @@ from ekfac.curvature.capture.hooks import (
 from ekfac.curvature.capture.meshes import Mesh, gives_out_pieces, whole
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
 from ekfac.curvature.capture.whole import watch_whole
-from ekfac.curvature.layers.base import Call, Layer, Reading
+from ekfac.curvature.layers.base import Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
-
-_ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 class Capture:
@@ -96,12 +96,12 @@ class Capture:
         self.me = weakref.ref(self)
         weakref.finalize(self, remove_hooks, self._handles)
         weakref.finalize(self, self.forwards.forget).atexit = False
-        self._uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
+        self.uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered = Entered()
         #: Whether a backward pass that came to a record has always come by the model's outputs; None before the first.
-        self._by_outputs: bool | None = None
+        self.by_outputs: bool | None = None
         #: Blocks and shapes of inputs that have been found to have examples.
         self._looked_at: set[tuple[Block, torch.Size]] = set()
 
@@ -110,18 +110,18 @@ class Capture:
     def attach(self, blocks: Iterable[Block]) -> None:
         """Put the hooks on; a module copied from the model carries them too, and they ignore it."""
         remove_hooks(self._handles)
-        self._uses = {}
+        self.uses = {}
         for block in blocks:
             for module, layer in block.uses.items():
-                self._uses.setdefault(module, []).append((block, layer))
-        self.fired &= {block for uses in self._uses.values() for block, _ in uses}
+                self.uses.setdefault(module, []).append((block, layer))
+        self.fired &= {block for uses in self.uses.values() for block, _ in uses}
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             run_hooks_in_compiled_models()
-        _ATTACHED.add(self)
+        ATTACHED.add(self)
         self.forwards.closed = False
         me = self.me
         self._readings, self._products = {}, {}
-        for module, uses in self._uses.items():
+        for module, uses in self.uses.items():
             layer = uses[0][1]
             if layer.seen_through_linear:
                 self._products[module] = Products(self, module, uses)
@@ -139,7 +139,7 @@ class Capture:
         """Remove the hooks and let go of what was captured; graphs that are still there are of no interest."""
         self.forwards.closed = True
         remove_hooks(self._handles)
-        _ATTACHED.discard(self)
+        ATTACHED.discard(self)
         self.drop()
 
     def paused(self) -> AbstractContextManager[None]:
@@ -153,9 +153,9 @@ class Capture:
         forwards, here = self.forwards, self.forwards.here
         for record in forwards.records:
             if record.reached:
-                self._by_outputs = record.by_output and self._by_outputs is not False
+                self.by_outputs = record.by_output and self.by_outputs is not False
             record.waiting = {}
-            record.listed = record.reached = record.reached_separately = record.kept = False
+            record.listed = record.reached = record.reached_separately = record.kept = record.inner = False
         forwards.records, forwards.reached_by = [], {}
         here.loose, here.quiet = None, False
         if not here.in_batch:
@@ -166,6 +166,8 @@ class Capture:
 
     def finish(self) -> None:
         """Hand on everything that waited for the rest of its record."""
+        if not self.examples:
+            self.examples = self.forwards.adopt_inner()
         for record in self.forwards.records:
             if record.waiting:
                 self.forwards.hand_on(record)
@@ -189,14 +191,14 @@ class Capture:
         """Note that a backward pass has brought gradients: one that came to no record began inside the last forward."""
         record = self.forwards.here.latest or self.forwards.latest
         if record is not None and record.quiet and not record.reached and not self.separate:
-            self._by_outputs = False
+            self.by_outputs = False
             self._reach(record)
 
     def _nothing_to_learn(self) -> bool:
         """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
-        if not self._by_outputs or self.separate or self.on_output is not None:
+        if not self.by_outputs or self.separate or self.on_output is not None:
             return False
-        blocks = {block for uses in self._uses.values() for block, _ in uses}
+        blocks = {block for uses in self.uses.values() for block, _ in uses}
         return blocks <= self.fired and not any(map(self.wanted, blocks))
 
     def end(self, output: Any) -> None:
@@ -217,7 +219,7 @@ class Capture:
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Keep a covered layer's input until its output's gradient comes; return what to give out."""
-        uses = self._uses.get(module)
+        uses = self.uses.get(module)
         if uses is None or not self.forwards.enabled or inside_transform():
             return None
         if module in self._readings:
@@ -243,16 +245,24 @@ class Capture:
         if n is None:
             n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
         self.mesh.note(output)
-        given = Input(None)
+        given, origin = Input(None), origin_of(x)
         if self.wanted(block):
+            source = x if x.requires_grad and layer.linear else None
             x = whole(x.detach())
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
+            given.source = source
+        self.wait_for(output, record, block, layer, given, origin)
+
+    def wait_for(self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
+        """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
         call, me = self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
+                if torch.is_grad_enabled() and capture.forwards.enabled:
+                    follow(capture, record, block, layer, given, from_, d)
                 d = d.detach()
                 capture.arrived(record, block, layer, given, d if given.x is None else whole(d), call)
 
@@ -276,7 +286,7 @@ class Capture:
 
     def enter(self, module: nn.Module) -> None:
         """Watch the products of a module that hides them and is about to be called, if any is needed."""
-        uses = self._uses.get(module)
+        uses = self.uses.get(module)
         if uses is None or not (self.forwards.enabled and torch.is_grad_enabled()) or inside_transform():
             return
         if any(self.wanted(block) or block not in self.fired for block, _ in uses):
@@ -313,6 +323,8 @@ class Capture:
     def _come(self, record: Record) -> None:
         """Note that a backward pass has come to the output of a forward."""
         self.forwards.reach(record)
+        if torch.is_grad_enabled():
+            self.by_outputs = False  # which gradients a differentiated pass is after, only layers can tell
         if self.counts(None):
             record.by_output = True
             self._reach(record)
@@ -344,7 +356,7 @@ class Capture:
         if given.changed:
             refuse_changed(block)
         if not keeps_graph():
-            given.x = None
+            given.x = given.source = None
         if not self.wanted(block):
             return
         if given.arrange is not None:
@@ -353,18 +365,18 @@ class Capture:
             return  # an expert that no token was sent to
         keep = keeps_graph() and not self.separate
         record.kept |= keep
-        alone = record.calls[block] == 1 and block not in record.recomputed
+        alone = record.calls[block] == 1 and block not in record.recomputed and not record.inner
         if alone and not keep and not record.waiting.get(block):
-            self.receive(block, [Call(layer, x, d)], record.examples())
+            self.receive(block, [call_of(layer, x, d)], record.examples())
             if given.x is None:
                 self.held.remove(x)
             return
         waiting = record.waiting.setdefault(block, {})
-        if call in waiting:
-            self.held.remove(waiting[call].d)
-            d = waiting[call].d + d
-        self.held.add(d)
-        waiting[call] = Call(layer, x, d)
+        before = waiting.get(call)
+        waiting[call] = found = call_of(layer, x, d, before)
+        self.held.add(found.x if found.d is x else found.d)
+        if before is not None:
+            self.held.remove(before.x if found.d is x else before.d)
 
     @contextmanager
     def separate_statistics(self) -> Iterator[None]:
@@ -376,14 +388,3 @@ class Capture:
                 self.forwards.hand_on(record)
         finally:
             self.separate = False
-
-
-@contextmanager
-def unseen(model: nn.Module) -> Iterator[None]:
-    """Keep the captures that are on the model now from seeing what happens inside."""
-    modules = set(model.modules())
-    with ExitStack() as stack:
-        for capture in list(_ATTACHED):
-            if not modules.isdisjoint(capture._uses):
-                stack.enter_context(capture.paused())
-        yield

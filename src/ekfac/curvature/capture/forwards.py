@@ -101,6 +101,13 @@ class Forwards:
         for record in self.records:
             record.waiting = {}
 
+    def adopt_inner(self) -> int:
+        """Count batches whose gradients were differentiated, as there is no other: a penalty on gradients, say."""
+        inner = [record for record in self.records if record.inner and record.reached]
+        for record in inner:
+            record.inner = False
+        return sum(record.examples() for record in inner)
+
     def list(self, record: Record) -> None:
         """Look after a record; one that was dropped comes back when a backward pass reaches it."""
         if not record.listed:
@@ -134,6 +141,8 @@ class Forwards:
             here.current, here.depth = None, 0  # the one that it was within has been interrupted
         here.depth += 1
         if here.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
+            return None
+        if torch.compiler.is_exporting():
             return None
         if inside_backward():
             # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
@@ -175,7 +184,7 @@ class Forwards:
     def _new(self, counted: Counted) -> Record:
         # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
         for record in self.records:
-            if record.reached and not record.kept:
+            if record.reached and not record.kept and not record.inner:
                 self.hand_on(record)
         record = self.here.latest = self.latest = Record(counted)
         self.list(record)

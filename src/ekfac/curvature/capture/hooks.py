@@ -33,6 +33,14 @@ class _Hook:
         """Do what the hook is for."""
         raise NotImplementedError(f"{type(self).__name__} has no run()")
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__":  # torch.jit.script asks for it, of every hook
+            raise AttributeError(
+                "an optimizer of ekfac has hooks on this model, which torch.jit.script cannot compile: script it after "
+                "opt.close(), or use torch.compile or torch.export, which leave hooks out"
+            )
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return type(self)(self._capture)
 
@@ -102,6 +110,8 @@ def run_hooks_in_compiled_models() -> None:
     """
     global _outside
     _outside = torch.compiler.disable(_outside)
+    for room in ("ekfac.curvature", "ekfac.optim"):  # a compiled training step would compile each of them, for minutes
+        torch._dynamo.trace_rules.add(room)
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     torch._dynamo.reset()
 

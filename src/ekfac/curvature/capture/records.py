@@ -73,6 +73,8 @@ class Input:
         self.x = x
         #: What brings the examples of the output's gradient to the front, where they are not there.
         self.arrange = arrange
+        #: The input within autograd's graph, where a pass that is differentiated may come to it.
+        self.source: Tensor | None = None
         self._version = self._current_version()
 
     def _current_version(self) -> int:
@@ -107,6 +109,8 @@ class Record:
         self.kept = False
         #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.
         self.recomputed: set[Block] = set()
+        #: Its gradients were differentiated, as those of MAML's inner batch: part of other examples' loss, none itself.
+        self.inner = False
         #: Whether the capture looks after it; one that was dropped is, once more, when a backward pass reaches it.
         self.listed = False
 
@@ -118,7 +122,9 @@ class Record:
         return self.n
 
     def examples(self) -> int:
-        """Return N, when a backward pass comes."""
+        """Return N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss."""
+        if self.inner:
+            return 0
         n = self._counted.n if self.n is None else self.n
         if n is None:
             raise RuntimeError(

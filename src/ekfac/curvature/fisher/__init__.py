@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ekfac import checks
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import Block, find_blocks
-from ekfac.curvature.capture.capture import unseen
+from ekfac.curvature.capture.attached import unseen
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.eigensolvers import eigh_with_fallback
 from ekfac.curvature.fisher.batches import Progress

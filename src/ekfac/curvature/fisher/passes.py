@@ -155,7 +155,8 @@ class Data:
         silent = [b for b in blocks if b not in fired and any(gradients[p] is not None for p in b.parameters.values())]
         for block in fired:
             given = [torch.zeros_like(p) if (g := gradients[p]) is None else g for p in block.parameters.values()]
-            if fingerprint.differs(block, given, seen.get(block, nothing), vectors[block]):
+            found_here = fingerprint.of_gradient_with_size(block, given, vectors[block])
+            if fingerprint.differs(block, found_here, seen.get(block, nothing)):
                 raise RuntimeError(
                     f"layer '{block.name}': its gradient is not the one that passed through its calls (its weight is "
                     f"also used elsewhere, or {type(block.layer).__name__}, if it is a class of your own, says wrongly "

@@ -80,6 +80,8 @@ class Layer(ABC):
     diagonal_inputs: ClassVar[bool] = False
     #: This use enters the weight transposed (an embedding tied to an output layer).
     transposed: ClassVar[bool] = False
+    #: The output is the product of the weight with the input, or with windows of it, and a bias.
+    linear: ClassVar[bool] = False
     #: torch sums this kind's gradients in half precision where its parameters are, so that they are only roughly right.
     rough_in_half: ClassVar[bool] = False
     #: Examples can be read a few at a time (not where they meet in the batch's statistics).
@@ -90,6 +92,8 @@ class Layer(ABC):
     seen_through_linear: ClassVar[bool] = False
     #: Each group has rows of its own: :meth:`sums_of_calls` and :meth:`probe_of_calls` stand for :meth:`positions`.
     scattered: ClassVar[bool] = False
+    #: What modules have that :meth:`supports` refuses, for :func:`ekfac.summary`.
+    unsupported_form: ClassVar[str] = "no block in this form"
     #: Which part of the module this is; "" where it has only one.
     part: str = ""
 

@@ -41,6 +41,7 @@ class _ConvolutionBase(Layer):
     """What plain and transposed convolutions share: windows to positions, weights to columns."""
 
     module: Any
+    linear = True
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles, sua=sua)

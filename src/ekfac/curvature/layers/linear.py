@@ -33,6 +33,7 @@ class LinearLayer(Layer):
     """
 
     module: Any
+    linear = True
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
@@ -161,6 +162,24 @@ class Conv1DLayer(LinearLayer):
         return behaves_like(module, weight.shape[0], lambda x: torch.addmm(role("bias"), x, role("weight")))
 
 
+class ForeignLinearLayer(LinearLayer):
+    """A linear layer of another library, such as PyTorch Geometric's."""
+
+    def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
+        out, inputs = self.module.weight.shape
+        return {"weight": inputs}, ["bias"], out
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> bool:
+        """Tell whether a module called so multiplies by a matrix (out, in)."""
+        weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
+        if weight is None or not set(module._parameters) <= {"weight", "bias"} or module._modules:
+            return False
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            return False
+        return behaves_like(module, weight.shape[1], lambda x: F.linear(x, weight, bias))
+
+
 class RowsLayer(Layer):
     """A product with a few of a linear layer's rows: the other outputs have no gradient in this call.
 
@@ -168,6 +187,8 @@ class RowsLayer(Layer):
         whole: The layer that all rows belong to.
         start: The first row.
     """
+
+    linear = True
 
     def __init__(self, whole: LinearLayer, start: int) -> None:
         super().__init__(whole.module, whole.roles)
@@ -212,6 +233,7 @@ class BilinearLayer(LinearLayer):
     """``nn.Bilinear``: y = x1^T W x2 + b for each output."""
 
     reading = BilinearReading
+    linear = False
 
     def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
         m = self.module

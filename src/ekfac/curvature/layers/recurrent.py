@@ -181,6 +181,7 @@ class RecurrentLayer(LinearLayer):
 
     reading = RecurrentReading
     rough_in_half = True
+    unsupported_form = "dropout between its layers, so that no call can be computed again"
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False, part: str = "") -> None:
         self.part = part

@@ -143,7 +143,7 @@ class Replicas:
             failed=self.failure is not None,
             at=(engine.schedule.applied_steps, [p.requires_grad for p in partition.offered], silent),
             finite=finite,
-            examples=engine.collector.capture.examples > 0,
+            examples=engine.collector.examples() > 0,
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,

@@ -40,6 +40,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "lengths_wanted": whole.lengths_wanted,
         "settings": settings_of(engine),
         "blocks": [_block_of(b.covered, b.parameter_names.values()) for b in engine.partition.blocks],
+        "apart": engine.collector.apart,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
         "entries": sum(map(len, whole.states.values())),
@@ -156,8 +157,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
         state_of: The state of every parameter.
     """
     names = engine.partition.names
-    for p, state in state_of.items():
-        _mapping(f"parameter '{names[p]}'", state)
+    state_of = {p: filled(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
     check_complete(saved, state_of)
     listed = saved.get("silent")
     if not isinstance(listed, (list, tuple)) or not all(n in names.values() for n in listed if isinstance(n, str)):
@@ -243,6 +243,31 @@ def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str,
         )
 
 
+def outline(engine: Engine) -> None:
+    """Name all that a state can hold, where there is none yet: torch loads a flattened state dict by these names."""
+    states = engine.partition.states
+    if states and not engine.outlined:
+        return
+    engine.outlined = True
+    for block in engine.partition.blocks:
+        for p in block.parameters.values():
+            states[p] = dict.fromkeys(f.name for f in fields(engine.method_of(block).state_class))
+
+
+def drop_outline(engine: Engine) -> None:
+    """Let go of the names, before there is state."""
+    if engine.outlined:
+        engine.outlined = False
+        engine.partition.states.clear()
+
+
+def filled(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a flattened state dict did not hold."""
+    return {
+        name: value for name, value in state.items() if not (value is None or (isinstance(value, dict) and not value))
+    }
+
+
 def adopt(engine: Engine, loaded: Loaded) -> None:
     """Take what a checkpoint holds but the states, which :meth:`Partition.take_states` takes."""
     engine.settle(wait=True)
@@ -252,6 +277,7 @@ def adopt(engine: Engine, loaded: Loaded) -> None:
         engine.collector.set_parameters(partition.offered)
     engine.collector.drop()
     engine.collector.watch.lengths_wanted = saved["lengths_wanted"]
+    engine.collector.apart = saved.get("apart", 0)
     partition.put_away = {
         (covered, key): (engine.method if covered else engine.elementwise).state_class(state)
         for (covered, key), state in loaded.put_away.items()

@@ -20,7 +20,6 @@ from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
-from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
@@ -33,7 +32,7 @@ from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import Addition, BlockSums, Expected, reduce_over_processes, weigh
+from ekfac.optim.statistics.sums import Addition, BlockSums, Expected, factor_sums, reduce_over_processes, weigh
 from ekfac.optim.types import KeptCalls, StepInputs
 
 
@@ -69,15 +68,19 @@ class Collector:
         self._moved = moved
         #: Told the new parameter for every old one where the model is found to have others.
         self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
-        self.watch = GradientWatch([], options.processes)
+        self.fingerprints = Fingerprints(options.processes)
+        self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
-        self.fingerprints = Fingerprints()
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
+        #: Blocks that are called several times in a forward, so that their gradient is no product of few rows.
+        self._several: set[Block] = set()
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
+        #: How many examples were in ``statistics()`` last; from then on gradients may come from anywhere.
+        self.apart = 0
         #: Whether low coverage has been told, if there was any to tell.
         self._told_coverage = False
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
@@ -155,7 +158,7 @@ class Collector:
             self._method.needs_examples
             or self._schedule.takes_factors(block)
             or block in self.fingerprints.unverified
-            or self.may_use_rows(block)
+            or (self.may_use_rows(block) and block not in self._several)
         )
 
     @torch.no_grad()
@@ -163,10 +166,15 @@ class Collector:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
         if (self.separate and not self.capture.separate) or not self.capture.mesh.first:
             return
+        if not n:  # gradients that were differentiated on the way to .grad: a part of it, and no batch of their own
+            if block in self.fingerprints.unverified:
+                self._take_fingerprint(self.sums, block, calls, n)
+            return
         if self._keeps_for_step(block, calls, n):
             self.calls.setdefault(block, []).append((calls, n))
             self.capture.held.add_calls(calls)
             return
+        self._several |= {block} if len(calls) > 1 else set()
         if self.may_use_rows(block):  # rows of several batches are of no use to the step
             for earlier, count in self.calls.pop(block, []):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
@@ -195,10 +203,9 @@ class Collector:
         gathered = sums.setdefault(block, BlockSums())
         memory = self.options.numerics.memory_limit
         if self._schedule.takes_factors(block):
-            gathered.add_factors(self._factor_sums(block, calls, n, replay))
+            gathered.add_factors(factor_sums(self.executor, self.options, block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.separate:
-            vectors = self.fingerprints.vectors(block)
-            gathered.add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
+            self._take_fingerprint(sums, block, calls, n)
         if self._method.needs_examples:
             if hold:
                 gathered.held.append((calls, n))
@@ -209,24 +216,10 @@ class Collector:
                 assert basis is not None
                 gathered.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
 
-    def _factor_sums(self, block: Block, calls: list[Call], n: int, replay: bool) -> FactorSums:
-        o, before = self.options, len(calls[0].d)
-        inexact = not o.refresh.deterministic and block.dtype == torch.float32
-        if inexact and o.coverage.sharing == "expand":
-            calls, n = statistics.sampled(block, calls, n)
-        more = before / len(calls[0].d)
-
-        def taken(*tensors: Tensor) -> tuple[Any, ...]:
-            given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
-            limit = o.numerics.memory_limit
-            sums = statistics.factor_sums(block, given, n, o.coverage.sharing, limit, half=inexact)
-            return sums.A, sums.terms, sums.B if more == 1 else sums.B.mul_(more)
-
-        tensors = [t for call in calls for t in (call.x, call.d)]
-        if not replay or block.layer.scattered:
-            return FactorSums(*taken(*tensors))
-        key = (block, n, more, *((c.layer, c.layer.mode) for c in calls))
-        return FactorSums(*self.executor.call("taking statistics", key, taken, *tensors))
+    def _take_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
+        memory, vectors = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
+        found = fingerprint.of_calls(block, calls, n, memory, vectors)
+        sums.setdefault(block, BlockSums()).add_fingerprint(found)
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
@@ -277,24 +270,29 @@ class Collector:
                 raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
         if not self._told_coverage:
             self._told_coverage = True
-            if (text := low_coverage(self._partition.blocks)) is not None:
+            if text := low_coverage(self._partition.blocks):
                 warnings.warn(text, UserWarning, stacklevel=2)
         self.capture.finish()
         processes, covered = self._partition.owners.size, self._partition.covered
-        if self.capture.examples == 0 and processes == 1:
+        n, mean = float(self.examples()), 1.0
+        if n == 0 and processes == 1:
             raise RuntimeError(NO_EXAMPLES)
         silent = [
             b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
-        if silent and processes == 1:
+        if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
-        n, mean = float(self.capture.examples), 1.0
         batches = 1 if processes == 1 else processes // self.capture.mesh.size
         if self.options.batch.reduction == "sum" and n:
             mean = batches / n
         solves, warm = self._schedule.due()
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean)
+
+    def examples(self) -> int:
+        """Return the number of examples of the gradient, or of the last statistics if it comes from elsewhere."""
+        self.apart = self.capture.separate_examples or self.apart
+        return self.capture.examples or self.apart
 
     def collect(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept, and sum all of them over processes.
@@ -307,7 +305,7 @@ class Collector:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
             speaks = self.capture.mesh.first
-            counts = [self.capture.examples * speaks, int(inputs.n_statistics) * speaks]
+            counts = [self.examples() * speaks, int(inputs.n_statistics) * speaks]
             expected = {b: self._expected(b) for b in self._partition.covered}
             owners = self._partition.owners
             totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)

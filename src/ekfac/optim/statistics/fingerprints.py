@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Set
 
+import torch
 from torch import Tensor, nn
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
+from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.distributed.shards import is_sharded
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.types import StepInputs
 
-#: Gradients that are touched before every step, by clipping say, are given up on after so many.
-TRIES = 20
-
 
 class Fingerprints:
-    """Compares ``.grad`` with what the layers' calls account for."""
+    """Compares ``.grad``, as backward left it, with what the layers' calls account for.
 
-    def __init__(self) -> None:
+    Args:
+        processes: Those that average their gradients.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
-        #: How often somebody had touched the gradients of a block before they could be compared.
-        self._touched: Counter[Block] = Counter()
+        #: The gradients of those as the last backward pass left them: clipping and unscaling come later.
+        self.left: dict[Block, Tensor] = {}
         self._vectors: dict[Block, fingerprint.Vectors] = {}
 
     def vectors(self, block: Block) -> fingerprint.Vectors:
@@ -42,6 +46,13 @@ class Fingerprints:
         found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
         return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
 
+    def note(self) -> None:
+        """Take the fingerprints of gradients that a backward pass has just left."""
+        for block in self.unverified:
+            gradients = [p.grad for p in block.parameters.values() if p.grad is not None and not p.grad.is_sparse]
+            if len(gradients) == len(block.parameters):
+                self.left[block] = fingerprint.of_gradient_with_size(block, gradients, self.vectors(block))
+
     def verify(
         self,
         inputs: StepInputs,
@@ -57,29 +68,43 @@ class Fingerprints:
             loss_scale: What a GradScaler has multiplied the loss by.
             here: Whether a block's gradient is whole on this process; otherwise another one compares it.
         """
-        for block in list(self.unverified):
+        found: dict[Block, Tensor] = {}
+        left = []
+        for block in sorted(self.unverified, key=lambda block: block.name):
             of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
-            if of_calls is None:
-                continue
             parameters = list(block.parameters.values())
-            if any(p not in inputs.gradients or p in touched for p in parameters):
-                self._touched[block] += 1
-                if self._touched[block] == TRIES:
-                    self.unverified.discard(block)
+            if of_calls is None or any(p not in inputs.gradients for p in parameters):
                 continue
+            if any(p in touched for p in parameters):
+                if any(map(is_sharded, parameters)):
+                    continue  # of pieces no fingerprint was noted: a later step may compare it
+                left.append(block)
             if not here(block):
                 self.unverified.discard(block)
                 continue
             # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
-            gradients = [inputs.gradients[p] * loss_scale for p in parameters]
-            if fingerprint.differs(block, gradients, of_calls / inputs.batches, self.vectors(block)):
+            given = [inputs.gradients[p] * loss_scale for p in parameters]
+            found[block] = fingerprint.of_gradient_with_size(block, given, self.vectors(block))
+        if left:
+            noted = self._as_backward_left_them(left, inputs.processes)
+            found |= {b: one for b, one in zip(left, noted, strict=True) if b in found and bool(one[1] > 0)}
+        for block, of_gradient in found.items():
+            of_calls = inputs.sums[block].fingerprint
+            assert of_calls is not None
+            if fingerprint.differs(block, of_gradient, of_calls / inputs.batches):
                 raise RuntimeError(
-                    f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The loss uses "
-                    "torch.autograd.grad inside, or the weight is also used elsewhere (a penalty on it, say: use "
-                    "weight_decay), or a hook on it or a change of .grad.data has altered it; or, for a kind of layer "
+                    f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
+                    "also used elsewhere (a penalty on it, say: use weight_decay), or a hook on it or a change of "
+                    ".grad.data has altered it, or the gradient was computed in another way; or, for a kind of layer "
                     f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
                     "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot "
-                    f"be captured: exclude=['{block.name}'], or take statistics in opt.statistics() from another loss. "
-                    "Where a GradScaler is in use, pass it as grad_scaler="
+                    f"be captured: exclude=['{block.name}'], or take it from a loss of your choice, with "
+                    "opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as grad_scaler="
                 )
             self.unverified.discard(block)
+
+    def _as_backward_left_them(self, blocks: list[Block], processes: int) -> list[Tensor]:
+        """Return fingerprints of gradients touched since, 0 where none was noted; averaged, as by hand."""
+        none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)
+        noted = torch.stack([self.left.get(block, none) for block in blocks])
+        return list(noted if processes == 1 else self._processes.sum(noted) / processes)

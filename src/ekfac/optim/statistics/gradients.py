@@ -18,12 +18,15 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import remove_hooks
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
+from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.types import BlockStep, Rates, StepInputs
 
 #: What is wrong where there are gradients but nothing was captured.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer (not a copy), "
-    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured"
+    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured. Where gradients "
+    "come from elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 
 
@@ -33,10 +36,12 @@ class GradientWatch:
     Args:
         parameters: Those to watch.
         processes: Those that average their gradients.
+        fingerprints: Told when a backward pass has ended.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, fingerprints: Fingerprints) -> None:
         self._processes = processes
+        self._fingerprints = fingerprints
         self.enabled = True
         #: Called at the end of each backward pass that brought gradients.
         self.on_end: Callable[[], None] | None = None
@@ -79,10 +84,16 @@ class GradientWatch:
         self._lengths = {}
         self._task = -1
         self.single_pass = False
+        self._fingerprints.left = {}
 
     def before_forward(self) -> None:
         """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
-        self.nothing_there = all(p.grad is None for p in self._parameters)
+        self.nothing_there = all(p.grad is None for p in self._parameters) or self._zeroed()
+
+    def _zeroed(self) -> bool:
+        """Tell whether somebody has set all gradients to zero since backward left them; reads them if so."""
+        there = [p for p in self._parameters if p.grad is not None]
+        return all(map(self.touched, there)) and not any(bool(p.grad.any()) for p in there if p.grad is not None)
 
     @property
     def cleared(self) -> bool:
@@ -115,6 +126,8 @@ class GradientWatch:
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
         if self.lengths_wanted or self._sharded:
             self._lengths = lengths_of(live)
+        if not self._sharded:
+            self._fingerprints.note()
 
     def touched(self, parameter: nn.Parameter) -> bool:
         """Tell whether a gradient has been changed in place or replaced since backward left it."""

@@ -55,4 +55,5 @@ class Reach:
             found = self.accumulators[parameter] = get_gradient_edge(used).node
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
-            return True  # torch.autograd.grad of the parameter itself, which somebody may put into .grad
+            # torch.autograd.grad of the parameter itself: for .grad, unless it is to be differentiated.
+            return not torch.is_grad_enabled()

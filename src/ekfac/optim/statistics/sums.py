@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ekfac.curvature import statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.owners import Owners
+from ekfac.optim.executor import Executor
+from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
     from ekfac.optim.stacks import Stack
@@ -212,3 +215,35 @@ def traces(factors: Tensor, like: Tensor) -> Tensor:
     """Return the trace of each block's factor, over all its groups; as many as there are numbers in ``like``."""
     diagonals = factors if factors.dim() == 2 else factors.diagonal(dim1=-2, dim2=-1)
     return diagonals.reshape(like.numel(), -1).sum(1)
+
+
+def factor_sums(
+    executor: Executor, options: EngineOptions, block: Block, calls: list[Call], n: int, replay: bool
+) -> FactorSums:
+    """Take A and B of a block's calls, of no more rows than these need.
+
+    Args:
+        executor: Runs it.
+        options: The engine's.
+        block: The block.
+        calls: Its calls.
+        n: The number of examples.
+        replay: Whether an earlier run may be replayed.
+    """
+    before, sharing = len(calls[0].d), options.coverage.sharing
+    inexact = not options.refresh.deterministic and block.dtype == torch.float32
+    if inexact and sharing == "expand":
+        calls, n = statistics.sampled(block, calls, n)
+    more = before / len(calls[0].d)
+
+    def taken(*tensors: Tensor) -> tuple[Any, ...]:
+        given = [Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(calls)]
+        limit = options.numerics.memory_limit
+        sums = statistics.factor_sums(block, given, n, sharing, limit, half=inexact)
+        return sums.A, sums.terms, sums.B if more == 1 else sums.B.mul_(more)
+
+    tensors = [t for call in calls for t in (call.x, call.d)]
+    if not replay or block.layer.scattered:
+        return FactorSums(*taken(*tensors))
+    key = (block, n, more, *((c.layer, c.layer.mode) for c in calls))
+    return FactorSums(*executor.call("taking statistics", key, taken, *tensors))

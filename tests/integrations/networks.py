@@ -1,20 +1,30 @@
-"""Networks of Hugging Face's transformers and peft, tiny and random: they train as they come, and are covered."""
+"""Networks of other libraries, tiny and random, with a loss for each, and how much of them is covered at the least."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from ekfac import EKFAC
+import ekfac
 
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install transformers peft"
-)
+
+class Package:
+    """A package that is imported when something of it is used, and may not be there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self.name), attribute)
+
+
+transformers, peft, timm = Package("transformers"), Package("peft"), Package("timm")
+pyg, pyg_data = Package("torch_geometric.nn"), Package("torch_geometric.data")
 
 VOCABULARY, LENGTH = 64, 12
 WIDTHS: dict[str, Any] = {
@@ -50,7 +60,6 @@ def gpt2() -> nn.Module:
 
 
 def lora(base: Callable[[], nn.Module], **options: Any) -> nn.Module:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     return peft.get_peft_model(base(), peft.LoraConfig(r=4, lora_alpha=8, **options))
 
 
@@ -81,8 +90,49 @@ def features(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(10 * text @ image.T, torch.arange(len(tokens)))
 
 
-#: The network, its loss, and the least share of its parameters that is in Kronecker or exact blocks.
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], float]] = {
+def graphs(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Every example is a graph: a ring of its tokens."""
+    n = torch.arange(LENGTH)
+    edges = torch.stack([torch.cat([n, n.roll(1)]), torch.cat([n.roll(1), n])])
+    made = [pyg_data.Data(x=nn.functional.one_hot(t, VOCABULARY).float(), edge_index=edges) for t in tokens]
+    return nn.functional.cross_entropy(model(pyg_data.Batch.from_data_list(made)), tokens[:, 0] % 2)
+
+
+class Graphs(nn.Module):
+    def __init__(self, convolution: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = convolution(VOCABULARY, 32), convolution(32, 32), nn.Linear(32, 2)
+
+    def forward(self, data: Any) -> Tensor:
+        x = self.second(self.first(data.x, data.edge_index).relu(), data.edge_index).relu()
+        out: Tensor = self.head(pyg.global_mean_pool(x, data.batch))
+        return out
+
+
+def images(model: nn.Module, tokens: Tensor) -> Tensor:
+    pixels = (tokens / VOCABULARY - 0.5).repeat(1, 3 * 32 * 32 // LENGTH).reshape(-1, 3, 32, 32)
+    return nn.functional.cross_entropy(model(pixels), tokens[:, 0] % 2)
+
+
+def of_timm(name: str, **options: Any) -> nn.Module:
+    return timm.create_model(name, pretrained=False, num_classes=2, **options)
+
+
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network: its package, how it is built, its loss of a batch of tokens, the least share in blocks, options."""
+
+    package: str
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Tensor], Tensor]
+    least: float
+    options: Callable[[], dict[str, Any]] = dict
+
+
+HUGGING_FACE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], float]] = {
     "GPT-2": (gpt2, language, 0.99),
     "BERT": (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**WIDTHS)), language, 0.99),
     "BERT, classes": (
@@ -110,38 +160,17 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor],
     "LoRA on GPT-2": (
         lambda: lora(gpt2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True), language, 0.99),
 }  # fmt: skip
-
-
-def batches(steps: int) -> Iterator[Tensor]:
-    """Batches of eight, and now and then a short one."""
-    generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(3, VOCABULARY, (32, LENGTH), generator=generator)
-    for i in range(steps):
-        yield texts[torch.randint(0, 32, (8 if i % 7 else 5,), generator=generator)]
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_it_trains_as_it_comes(name: str) -> None:
-    build, loss, least = NETWORKS[name]
-    torch.manual_seed(0)
-    model = build()
-    opt = EKFAC(model, lr=3e-3)
-    rows = opt.summary().rows
-    covered = sum(row.numbers for row in rows if row.block != "diagonal") / sum(row.numbers for row in rows)
-    assert covered >= least, opt.summary()
-    losses = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*no Kronecker.*")
-        for tokens in batches(30):
-            opt.zero_grad()
-            value = loss(model, tokens)
-            value.backward()
-            opt.step()
-            losses.append(value.item())
-    assert sum(losses[-5:]) < (0.999 if "LoRA" in name else 0.95) * sum(losses[:5])
-
-
-def test_a_layer_of_no_examples_is_refused_where_each_ones_gradient_is_needed() -> None:
-    model = gpt2()
-    with EKFAC(model, lr=1e-3, scaling="per_example"), pytest.raises(ValueError, match=r"wpe.*\(1, 12\)"):
-        language(model, next(batches(1)))
+NETWORKS: dict[str, Network] = {
+    **{name: Network("peft" if "LoRA" in name else "transformers", *entry) for name, entry in HUGGING_FACE.items()},
+    "ViT": Network("timm", lambda: of_timm("vit_tiny_patch16_224", **VIT), images, 0.95),
+    "BEiT": Network("timm", lambda: of_timm("beit_base_patch16_224", **VIT), images, 0.9),
+    "EVA-02": Network("timm", lambda: of_timm("eva02_tiny_patch14_224", **VIT), images, 0.95),
+    "ResNet": Network("timm", lambda: of_timm("resnet10t", stem_width=8, channels=(8, 16, 16, 32)), images, 0.99),
+    "ConvNeXt": Network(
+        "timm", lambda: of_timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)), images, 0.9),
+    "GCN": Network("torch_geometric", lambda: Graphs(pyg.GCNConv), graphs, 0.9),
+    "GraphSAGE": Network("torch_geometric", lambda: Graphs(pyg.SAGEConv), graphs, 0.99),
+    "GAT": Network(
+        "torch_geometric", lambda: Graphs(pyg.GATConv), graphs, 0.9,
+        lambda: {"batch": ekfac.Batch(count=lambda data: data.num_graphs)}),
+}  # fmt: skip

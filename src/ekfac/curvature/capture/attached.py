@@ -1,0 +1,26 @@
+"""The captures that are on models now."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from ekfac.curvature.capture.capture import Capture
+
+ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
+
+
+@contextmanager
+def unseen(model: nn.Module) -> Iterator[None]:
+    """Keep the captures that are on the model now from seeing what happens inside."""
+    modules = set(model.modules())
+    with ExitStack() as stack:
+        for capture in list(ATTACHED):
+            if not modules.isdisjoint(capture.uses):
+                stack.enter_context(capture.paused())
+        yield

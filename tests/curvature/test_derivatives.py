@@ -1,0 +1,345 @@
+"""Losses with derivatives of the network inside: what is captured against gradients and products found another way."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ekfac import EKFAC, KFAC, Batch, Refresh
+from ekfac.curvature.blocks import find_blocks
+from ekfac.curvature.capture.capture import Capture
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import positions
+
+N = 6
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Residual(nn.Module):
+    """A layer that is used twice beside a shortcut, so that gradients of its input come from several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.inner(x))
+        out: Tensor = self.out(torch.sin(self.inner(x)) + x)
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.attention(x, x, x)  # with weights: the fast kernels have no second derivative
+        out: Tensor = self.out(torch.tanh(y)).sum(1)
+        return out
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Sigmoid(), nn.Linear(3, 1))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Softplus(), nn.Conv2d(3, 4, 2, groups=1), nn.Tanh(),
+        nn.ConvTranspose2d(4, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 1),
+    )  # fmt: skip
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dense": (dense, (4,)),
+    "sequence": (dense, (3, 4)),
+    "residual": (Residual, (4,)),
+    "attention": (Attention, (3, 4)),
+    "convolutional": (convolutional, (2, 5, 5)),
+}
+
+
+def input_gradient(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    u = model(x)
+    return u, torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """WGAN's gradient penalty beside its critic, of each example."""
+    u, g = input_gradient(model, x)
+    return u.flatten(1).sum(1) + 10 * (g.flatten(1).norm(dim=1) - 1).square()
+
+
+def poisson(model: nn.Module, x: Tensor) -> Tensor:
+    """The squared residual of an elliptic equation, of each example."""
+    u, g = input_gradient(model, x)
+    flat = g.flatten(1)
+    laplacian = sum(
+        torch.autograd.grad(flat[:, i].sum(), x, create_graph=True)[0].flatten(1)[:, i] for i in range(flat.shape[1])
+    )
+    return (laplacian + u.flatten(1).sum(1) ** 3 - 1).square()
+
+
+def third(model: nn.Module, x: Tensor) -> Tensor:
+    """A third derivative."""
+    _, g = input_gradient(model, x)
+    for _ in range(2):
+        (g,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+    return g.flatten(1).sum(1).square()
+
+
+def hessian_vector(model: nn.Module, x: Tensor) -> Tensor:
+    """A derivative along a direction that depends on the network."""
+    u, g = input_gradient(model, x)
+    (h,) = torch.autograd.grad(g, x, g.tanh(), create_graph=True)
+    return h.flatten(1).square().sum(1) + u.flatten(1).sum(1)
+
+
+LOSSES: dict[str, Loss] = {"penalty": penalty, "poisson": poisson, "third": third, "hessian": hessian_vector}
+
+
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    build, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    return build().double(), torch.randn(N, *shape, dtype=torch.float64).requires_grad_()
+
+
+def captured(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, tuple[Any, list[Call]]]:
+    """All calls of every block, of one loss."""
+    found: dict[str, tuple[Any, list[Call]]] = {}
+    blocks = [b for b in find_blocks(model, model.parameters()) if b.covered]
+    capture = Capture(
+        model, lambda block, calls, n: found.__setitem__(block.name, (block, calls)), reaches_parameters=lambda b: False
+    )
+    capture.attach(blocks)
+    value = loss()
+    with capture.separate_statistics():
+        value.backward()
+    capture.close()
+    return found
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_positions_sum_to_each_examples_own_gradient(name: str, loss: str) -> None:
+    model, x = network(name)
+    found = captured(model, lambda: LOSSES[loss](model, x).sum())
+    assert {p for b, _ in found.values() for p in b.parameters.values()} == set(model.parameters())
+    own = []
+    for i in range(N):
+        one = x[i : i + 1].detach().requires_grad_()
+        own.append(torch.autograd.grad(LOSSES[loss](model, one).sum(), list(model.parameters()), allow_unused=True))
+    names = {p: place for place, p in enumerate(model.parameters())}
+    for block, calls in found.values():
+        (h, delta), *more = positions(block, calls, N, 2**28)
+        assert not more
+        G = torch.einsum("nsgo,nsgc->ngoc", delta, h)
+        for i, gradients in enumerate(own):
+            given = {r: gradients[names[p]] for r, p in block.parameters.items()}
+            given = {r: torch.zeros_like(block.parameters[r]) if g is None else g for r, g in given.items()}
+            torch.testing.assert_close(G[i], block.layer.stack(given), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_s_star_is_the_mean_square_of_each_examples_gradient_in_the_basis(loss: str) -> None:
+    model, x = network("dense")
+    opt = EKFAC(model, scaling="per_example", scaling_decay=0.0, lr=0.0, refresh=Refresh(deterministic=True))
+    LOSSES[loss](model, x).mean().backward()
+    opt.step()
+    for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
+        state = opt.state[layer.weight]
+        total = torch.zeros_like(state["s"][0])
+        for i in range(N):
+            one = x[i : i + 1].detach().requires_grad_()
+            value = LOSSES[loss](model, one).sum()
+            weight, bias = torch.autograd.grad(value, [layer.weight, layer.bias], allow_unused=True)
+            bias = torch.zeros_like(layer.bias) if bias is None else bias
+            G = torch.cat([weight, bias[:, None]], 1)
+            total += (state["U_B"][0].T @ G @ state["U_A"][0]).square() / N
+        torch.testing.assert_close(state["s"][0], total, rtol=1e-8, atol=1e-12)
+
+
+# --- the factors against products that are written down one by one
+
+#: Every product with a weight: the weight, what it was given, what came out, whether it was with the transpose.
+Log = list[tuple[Tensor, Tensor, Tensor, bool, bool]]
+
+
+def multiply(log: Log, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """A linear layer whose derivatives, of any order, are products by this function too."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ (weight if transposed else weight.T)
+
+        @staticmethod
+        def backward(ctx: Any, d: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            given = multiply(log, d, weight, None, not transposed)
+            return given, (x.T @ d if transposed else d.T @ x)
+
+    y = Product.apply(x, weight)
+    if y.requires_grad:
+        log.append((weight, x, y, transposed, bias is not None))
+    return y if bias is None else y + bias
+
+
+def test_factors_are_sums_over_every_product_that_the_loss_makes() -> None:
+    model, x = network("dense")
+    assert isinstance(model, nn.Sequential)
+    opt = KFAC(model, lr=0.0)
+    poisson(model, x).mean().backward()
+    opt.step()
+    log: Log = []
+
+    def written(x: Tensor) -> Tensor:
+        for layer in model:
+            x = multiply(log, x, layer.weight, layer.bias, False) if isinstance(layer, nn.Linear) else layer(x)
+        return x
+
+    class Written(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return written(x)
+
+    loss = poisson(Written(), x).mean()
+    products = list(log)
+    arrived = torch.autograd.grad(loss, [y for _, _, y, _, _ in products], allow_unused=True)
+    for layer in (m for m in model if isinstance(m, nn.Linear)):
+        sides: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
+        for (weight, given, _, transposed, biased), d in zip(products, arrived, strict=True):
+            if weight is layer.weight and d is not None:
+                h, delta = (d, given) if transposed else (given, d)
+                ones = torch.full((N, 1), float(biased), dtype=h.dtype)
+                sides[transposed].append((torch.cat([h, ones], 1), delta))
+        c = torch.stack([torch.cat([h for h, _ in sides[t]]).square().mean() for t in (False, True)])
+        c = (c[0] / c[1]).sqrt()
+        h = torch.cat([*(h for h, _ in sides[False]), *(h * c for h, _ in sides[True])])
+        delta = N * torch.cat([*(d for _, d in sides[False]), *(d / c for _, d in sides[True])])
+        state = opt.state[layer.weight]
+        weight = state["factor_weight"]
+        torch.testing.assert_close(state["A"][0] / weight, (h.T @ h / len(h)).detach(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(state["B"][0] / weight, (delta.T @ delta / N).detach(), rtol=1e-8, atol=1e-10)
+
+
+# --- training
+
+
+@pytest.mark.parametrize("clip", [None, 1e9, 0.1])
+@pytest.mark.parametrize("options", [{}, {"scaling": "per_example"}, {"scaling": "running"}, {"batch": Batch("sum")}])
+def test_it_trains_as_it_comes(options: dict[str, Any], clip: float | None) -> None:
+    model, x = network("dense")
+    opt = EKFAC(model, lr=3e-3, **options)
+    losses = []
+    for _ in range(30):
+        opt.zero_grad()
+        each = poisson(model, x)
+        loss = each.sum() if options.get("batch") else each.mean()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        losses.append(each.mean().item())
+    assert not opt.engine.collector.fingerprints.unverified
+    assert losses[-1] < losses[0]
+
+
+def test_a_norm_between_them_is_refused_by_name() -> None:
+    """A norm's backward pass uses its weight in a way that no hook sees."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x = torch.randn(N, 4, dtype=torch.float64, requires_grad=True)
+    opt = EKFAC(model)
+    penalty(model, x).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"layer '1': its \.grad is not.*exclude=\['1'\].*statistics"):
+        opt.step()
+
+
+# --- gradients of gradients of the parameters
+
+
+def adapted_loss(model: nn.Module, steps: int) -> Tensor:
+    """MAML: the loss of five examples, with weights that seven others have changed."""
+    torch.manual_seed(1)
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
+    fast = dict(model.named_parameters())
+    for _ in range(steps):
+        inner = F.mse_loss(torch.func.functional_call(model, fast, (x[5:],)), y[5:])
+        gradients = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
+    return F.mse_loss(torch.func.functional_call(model, fast, (x[:5],)), y[:5])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("scaling", ["belief", "per_example"])
+def test_an_inner_batch_is_not_counted(scaling: str, steps: int) -> None:
+    model, _ = network("dense")
+    opt = EKFAC(model, scaling=scaling, lr=1e-3)
+    adapted_loss(model, steps).backward()
+    assert opt.engine.collector.capture.examples == 5
+    assert opt.engine.collector.capture.by_outputs is False  # layers are watched at every step from now on
+    before = model[0].weight.detach().clone()  # type: ignore[index]
+    opt.step()
+    assert not opt.engine.collector.fingerprints.unverified
+    assert not torch.equal(before, model[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scaling", ["belief", "per_example"])
+def test_a_penalty_on_the_parameters_gradients_counts_its_own_batch(scaling: str) -> None:
+    model, x = network("dense")
+    opt = EKFAC(model, scaling=scaling)
+    for _ in range(2):
+        opt.zero_grad()
+        for part in (x[:4].detach(), x[4:].detach()):  # accumulated
+            loss = model(part).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            (loss + 0.1 * sum(g.square().sum() for g in gradients)).backward()
+        opt.step()
+        assert opt.engine.collector.capture.examples == 0
+    assert not opt.engine.collector.fingerprints.unverified
+    assert opt.stats()["steps"] == 2
+
+
+def test_a_hessian_by_backward_counts_its_batch_once() -> None:
+    model, x = network("dense")
+    opt = EKFAC(model)
+    for _ in range(2):
+        opt.zero_grad()
+        model(x.detach()).square().mean().backward(create_graph=True)
+        gradients = [p.grad for p in model.parameters()]
+        with opt.paused():
+            torch.autograd.grad(gradients, list(model.parameters()), [torch.randn_like(g) for g in gradients])
+        assert opt.engine.collector.capture.examples == N
+        opt.step()
+        assert not opt.engine.collector.fingerprints.unverified
+
+
+def test_what_a_derivative_has_made_goes_with_its_graph() -> None:
+    model, x = network("dense")
+    opt = EKFAC(model)
+    kept: list[weakref.ref[Any]] = []
+
+    def mark(tensor: Tensor) -> None:
+        token = nn.Module()
+        kept.append(weakref.ref(token))
+        tensor.register_hook(lambda g, token=token: None)
+
+    for step in range(3):
+        opt.zero_grad()
+        u, g = input_gradient(model, x)
+        mark(u)
+        mark(g)
+        value = (u.square().sum() + g.square().sum()) / N
+        if step:  # the first is dropped before its backward pass
+            value.backward()
+            opt.step()
+        del value, u, g
+    assert all(ref() is None for ref in kept)
+    assert opt.engine.collector.capture.held.now == 0

@@ -1,0 +1,133 @@
+"""Other people's training loops, with the real libraries: they train, clip, accumulate and scale as they like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ekfac
+from integrations.networks import LENGTH, VOCABULARY, gpt2
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self) -> None:
+        self.tokens = torch.randint(3, VOCABULARY, (32, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    return transformers.TrainingArguments(
+        str(folder),
+        max_steps=8,
+        per_device_train_batch_size=6,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        **options,
+    )
+
+
+def test_hugging_faces_trainer_clips_and_accumulates(tmp_path: Path) -> None:
+    args = arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1)
+    from transformers import Trainer
+
+    torch.manual_seed(0)
+    model = gpt2()
+    opt = ekfac.EKFAC(model, lr=3e-3)
+    result = Trainer(model=model, args=args, train_dataset=Texts(), optimizers=(opt, None)).train()
+    assert opt.stats()["steps"] == 8
+    assert not opt.engine.collector.fingerprints.unverified  # clipping does not switch the check off
+    assert result.training_loss < 4.3
+
+
+def test_a_class_in_its_place_is_told_what_to_do(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    from transformers import Trainer
+
+    trainer = Trainer(model=gpt2(), args=args, train_dataset=Texts(), optimizer_cls_and_kwargs=(ekfac.EKFAC, {}))
+    with pytest.raises(
+        TypeError, match=r"hand it over, as in Trainer\(optimizers=\(EKFAC\(model\), None\)\)"
+    ) as caught:
+        trainer.train()
+    assert len(str(caught.value)) < 400
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    x = torch.randn(64, 4)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16)
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    opt = ekfac.EKFAC(net, lr=1e-2)
+    model, optimizer, batches = accelerator.prepare(net, opt, data)
+    losses = []
+    for _ in range(8):
+        for inputs, labels in batches:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert opt.stats()["steps"] == 16
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = nn.Linear(4, 16), nn.Linear(16, 2)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            loss = nn.functional.cross_entropy(self.head(torch.tanh(self.encoder(batch[0]))), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return ekfac.EKFAC(self, total_steps=self.trainer.estimated_stepping_batches)
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16)
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=10, logger=False, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=1.0,
+        accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    assert module.losses[-1] < 0.8 * module.losses[0]
+
+
+@pytest.mark.parametrize("kind", ["PPO", "A2C", "DQN"])
+def test_stable_baselines(kind: str) -> None:
+    baselines = pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
+    options: dict[str, dict[str, Any]] = {
+        "PPO": {"n_steps": 64, "batch_size": 32, "n_epochs": 2},
+        "A2C": {},
+        "DQN": {"learning_starts": 20},
+    }
+    agent = getattr(baselines, kind)("MlpPolicy", "CartPole-v1", seed=0, device="cpu", **options[kind])
+    model = agent.q_net if kind == "DQN" else agent.policy
+    opt = agent.policy.optimizer = ekfac.EKFAC(model, lr=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    agent.learn(128)
+    assert opt.stats()["steps"] > 5
+    assert not opt.engine.collector.fingerprints.unverified
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
