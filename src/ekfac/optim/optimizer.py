@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import local
-from ekfac.optim.distributed.states import keep_own
+from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import EXTRA, Grouped, Groups
 from ekfac.optim.options import StepSize
@@ -263,6 +263,35 @@ class Optimizer(Base, Joinable, Grouped):
         Where several processes train together each has a part of the state. All of them must call this, and all get
         the whole; it can be loaded by any number of processes.
         """
+        checkpoint.drop_outline(self.engine)
+        whole = whole_state(self.engine)
+        extra = checkpoint.engine_state(self.engine, whole)
+        extra["kl_clip_hits"] = float(self.kl_clip.hits)
+        extra["pace"] = self.lr_fraction.save()
+        extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
+        saved = super().state_dict()
+        state = {}
+        if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
+            state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
+        saved["param_groups"][0][EXTRA] = extra
+        return {**saved, "state": state, "ekfac": extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave.
+
+        All of it is checked first: names, settings, and the shape, dtype and values of every entry. What cannot be this
+        optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
+        """
+        saved = checkpoint.check(self.engine, state_dict)
+        groups = self._saved_groups(state_dict.get("param_groups"))
+        found = state_dict.get("state")
+        if not isinstance(found, Mapping):
+            raise ValueError(f"state_dict, 'state': is of type {type(found).__name__}. Allowed: a dict")
+        places = [
+            (i, p)
+            for g, own in zip(groups, self.param_groups, strict=True)
+            for i, p in zip(g["params"], own["params"], strict=True)
+        ]
         loaded = checkpoint.prepare(self.engine, saved, {p: found[index] for index, p in places if index in found})
         check_number("'kl_clip_hits'", saved.get("kl_clip_hits"), least=0)
         self.lr_fraction.check(saved.get("pace"))

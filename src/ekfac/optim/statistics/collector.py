@@ -92,12 +92,14 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch.on_end = self.capture.passed
+        self.watch.on_end = self.capture.me
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
         assigned = self._partition.assign(parameters)
         self.fingerprints.unverified |= assigned.new
+        if self._partition.problem:  # nothing of what the model has now can be compared
+            self.fingerprints.unverified.clear()
         if assigned.recast:
             self.fingerprints.forget()
             self.drop()

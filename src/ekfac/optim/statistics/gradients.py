@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.capture.hooks import remove_hooks
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
@@ -43,8 +44,8 @@ class GradientWatch:
         self._processes = processes
         self._fingerprints = fingerprints
         self.enabled = True
-        #: Called at the end of each backward pass that brought gradients.
-        self.on_end: Callable[[], None] | None = None
+        #: Is told of the end of each backward pass that brought gradients, as long as it is there.
+        self.on_end: Callable[[], Capture | None] = lambda: None
         #: Whether all gradients come from one backward pass, before which there were none.
         self.single_pass = False
         self.nothing_there = True
@@ -117,8 +118,8 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
-        if self.on_end is not None:
-            self.on_end()
+        if (capture := self.on_end()) is not None:
+            capture.passed()
         self.single_pass, self.nothing_there = self.nothing_there, False
         live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         grads = [p.grad for p in live if p.grad is not None]
