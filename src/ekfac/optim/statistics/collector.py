@@ -259,8 +259,9 @@ class Collector:
         if not self.active:
             ownership.refuse(self)
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
-        if (not gradients or not self.capture.examples) and not self._partition.is_current():
-            self.set_parameters(self.offered)
+        doubtful = self._partition.problem or not gradients or not self.capture.examples
+        if doubtful and not self._partition.is_current():
+            self.set_parameters(self.offered)  # functional_call, say, had put others there for a while
         if self._partition.problem:
             ownership.refuse_changed(self._partition.problem)
         if not gradients:
