@@ -216,12 +216,13 @@ def test_the_readmes_numbers_are_those_of_the_record():
     rows = {cells[1].strip(): cells for line in table.splitlines() if len(cells := line.split("|")) > 8}
     full = {name: float(rows[name][8].split("±")[0]) for name in ("EKFAC-ra freq=50", "Adam + BN")}
     shown.append(f"{full['EKFAC-ra freq=50']:.1f} EKFAC-ra, {full['Adam + BN']:.1f} Adam with batch-norm")
-    timing = (ROOT / "results" / "step" / "first_timing_h200.txt").read_text()
-    adamw, ours = (re.search(rf"^gpt {name} .*peak MiB (\d+)", timing, re.MULTILINE) for name in ("adamw", "ekfac"))
-    assert adamw is not None and ours is not None
-    steps = [float(value) for value in re.findall(r"\d+, ([\d.]+)\)", ours[0])]
-    shown += [f"takes {int(steps[-1])} ms", f"{int(steps[1])} to {round(steps[0])} ms each"]
-    shown.append(f"{int(ours[1]):,} MiB against AdamW's {int(adamw[1]):,}")
+    lines = (ROOT / "results" / "step" / "speed" / "times.jsonl").read_text().splitlines()
+    last = {name: times for task, name, times in map(json.loads, lines) if task == "gpt"}
+    begun = {name: sum(times[part] * n for part, n in (("0-20", 20), ("20-100", 80), ("100-300", 200))) / 1e3
+             for name, times in last.items()}  # fmt: skip
+    shown.append(f"takes {last['ekfac']['300-400']:.0f} ms, AdamW's {last['adamw']['300-400']:.0f}")
+    shown.append(f"take {begun['ekfac']:.1f} s, AdamW's {begun['adamw']:.1f} s")
+    shown.append(f"{last['ekfac']['peak']:,} MiB against AdamW's {last['adamw']['peak']:,}")
     assert [piece for piece in shown if piece not in text] == []
 
 
