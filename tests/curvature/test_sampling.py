@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import ROWS, FactorSums, factor_sums, stride
+from ekfac.optim.executor import Executor
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics.sums import factor_sums as taken_sums
 
 MEMORY = 2**28
 
@@ -21,7 +24,11 @@ def linear(inputs: int = 3, outputs: int = 2) -> Block:
 
 
 def sums(block: Block, x: Tensor, d: Tensor, sampled: bool) -> FactorSums:
-    return factor_sums(block, [Call(block.layer, x, d)], len(x), "expand", MEMORY, sampled=sampled)
+    call = Call(block.layer, x, d)
+    if sampled:  # as an optimizer takes them
+        options = EngineOptions()
+        return taken_sums(Executor(options, whole_steps=False), options, block, [call], len(x), replay=True)
+    return factor_sums(block, [call], len(x), "expand", MEMORY)
 
 
 def means(found: FactorSums, n: int) -> tuple[Tensor, Tensor]:

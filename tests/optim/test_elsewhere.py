@@ -71,7 +71,8 @@ def test_the_last_bases_are_kept_between_statistics(kind: Any, options: dict[str
 
 def test_without_any_statistics_it_says_how_to_take_them() -> None:
     model = mlp()
-    for opt in (EKFAC(model), Preconditioner(model)):
+    for make in (EKFAC, Preconditioner):
+        opt = make(model)
         put(model, functional_gradient(model))
         with pytest.raises(RuntimeError, match=r"with opt\.statistics\(\): loss_fn\(model\(x\), y\)\.backward\(\)"):
             opt.step()

@@ -27,7 +27,9 @@ class _Hook:
 
     def __call__(self, *args: Any) -> Any:
         # What the compiler traces it would run once, and capture nothing.
-        return _outside(self, args) if torch.compiler.is_dynamo_compiling() else self.run(*args)
+        if torch.compiler.is_dynamo_compiling():
+            return _outside(self, args)
+        return None if torch._C._get_tracing_state() else self.run(*args)  # nor has torch.jit.trace anything to train
 
     def run(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Do what the hook is for."""

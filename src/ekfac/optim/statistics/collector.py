@@ -144,7 +144,7 @@ class Collector:
             self._replaced()
         if self._partition.is_frozen():
             return False
-        if not self._partition.is_current():
+        if not self._partition.is_current() and not self._partition.is_exchanged():
             self.set_parameters(self.offered)
         if self._partition.problem:
             return False  # which the step will tell

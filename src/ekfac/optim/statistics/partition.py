@@ -262,6 +262,11 @@ class Partition:
         self.blocks, self._known, self.silent, self._seen = [], {}, set(), {}
         return {p: now[name] for p, name in names.items()}
 
+    def is_exchanged(self) -> bool:
+        """Tell whether other tensors stand in the place of parameters for a while, as under functional_call."""
+        held = (p for m in self._modules for p in m._parameters.values() if p is not None)
+        return not all(isinstance(p, nn.Parameter) for p in held)
+
     def is_current(self) -> bool:
         """Tell whether parameters are frozen, cast and placed as when they were assigned, in the same modules."""
         return layout_of(self.offered, self._modules) == self._layout
