@@ -158,3 +158,27 @@ def test_a_change_to_one_blocks_state_is_seen() -> None:
     (stack,) = [s for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0) if model[4].weight in
                 {b.key for b in s.blocks}]  # fmt: skip
     assert [float(part.mean()) == 7.0 for part in stack.parts(stack.state.s)] == [False, True, False]
+
+
+def test_layers_of_several_dtypes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.two(torch.tanh(self.one(x)).double())
+            return out
+
+    model, losses = Mixed(), []
+    opt = ekfac.EKFAC(model, lr=0.01)
+    for step in range(40):
+        opt.zero_grad()
+        loss = model(torch.randn(16, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert opt.state[model.one.weight]["A"].dtype == torch.float32
+    assert opt.state[model.two.weight]["A"].dtype == torch.float64
+    assert losses[-1] < 0.5 * losses[0]

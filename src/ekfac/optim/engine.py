@@ -251,14 +251,15 @@ class Engine:
 
     def warm_refresh(self, due: Mapping[Block, tuple[int, int]], rates: Rates, ok: Tensor | None = None) -> None:
         """Bring bases nearer to their factors' own, each side by so many iterations."""
-        renewals = []
+        renewals: dict[torch.device, list[Renewal]] = {}
         for stack in self.stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
             near = self.schedule.applied_steps >= START and not any(s.strayed for s in self.stacks.states(stack))
             damping = rates.of(stack.first.key).damping
             A, B = factors_of(stack.state)
-            renewals.append(Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near))
-        if renewals:
-            self.method.warm_refresh(renewals, self.refresher, ok)
+            renewal = Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near)
+            renewals.setdefault(A.device, []).append(renewal)
+        for together in renewals.values():
+            self.method.warm_refresh(together, self.refresher, ok)
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""

@@ -32,7 +32,7 @@ from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import Addition, BlockSums, Expected, factor_sums, reduce_over_processes, weigh
+from ekfac.optim.statistics.sums import Addition, BlockSums, Expected, alike, factor_sums, reduce_over_processes, weigh
 from ekfac.optim.types import KeptCalls, StepInputs
 
 
@@ -382,10 +382,9 @@ class Collector:
         stacks = self._stacks.of(sums, lambda block: isinstance(sums[block].terms, Tensor))
         additions = [Addition(stack, [sums[block] for block in stack.blocks]) for stack in stacks]
         n, square = inputs.n_statistics, self.delta_square(inputs)
+        for of in alike(additions):
+            weigh(of, n, square, inputs.bad, bounded=not self.options.refresh.deterministic)
         known = [a for a in additions if a.old is not None]
-        for of in (known, [a for a in additions if a.old is None]):
-            if of:
-                weigh(of, n, square, inputs.bad, bounded=not self.options.refresh.deterministic)
         if known:
             decay, ok = self.options.refresh.factor_decay, inputs.ok
             totals = [total for a in known for total in a.totals()]

@@ -118,9 +118,10 @@ class Refresher:
         """Iterate all sides of one width together, so many at a time that they fit into memory."""
         together: dict[Any, list[int]] = {}
         for index, side in enumerate(sides):
-            together.setdefault((side.matrix.shape[1:], side.iterations, side.passes), []).append(index)
+            kind = side.matrix.shape[1:], side.iterations, side.passes, side.matrix.dtype
+            together.setdefault(kind, []).append(index)
         found: dict[int, WarmBasis] = {}
-        for (shape, iterations, passes), indices in together.items():
+        for (shape, iterations, passes, _), indices in together.items():
             lengths = [len(sides[i].matrix) for i in indices]
             matrices, bases = joined([sides[i].matrix for i in indices]), joined([sides[i].U for i in indices])
             most = max(1, NUMBERS // shape.numel())

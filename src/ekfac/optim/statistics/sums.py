@@ -150,13 +150,21 @@ class Addition:
         return self.old.A, self.old.B, self.old.factor_weight
 
 
+def alike(additions: list[Addition]) -> list[list[Addition]]:
+    """Return together what can be weighed together: on one device, in one dtype, with factors already or without."""
+    found: dict[Any, list[Addition]] = {}
+    for a in additions:
+        found.setdefault((a.A.device, a.A.dtype, a.old is None), []).append(a)
+    return list(found.values())
+
+
 def weigh(
     additions: list[Addition], n: float | Tensor, square: float | Tensor, bad: Tensor | None, bounded: bool
 ) -> None:
     """Multiply sums by what makes them additions; all blocks' numbers are computed at once.
 
     Args:
-        additions: What is added, to blocks that all have factors already or all have none.
+        additions: What is added; all of them are :func:`alike`.
         n: The number of examples.
         square: What squared output gradients are multiplied by.
         bad: True on the device in a step that must change nothing.
