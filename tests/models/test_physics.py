@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from paper import EKFAC
 
+#: Together they take long.
+pytestmark = pytest.mark.over_a_second
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)

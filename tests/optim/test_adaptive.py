@@ -17,6 +17,9 @@ from ekfac.optim.step_size.adaptive_damping import Adaptation
 from helpers import half_square, mlp
 from paper import EKFAC, KFAC, Preconditioner
 
+#: Together they take long.
+pytestmark = pytest.mark.over_a_second
+
 IN, OUT, N = 3, 2, 12
 #: Outputs' gradients whose second moment is exactly the identity, so that the factors are those of the Hessian.
 UNIT = math.sqrt(OUT) * torch.eye(OUT, dtype=torch.float64).repeat(N // OUT, 1)

@@ -10,6 +10,9 @@ from torch._dynamo.utils import counters
 from ekfac.curvature.capture import hooks
 from paper import EKFAC, KFAC
 
+#: Together they take long.
+pytestmark = pytest.mark.over_a_second
+
 MAKERS = {
     "running": lambda model: EKFAC(model, lr=0.01, refresh_every=3, momentum=0.9),
     "per_example": lambda model: EKFAC(model, lr=0.01, refresh_every=3, scaling="per_example"),

@@ -16,6 +16,9 @@ from ekfac import EKFAC, KFAC, Refresh
 from ekfac.curvature import eigensolvers
 from fuzz.solvers import failing
 
+#: Together they take long.
+pytestmark = pytest.mark.over_a_second
+
 STEPS = 3
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "default": lambda m: EKFAC(m, refresh_every=2),

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from ekfac import EKFAC, KFAC, Preconditioner
 from loops import NETWORKS
 
+#: Together they take long.
+pytestmark = pytest.mark.over_a_second
+
 STEPS = 12
 
 
