@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
 
 
-class _Hook:
+class _Hook(ABC):
     """A hook that does not keep the capture alive, nor drag it along when a model is copied or saved."""
 
     def __init__(self, capture: weakref.ref[Capture]) -> None:
@@ -31,9 +32,9 @@ class _Hook:
             return _outside(self, args)
         return None if torch._C._get_tracing_state() else self.run(*args)  # nor has torch.jit.trace anything to train
 
+    @abstractmethod
     def run(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Do what the hook is for."""
-        raise NotImplementedError(f"{type(self).__name__} has no run()")
 
     def __getattr__(self, name: str) -> Any:
         if name == "__name__":  # torch.jit.script asks for it, of every hook
