@@ -13,7 +13,7 @@ from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import ROWS, FactorSums, factor_sums, stride
 from ekfac.optim.executor import Executor
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import factor_sums as taken_sums
+from ekfac.optim.statistics.samples import factor_sums_by as taken_sums
 
 MEMORY = 2**28
 

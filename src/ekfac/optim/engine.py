@@ -120,9 +120,10 @@ class Engine:
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        plain = not (inputs.solves or inputs.warm or any(sums.factors is not None for sums in inputs.sums.values()))
+        plain = not (inputs.solves or inputs.warm or inputs.factors)
         if plain and self.executor.replay(self, inputs, rates, apply):
             return True
+        tried = plain and not inputs.samples
         if not self.check_finite(inputs):
             return False
         self.collector.collect(inputs)
@@ -130,11 +131,10 @@ class Engine:
             self.collector.verify(inputs)
         # Factors and, where they are due, bases; then scalings and directions.
         blocks = self.trained(inputs)
-        if inputs.sums:
-            self.collector.update_factors(inputs)
+        self.collector.update_factors(inputs, inputs.factors)
         if inputs.solves or inputs.warm:
             self.compute_eigenbases(blocks, inputs, rates)
-        if plain or not self.executor.replay(self, inputs, rates, apply):
+        if tried or not self.executor.replay(self, inputs, rates, apply):
             apply(inputs, self.precondition(blocks, inputs, rates), rates)
         return True
 
@@ -255,9 +255,8 @@ class Engine:
         for stack in self.stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
             near = self.schedule.applied_steps >= START and not any(s.strayed for s in self.stacks.states(stack))
             damping = rates.of(stack.first.key).damping
-            A, B = factors_of(stack.state)
-            renewal = Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near)
-            renewals.setdefault(A.device, []).append(renewal)
+            renewal = Renewal(stack.blocks, stack.state, due[stack.first], damping, near)
+            renewals.setdefault(stack.first.key.device, []).append(renewal)
         for together in renewals.values():
             self.method.warm_refresh(together, self.refresher, ok)
 

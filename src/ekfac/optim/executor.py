@@ -45,6 +45,9 @@ class Executor:
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
     """
 
+    #: Whether :meth:`keep` has places for what backward leaves.
+    keeps = False
+
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
         self.whole_steps = whole_steps
@@ -53,12 +56,26 @@ class Executor:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
+    def keep(self, key: Hashable, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Copy tensors to places where a replay finds them; None where there is no room.
+
+        Args:
+            key: What they are.
+            tensors: The tensors.
+        """
+        return None
+
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
         """Call a function of each part, which do not depend on each other; returns what it returns, in their order."""
         return [function(part) for part in parts]
 
     def call(
-        self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
+        self,
+        what: str,
+        key: Hashable,
+        function: Callable[..., tuple[Any, ...]],
+        *tensors: Tensor,
+        fixed: Sequence[Tensor] = (),
     ) -> tuple[Any, ...]:
         """Call a function of tensors that returns tensors, and what does not change from call to call.
 
@@ -67,6 +84,7 @@ class Executor:
             key: All that it depends on besides the tensors.
             function: The function.
             *tensors: Its arguments.
+            fixed: Other tensors that it reads and writes, where they are.
         """
         return function(*tensors)
 

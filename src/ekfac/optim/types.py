@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.statistics.factored_gradient import Rows
+from ekfac.optim.statistics.samples import Sample
 from ekfac.optim.statistics.sums import BlockSums
 
 #: Calls of a block that are kept for the step, by forward pass, each with its number of examples.
@@ -177,6 +179,7 @@ class StepInputs:
         processes: How many processes train together.
         batches: How many batches they have: under tensor parallel several share one.
         mean: What gradients are multiplied by to be those of a mean over examples.
+        samples: Samples whose sums are taken in the step itself; of blocks that have none in ``sums``.
         sizes: The largest magnitude of every gradient.
         left: The same as backward left it.
         touched: Parameters whose gradient was changed since.
@@ -195,6 +198,7 @@ class StepInputs:
     processes: int = 1
     batches: int = 1
     mean: float | Tensor = 1.0
+    samples: dict[Block, list[Sample]] = field(default_factory=dict)
     sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     left: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     touched: list[nn.Parameter] = field(default_factory=list)
@@ -203,6 +207,11 @@ class StepInputs:
     ok: Tensor | None = None
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> dict[Block, FactorSums]:
+        """The sums that A and B are to take in."""
+        return {block: sums.factors for block, sums in self.sums.items() if sums.factors is not None}
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros in a step that must change nothing."""

@@ -1,0 +1,121 @@
+"""As much of a batch as A and B need: taken at once, or kept until the step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature import statistics
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.executor import Executor
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics.sums import BlockSums
+
+
+@dataclass(frozen=True)
+class Sample:
+    """As much of a batch as a block's factors need.
+
+    Attributes:
+        calls: The calls, of some of the examples or of all.
+        n: How many examples these are.
+        more: What B is multiplied by to make up for those that are left out.
+    """
+
+    calls: tuple[Call, ...]
+    n: int
+    more: float = 1.0
+
+    @property
+    def key(self) -> Hashable:
+        """All that sums depend on besides the tensors."""
+        return self.n, self.more, *((c.layer, c.layer.mode) for c in self.calls)
+
+    @property
+    def at_place(self) -> Hashable:
+        """The same of sums that are taken again and again of tensors at the same addresses."""
+        return self.key, *((t.data_ptr(), t.shape) for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return inputs and output gradients of the calls."""
+        return [t for call in self.calls for t in (call.x, call.d)]
+
+    def at(self, tensors: Sequence[Tensor]) -> Sample:
+        """Return the same with its :meth:`tensors` at other places."""
+        calls = (Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(self.calls))
+        return Sample(tuple(calls), self.n, self.more)
+
+
+def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
+    """Take out of a batch of n examples what the factors of a block need."""
+    if options.coverage.sharing != "expand" or not _inexact(options, block):
+        return Sample(tuple(calls), n)
+    some, count = statistics.sampled(block, list(calls), n)
+    return Sample(tuple(some), count, len(calls[0].d) / len(some[0].d))
+
+
+def _inexact(options: EngineOptions, block: Block) -> bool:
+    return not options.refresh.deterministic and block.dtype == torch.float32
+
+
+def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorSums:
+    """Take A and B of a sample."""
+    sharing, limit = options.coverage.sharing, options.numerics.memory_limit
+    sums = statistics.factor_sums(block, sample.calls, sample.n, sharing, limit, half=_inexact(options, block))
+    if sample.more != 1:
+        sums.B.mul_(sample.more)
+    return sums
+
+
+def factor_sums_by(
+    executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, replay: bool = True
+) -> FactorSums:
+    """Take A and B of a batch.
+
+    Args:
+        executor: Runs it.
+        options: The engine's.
+        block: The block.
+        calls: Its calls.
+        n: The number of examples.
+        replay: Whether an earlier run may be replayed.
+    """
+    sample = sample_of(options, block, calls, n)
+    if not replay or block.layer.scattered:
+        return factor_sums(options, block, sample)
+
+    def taken(*tensors: Tensor) -> tuple[Any, ...]:
+        sums = factor_sums(options, block, sample.at(tensors))
+        return sums.A, sums.terms, sums.B
+
+    return FactorSums(*executor.call("taking statistics", (block, sample.key), taken, *sample.tensors()))
+
+
+def kept_sample(
+    executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, index: int
+) -> Sample | None:
+    """Return a sample that will be there in the step, of this number among the block's; None if there is no room."""
+    sample = sample_of(options, block, calls, n)
+    kept = executor.keep((block, index), sample.tensors())
+    return None if kept is None else sample.at(kept)
+
+
+def sums_of_samples(
+    executor: Executor, options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]
+) -> dict[Block, BlockSums]:
+    """Return the sums of samples that were kept."""
+
+    def taken(block: Block) -> BlockSums:
+        sums = BlockSums()
+        for sample in samples[block]:
+            sums.add_factors(factor_sums(options, block, sample))
+        return sums
+
+    blocks = [block for block, kept in samples.items() if kept]
+    return dict(zip(blocks, executor.parallel(taken, blocks), strict=True)) if blocks else {}
