@@ -41,6 +41,12 @@ def kind_of(opt):
     return ("stats" if takes else "plain") + ("+refresh" if refresh else "")
 
 
+def state_bytes(opt):
+    """Add up the storages of an optimizer's state."""
+    storages = [t.untyped_storage() for s in opt.state.values() for t in s.values() if torch.is_tensor(t)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
 def measure(name, label, make):
     model_fn, batch_fn, loss_fn = TASKS[name]
     gc.collect()
@@ -80,12 +86,9 @@ def measure(name, label, make):
     found["allocated"] = torch.cuda.memory_allocated() // 2**20
     found["reserved"] = torch.cuda.memory_reserved() // 2**20
     if label == "ekfac":
-        tensors = [t for s in opt.state.values() for t in s.values() if torch.is_tensor(t)]
-        found["state"] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) >> 20
-        x = opt.engine.executor
-        if hasattr(x, "step_graphs"):
-            found["replays"] = x.step_graphs.replays
-            found["recorded"] = len(x.step_graphs._recorded)
+        found["state"] = state_bytes(opt) >> 20
+        found["replays"] = opt.engine.executor.step_graphs.replays
+        found["recorded"] = len(opt.engine.executor.step_graphs._recorded)
     # The host alone: the device is idle when a step begins.
     host = defaultdict(list)
     for _ in range(40):

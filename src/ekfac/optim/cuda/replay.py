@@ -129,9 +129,10 @@ class Replays:
             fixed: Others that it reads and writes where they are. Once one of them has moved, everything is recorded
                 anew.
         """
-        device = (given or fixed)[0].device
-        if not self.enabled or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        first = (given or fixed)[0]
+        if not (self.enabled and first.is_cuda) or torch.cuda.is_current_stream_capturing():
             return function(*given)
+        device = first.device
         key = key, *map(form, (*given, *fixed))
         at = [t.data_ptr() for t in fixed]
         if self._fixed.setdefault(key, at) != at:

@@ -97,7 +97,7 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch.on_end = self.capture.me
+        self.watch.on_end, self.capture.on_quiet = self.capture.me, self.watch.quiet
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -153,22 +153,22 @@ class Collector:
             return False
         if not self._partition.is_current() and not self._partition.is_exchanged():
             self.set_parameters(self.offered)
-        if self._partition.problem:
-            return False  # which the step will tell
-        if self.capture.forwards.busy_elsewhere():
-            return True  # what another thread has under way is its own affair
+        if self._partition.problem:  # which the step will tell
+            return False
+        if self.capture.forwards.busy_elsewhere():  # what another thread has under way is its own affair
+            return True
         self.watch.before_forward()
         if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
         return True
 
-    def _wanted(self, block: Block) -> bool:
-        return (
-            self._method.needs_examples
-            or self._schedule.takes_factors(block)
-            or block in self.fingerprints.unverified
-            or (self.may_use_rows(block) and block not in self._several)
-        )
+    def _wanted(self, block: Block | None) -> bool:
+        if block is None:
+            needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
+            return bool(needed) or any(self.may_use_rows(b) and b not in self._several for b in self._partition.covered)
+        if self._method.needs_examples or block in self.fingerprints.unverified:
+            return True
+        return self._schedule.takes_factors(block) or (self.may_use_rows(block) and block not in self._several)
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -208,7 +208,7 @@ class Collector:
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
-        return may_use_rows(block, self.options) and not self.capture.separate
+        return not self.capture.separate and may_use_rows(block, self.options)
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
@@ -278,6 +278,7 @@ class Collector:
         """Return what the host can know before anything is computed; None if there is no gradient."""
         if not self.active:
             ownership.refuse(self)
+        self.watch.catch_up()
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         doubtful = self._partition.problem or not gradients or not self.capture.examples
         if doubtful and not self._partition.is_current():

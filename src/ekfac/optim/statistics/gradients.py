@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
-from ekfac.curvature.capture.hooks import remove_hooks
+from ekfac.curvature.capture.hooks import Mutable, remove_hooks
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
@@ -55,6 +55,7 @@ class GradientWatch:
         #: Whether ranks hold pieces of them.
         self._sharded = False
         self._handles: list[RemovableHandle] = []
+        self._hooks = Mutable(self._handles)
         #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
         self.lengths_wanted = False
         self._lengths: dict[nn.Parameter, Tensor] = {}
@@ -63,6 +64,7 @@ class GradientWatch:
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch these parameters."""
+        self._hooks.restore()
         remove_hooks(self._handles)
         self._parameters = list(parameters)
         self._sharded = any_sharded(self._parameters)
@@ -76,11 +78,25 @@ class GradientWatch:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._hooks.restore()
         remove_hooks(self._handles)
         self.forget()
 
+    def quiet(self, come: bool) -> None:
+        """Do without the hooks: after a forward whose output tells of the backward pass (``come``) all the same."""
+        if come:
+            self.backward_runs()
+        elif not self._sharded and self._processes.size == 1:
+            self._hooks.mute(True)
+
+    def catch_up(self) -> None:
+        """Take the gradients as those of a backward pass that was not noticed, if the hooks are still away."""
+        if self._hooks:
+            self._backward_ended()
+
     def forget(self) -> None:
         """Drop what was noted."""
+        self._hooks.restore()
         self._left = {}
         self._lengths = {}
         self._task = -1
@@ -118,6 +134,7 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
+        self._hooks.restore()
         if (capture := self.on_end()) is not None:
             capture.passed()
         self.single_pass, self.nothing_there = self.nothing_there, False
