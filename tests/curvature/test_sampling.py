@@ -88,3 +88,19 @@ def test_random_rows_give_factors_within_their_noise() -> None:
     whole, found = means(sums(block, x, d, False), rows), means(sums(block, x, d, True), rows)
     for one, two in zip(whole, found, strict=True):
         assert float((one - two).norm() / one.norm()) < 0.1
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_half_precision_is_summed_as_it_was_multiplied(half: torch.dtype, bias: bool, wide: bool) -> None:
+    """Autocast has turned the input into half precision: A is that of what the layer has multiplied."""
+    (block,) = find_blocks(nn.Linear(5, 7, bias=bias))
+    block.diagonal_B = wide
+    torch.manual_seed(0)
+    x, d = torch.randn(40, 3, 5), torch.randn(40, 3, 7).to(half)
+    found = sums(block, x, d, sampled=True)
+    expected = sums(block, x.to(half).double(), d.double(), sampled=False)
+    assert found.A.dtype == found.B.dtype == torch.float32 and found.terms == expected.terms
+    torch.testing.assert_close(found.A, expected.A.float(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.B, expected.B.float(), rtol=1e-6, atol=1e-5)

@@ -67,7 +67,9 @@ def factor_sums(
     if sharing != "expand":
         for call in calls:
             refuse_unaligned(block, call.layer, call.x, n)
-    half = half and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
+    half = half and all(call.d.dtype in factors.HALF for call in calls)
+    as_is = half and takes_half(calls) and not further
+    direct = len(calls) == 1 and (calls[0].layer.direct_inputs or (as_is and calls[0].layer.reads_whole_inputs))
     with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
         if block.layer.scattered:
             sides = block.dtype, block.diagonal_A, block.diagonal_B
@@ -77,9 +79,9 @@ def factor_sums(
             A = new_A if A is None else A.add_(new_A)
             B = new_B if B is None else B.add_(new_B)
             terms += found
-        elif sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
+        elif sharing == "expand" and direct and not block.diagonal_A:
             layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
-            for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
+            for cut, count in cuts(block, calls, n, memory, further, unfolded=False, as_is=as_is):
                 for (one,) in (calls, *further):
                     B = factors.output_sum(layer.deltas(cut(one.x), cut(one.d), count), sharing, block.diagonal_B, B)
                 A, found = layer.input_sum_directly(cut(calls[0].x), count, A)
@@ -98,6 +100,11 @@ def factor_sums(
     if into is None and additions + len(further) > 1 and A.device.type == "cpu":  # elsewhere no sum is taken by strips
         sums.mirror()
     return sums
+
+
+def takes_half(calls: Sequence[Call]) -> bool:
+    """Tell whether calls ran in half precision, so that their sums can be taken of what they have multiplied."""
+    return all(c.layer.takes_half and c.d.dtype in factors.HALF for c in calls)
 
 
 def sampled(block: Block, calls: list[Call], n: int) -> tuple[list[Call], int]:
@@ -217,11 +224,18 @@ def positions(
 
 
 def cuts(
-    block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = (), unfolded: bool = True
+    block: Block,
+    calls: Sequence[Call],
+    n: int,
+    memory: int,
+    further: Passes = (),
+    unfolded: bool = True,
+    as_is: bool = False,
 ) -> Iterator[tuple[Cut, int]]:
     """Split the examples so that h and delta, with one copy of each, fit into ``memory`` bytes.
 
-    Where h is not written out (``unfolded=False``) the input stands in its place.
+    Where h is not written out (``unfolded=False``) the input stands in its place. Tensors come in the block's dtype, or
+    as they are: then inputs that autocast has turned into half precision before the product come so.
     """
     numbers = 0
     for call in calls:
@@ -233,7 +247,7 @@ def cuts(
     for start, stop in chunks(n, each, memory) if splittable else [(0, n)]:
 
         def cut(tensor: Tensor, start: int = start, stop: int = stop) -> Tensor:
-            return _examples(tensor, start, stop, n, block.dtype)
+            return _examples(tensor, start, stop, n, calls[0].d.dtype if as_is else block.dtype)
 
         yield cut, stop - start
 

@@ -56,12 +56,13 @@ class Executor:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
-    def keep(self, key: Hashable, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    def keep(self, key: Hashable, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
         """Copy tensors to places where a replay finds them; None where there is no room.
 
         Args:
             key: What they are.
             tensors: The tensors.
+            dtypes: Those of the copies.
         """
         return None
 

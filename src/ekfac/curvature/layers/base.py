@@ -82,6 +82,8 @@ class Layer(ABC):
     transposed: ClassVar[bool] = False
     #: The output is the product of the weight with the input, or with windows of it, and a bias.
     linear: ClassVar[bool] = False
+    #: Sums for A and B can be taken of half-precision inputs and output gradients as they are.
+    takes_half: ClassVar[bool] = False
     #: torch sums this kind's gradients in half precision where its parameters are, so that they are only roughly right.
     rough_in_half: ClassVar[bool] = False
     #: Examples can be read a few at a time (not where they meet in the batch's statistics).
@@ -168,6 +170,11 @@ class Layer(ABC):
     @property
     def direct_inputs(self) -> bool:
         """Whether :meth:`input_sum_directly` knows a way to A without forming h."""
+        return False
+
+    @property
+    def reads_whole_inputs(self) -> bool:
+        """Whether it knows a way that is worth it for half-precision inputs alone."""
         return False
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:

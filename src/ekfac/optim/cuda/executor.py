@@ -93,8 +93,8 @@ class CudaExecutor(Executor):
         """Whether a replay could read what backward leaves."""
         return self.whole_steps and self.places.open and self.graphs_possible(self._device)
 
-    def keep(self, key: Hashable, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        return self.places.put(key, tensors)
+    def keep(self, key: Hashable, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        return self.places.put(key, tensors, dtypes)
 
     def call(
         self,

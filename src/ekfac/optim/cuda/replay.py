@@ -63,17 +63,18 @@ class Places:
         self.open = True
         self._places: dict[Hashable, list[Tensor]] = {}
 
-    def put(self, key: Hashable, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Copy tensors to their places; None if there is no room."""
-        key = key, *map(form, tensors)
+    def put(self, key: Hashable, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        """Copy tensors to their places, of these dtypes; None if there is no room."""
+        key = key, *((t.shape, t.stride()) for t in tensors), *dtypes
         places = self._places.get(key)
         if places is None:
-            self._room -= sum(map(_bytes, tensors))
+            self._room -= sum(t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True))
             if self._room < 0:
                 self.open = False
                 self._places.clear()
                 return None
-            places = self._places[key] = [torch.empty_like(t) for t in tensors]
+            pairs = zip(tensors, dtypes, strict=True)
+            places = self._places[key] = [torch.empty_like(t, dtype=dtype) for t, dtype in pairs]
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
         return places

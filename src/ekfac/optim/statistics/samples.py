@@ -102,7 +102,9 @@ def kept_sample(
 ) -> Sample | None:
     """Return a sample that will be there in the step, of this number among the block's; None if there is no room."""
     sample = sample_of(options, block, calls, n)
-    kept = executor.keep((block, index), sample.tensors())
+    tensors = sample.tensors()
+    half = _inexact(options, block) and statistics.takes_half(calls)  # inputs as the products had them
+    kept = executor.keep((block, index), tensors, [calls[0].d.dtype if half else t.dtype for t in tensors])
     return None if kept is None else sample.at(kept)
 
 
