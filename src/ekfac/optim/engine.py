@@ -115,7 +115,7 @@ class Engine:
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.
         """
-        if self._shares():
+        if self.shares():
             return self.replicas.step(rates, apply)
         inputs = self.collector.inputs()
         if inputs is None:
@@ -138,7 +138,7 @@ class Engine:
             apply(inputs, self.precondition(blocks, inputs, rates), rates)
         return True
 
-    def _shares(self) -> bool:
+    def shares(self) -> bool:
         """Tell whether other processes take part in this step."""
         running = dist.is_available() and dist.is_initialized()
         return (running or self.partition.owners.size > 1) and self.replicas.together()
@@ -215,7 +215,7 @@ class Engine:
             self.schedule.applied_steps -= 1
             self._count_skipped()
         if self.schedule.pending:
-            self.schedule.poll(wait or self._shares())
+            self.schedule.poll(wait or self.shares())
         return skipped
 
     def skip(self) -> None:
@@ -243,7 +243,7 @@ class Engine:
         self.collector.drop()
         if not due:
             return
-        if self._shares():
+        if self.shares():
             self.replicas.refresh(due, rates)
             return
         with self.executor.beside(self.partition.device, sum(sum(block.factor_numbers()) for block in due)):

@@ -151,11 +151,15 @@ class Rates:
         groups: One for each parameter group.
         group_of: The place of each trained parameter's group.
         fixed: What else the update depends on: steps that differ in it are different steps.
+        averaged: Parameters whose average takes the step in.
+        average_weight: The weight of the newest ones in it.
     """
 
     groups: list[GroupRates]
     group_of: Mapping[nn.Parameter, int]
     fixed: Hashable = None
+    averaged: tuple[nn.Parameter, ...] = ()
+    average_weight: float | Tensor = 0.0
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
         """Return the numbers of a parameter's group; those of a block are its first parameter's."""

@@ -197,7 +197,7 @@ def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
 
 def numbers_of(inputs: StepInputs, rates: Rates) -> list[float | Tensor]:
     """Return the numbers of a step that change from one to the next, in a fixed order."""
-    found = [inputs.n, inputs.n_statistics, inputs.mean]
+    found = [inputs.n, inputs.n_statistics, inputs.mean, rates.average_weight]
     for group in rates.groups:
         found += [group.lr, group.damping, 0.0 if group.betas is None else group.betas[0]]
     return found
@@ -218,7 +218,7 @@ def at_places(
     places = iter([_place(known, (i, form(t)), t) for i, t in enumerate(tensors_of(inputs))])
     gradients = {p: next(places) for p in inputs.gradients}
     scalings = {block: None if s.scaling is None else next(places) for block, s in inputs.sums.items()}
-    n, n_statistics, mean = next(numbers), next(numbers), next(numbers)
+    n, n_statistics, mean, average_weight = (next(numbers) for _ in range(4))
     sums = {block: BlockSums(scaling=scaling) for block, scaling in scalings.items()}
     placed = StepInputs(gradients, {}, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
     placed.samples = inputs.samples  # which lie where they always do
@@ -227,7 +227,7 @@ def at_places(
         lr, damping, beta = next(numbers), next(numbers), next(numbers)
         betas = None if group.betas is None else (beta, group.betas[1])
         groups.append(replace(group, lr=lr, damping=damping if damping_is_free else group.damping, betas=betas))
-    return placed, replace(rates, groups=groups)
+    return placed, replace(rates, groups=groups, average_weight=average_weight)
 
 
 def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor:

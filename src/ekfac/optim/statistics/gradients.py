@@ -90,8 +90,12 @@ class GradientWatch:
             self._hooks.mute(True)
 
     def catch_up(self) -> None:
-        """Take the gradients as those of a backward pass that was not noticed, if the hooks are still away."""
-        if self._hooks:
+        """Notice a backward pass that has come by no output while the hooks were away, by what it has left."""
+        if not self._hooks:
+            return
+        self._hooks.restore()
+        there = [p for p in self._parameters if p.grad is not None and (p not in self._left or self.touched(p))]
+        if any(bool(p.grad.any()) for p in there if p.grad is not None):
             self._backward_ended()
 
     def forget(self) -> None:
@@ -105,6 +109,7 @@ class GradientWatch:
 
     def before_forward(self) -> None:
         """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
+        self.catch_up()
         self.nothing_there = all(p.grad is None for p in self._parameters) or self._zeroed()
 
     def _zeroed(self) -> bool:
