@@ -190,7 +190,7 @@ class Engine:
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
         if rows is None:
-            step = block_step(stack.blocks, inputs, rates, method.squares_penalty)
+            step = block_step(stack.blocks, inputs, rates, method.squares_penalty, method.bounds_gradients)
         else:
             step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok)
         method.project(block, state, step)
@@ -204,7 +204,7 @@ class Engine:
         P = method.project_back(method.rescale(block, state, step), step)
         if len(stack.blocks) > 1:
             self.stacks.hand_down(stack)
-        return stack.directions(P, step, inputs.gradients)
+        return stack.directions(P, step, inputs.gradients, rates.keeps_gradients)
 
     # --- between steps --------------------------------------------------------------------------------------------
 

@@ -207,7 +207,8 @@ class Optimizer(Base, Joinable, Grouped):
             self._indexed = at
         offsets = tuple(self.average.offsets[p].data_ptr() for p in averaged)
         everything = tuple(fixed), self.step_size, offsets
-        return Rates(groups, self._group_of, everything, tuple(averaged), average_weight)
+        clips = self.kl_clip.bound is not None
+        return Rates(groups, self._group_of, everything, tuple(averaged), average_weight, clips)
 
     def _averaged(self) -> list[nn.Parameter]:
         """Return the parameters whose average the model shows."""

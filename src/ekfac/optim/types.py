@@ -153,6 +153,7 @@ class Rates:
         fixed: What else the update depends on: steps that differ in it are different steps.
         averaged: Parameters whose average takes the step in.
         average_weight: The weight of the newest ones in it.
+        keeps_gradients: Whether the update reads what was preconditioned.
     """
 
     groups: list[GroupRates]
@@ -160,6 +161,7 @@ class Rates:
     fixed: Hashable = None
     averaged: tuple[nn.Parameter, ...] = ()
     average_weight: float | Tensor = 0.0
+    keeps_gradients: bool = True
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
         """Return the numbers of a parameter's group; those of a block are its first parameter's."""
@@ -265,7 +267,7 @@ class Direction:
         block: The block.
         steps: The preconditioned gradient of each of its parameters that has a gradient; none where another process
             updates them.
-        gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place.
+        gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place, or nobody reads it.
         products: See :class:`BlockStep`.
     """
 

@@ -40,6 +40,7 @@ class EigenMethod:
         self.squares_penalty = rule.squares_penalty
         self.compares_gradients = rule.compares_gradients
         self.stacks = rule.stacks
+        self.bounds_gradients = rule.bounds_gradients
 
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""

@@ -44,6 +44,7 @@ class InverseMethod:
     compares_gradients = False
     damping_is_free = False
     masks_refreshes = False
+    bounds_gradients = False
     stacks = False
 
     def __init__(self, pi_correction: bool, exact: bool = False) -> None:

@@ -49,6 +49,8 @@ class Rule(ABC):
     reads_eigenvalues: ClassVar[bool] = True
     #: Whether the rule can take several blocks of one shape at once, ``step.blocks`` of them one below the other.
     stacks: ClassVar[bool] = False
+    #: Whether all that becomes of a finite gradient, however large, is finite before it is masked by ``step.ok``.
+    bounds_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -243,13 +243,16 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
     return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
-def block_step(blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool) -> BlockStep:
+def block_step(
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool, bounded: bool = False
+) -> BlockStep:
     """Return what is preconditioned, ``[G, O, C]`` of each block, and how it differs from what backward left.
 
     The first is ``.grad`` as it stands, as that of a mean over examples, with L2 penalty and sign. If it was rescaled
     as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient as
     backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules square
-    the penalty too (``squares_penalty``).
+    the penalty too (``squares_penalty``). In a step that must change nothing both are zero, unless whoever is given
+    them bears what is not finite (``bounded``).
     """
     found = [_gradient_of(block, inputs, rates, squares_penalty) for block in blocks]
     gradients, ratios, lefts = zip(*found, strict=True)
@@ -259,7 +262,7 @@ def block_step(blocks: Sequence[Block], inputs: StepInputs, rates: Rates, square
         if any(r is not None for r in (*ratios, *lefts)):
             whole = [g if r is None else g * r for g, r, _ in found]
             left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
-    if inputs.bad is not None:
+    if inputs.bad is not None and not bounded:
         G = G.masked_fill(inputs.bad, 0.0)
         ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
     own = rates.groups[rates.group_of[blocks[0].key]]

@@ -126,19 +126,7 @@ class Partition:
         """
         if silent is None:
             silent = () if frozen else self.silent
-        c = self._coverage
-        return find_blocks(
-            self.model,
-            parameters,
-            include=c.include,
-            exclude=c.exclude,
-            sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
-            max_factor_dim=c.max_factor_dim,
-            identity=c.basis == "identity",
-            unsupported="diagonal" if frozen else c.unsupported,
-            silent=silent,
-            frozen=frozen,
-        )
+        return blocks_under(self._coverage, self.model, parameters, silent, frozen)
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
         """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
@@ -317,6 +305,28 @@ class Partition:
         if "momentum_buffer" in state:
             self.states[block.key] = self._state_class(block)({"momentum_buffer": state.pop("momentum_buffer")})
         return state
+
+
+def blocks_under(
+    c: Coverage,
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    silent: Collection[nn.Parameter] = (),
+    frozen: bool = False,
+) -> list[Block]:
+    """Return the blocks of a model's parameters under what is to be covered; see :func:`find_blocks`."""
+    return find_blocks(
+        model,
+        parameters,
+        include=c.include,
+        exclude=c.exclude,
+        sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
+        max_factor_dim=c.max_factor_dim,
+        identity=c.basis == "identity",
+        unsupported="diagonal" if frozen else c.unsupported,
+        silent=silent,
+        frozen=frozen,
+    )
 
 
 def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
