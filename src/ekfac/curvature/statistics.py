@@ -107,22 +107,11 @@ def takes_half(calls: Sequence[Call]) -> bool:
     return all(c.layer.takes_half and c.d.dtype in factors.HALF for c in calls)
 
 
-def sampled(block: Block, calls: list[Call], n: int) -> tuple[list[Call], int]:
-    """Return as much of a batch as factors of that width need, and of how many examples that is.
-
-    What is left out is made up for by the number of examples: B is a mean over these.
-    """
-    step = 1 if block.layer.scattered else stride(block, calls, n)
-    if step == 1:
-        return calls, n
-    calls = [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
-    return calls, len(calls[0].d)
-
-
 def stride(block: Block, calls: Sequence[Call], n: int) -> int:
     """Choose the stride over a batch that is enough for A and B: a few thousand positions, twice the width.
 
-    Odd, so that entries that alternate in kind are all met.
+    Odd, so that entries that alternate in kind are all met. What is left out is made up for by the number of examples:
+    B is a mean over these.
     """
     lengths = {len(t) for call in calls for t in (call.x, call.d)}
     if len(lengths) > 1 or not all(call.layer.splittable for call in calls):

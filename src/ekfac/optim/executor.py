@@ -45,25 +45,21 @@ class Executor:
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
     """
 
-    #: Whether :meth:`keep` has places for what backward leaves.
+    #: Whether there are places for what backward leaves.
     keeps = False
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
         self.whole_steps = whole_steps
+        #: What is at places now; whoever puts it there knows it by a key.
+        self.kept: dict[Hashable, Any] = {}
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
-    def keep(self, key: Hashable, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        """Copy tensors to places where a replay finds them; None where there is no room.
-
-        Args:
-            key: What they are.
-            tensors: The tensors.
-            dtypes: Those of the copies.
-        """
+    def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        """Return places, of these dtypes, where a replay will find copies of tensors; None where there is no room."""
         return None
 
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:

@@ -93,8 +93,16 @@ class CudaExecutor(Executor):
         """Whether a replay could read what backward leaves."""
         return self.whole_steps and self.places.open and self.graphs_possible(self._device)
 
-    def keep(self, key: Hashable, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        return self.places.put(key, tensors, dtypes)
+    def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        found = self.places.of(tensors, dtypes)
+        if found is None:
+            self.kept.clear()
+        return found
+
+    def forget_kept(self) -> None:
+        """Let go of all places."""
+        self.places.clear()
+        self.kept.clear()
 
     def call(
         self,
@@ -137,7 +145,7 @@ class CudaExecutor(Executor):
 
     def close(self) -> None:
         self.step_graphs.forget()
-        self.places.clear()
+        self.forget_kept()
         for replays in self.replays.values():
             replays.clear()
 

@@ -58,31 +58,21 @@ class Places:
     """
 
     def __init__(self, limit: int) -> None:
-        self._room = limit
+        self._limit = limit
+        self._taken = 0
         #: Whether there are any.
         self.open = True
-        self._places: dict[Hashable, list[Tensor]] = {}
 
-    def put(self, key: Hashable, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        """Copy tensors to their places, of these dtypes; None if there is no room."""
-        key = key, *((t.shape, t.stride()) for t in tensors), *dtypes
-        places = self._places.get(key)
-        if places is None:
-            self._room -= sum(t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True))
-            if self._room < 0:
-                self.open = False
-                self._places.clear()
-                return None
-            pairs = zip(tensors, dtypes, strict=True)
-            places = self._places[key] = [torch.empty_like(t, dtype=dtype) for t, dtype in pairs]
-        for place, tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor)
-        return places
+    def of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        """Return new places for copies of tensors, of these dtypes; None if there is no room."""
+        pairs = list(zip(tensors, dtypes, strict=True))
+        self._taken += sum(t.numel() * dtype.itemsize for t, dtype in pairs)
+        self.open = self.open and self._taken <= self._limit
+        return [torch.empty_like(t, dtype=dtype) for t, dtype in pairs] if self.open else None
 
     def clear(self) -> None:
-        """Let go of all places."""
-        self._room += sum(_bytes(t) for places in self._places.values() for t in places)
-        self._places.clear()
+        """Begin again: nobody uses them any more."""
+        self._taken = 0
 
 
 class Replays:

@@ -71,7 +71,7 @@ class StepGraphs:
         if engine.partition.generation != self._generation:
             # The tensors that recorded steps read were replaced.
             self.forget()
-            self._executor.places.clear()
+            self._executor.forget_kept()
             self._seen.clear()
             self._refused.clear()
             self._generation = engine.partition.generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.sums import BlockSums
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """As much of a batch as a block's factors need.
 
@@ -26,18 +27,20 @@ class Sample:
         calls: The calls, of some of the examples or of all.
         n: How many examples these are.
         more: What B is multiplied by to make up for those that are left out.
+        step: Every so many-th is taken.
     """
 
     calls: tuple[Call, ...]
     n: int
     more: float = 1.0
+    step: int = 1
 
-    @property
+    @functools.cached_property
     def key(self) -> Hashable:
         """All that sums depend on besides the tensors."""
         return self.n, self.more, *((c.layer, c.layer.mode) for c in self.calls)
 
-    @property
+    @functools.cached_property
     def at_place(self) -> Hashable:
         """The same of sums that are taken again and again of tensors at the same addresses."""
         return self.key, *((t.data_ptr(), t.shape) for t in self.tensors())
@@ -49,15 +52,18 @@ class Sample:
     def at(self, tensors: Sequence[Tensor]) -> Sample:
         """Return the same with its :meth:`tensors` at other places."""
         calls = (Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(self.calls))
-        return Sample(tuple(calls), self.n, self.more)
+        return Sample(tuple(calls), self.n, self.more, self.step)
 
 
 def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
     """Take out of a batch of n examples what the factors of a block need."""
-    if options.coverage.sharing != "expand" or not _inexact(options, block):
+    if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
         return Sample(tuple(calls), n)
-    some, count = statistics.sampled(block, list(calls), n)
-    return Sample(tuple(some), count, len(calls[0].d) / len(some[0].d))
+    step = statistics.stride(block, calls, n)
+    if step == 1:
+        return Sample(tuple(calls), n)
+    some = tuple(Call(c.layer, c.x[::step], c.d[::step]) for c in calls)
+    return Sample(some, len(some[0].d), len(calls[0].d) / len(some[0].d), step)
 
 
 def _inexact(options: EngineOptions, block: Block) -> bool:
@@ -101,11 +107,24 @@ def kept_sample(
     executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, index: int
 ) -> Sample | None:
     """Return a sample that will be there in the step, of this number among the block's; None if there is no room."""
+    forms = ((t.shape, t.stride(), t.dtype) for c in calls for t in (c.x, c.d))
+    key = block, index, n, *((c.layer, c.layer.mode) for c in calls), *forms
+    if key in executor.kept:  # all is as it was: only the numbers are other ones
+        kept: Sample = executor.kept[key]
+        for to, call in zip(kept.calls, calls, strict=True):
+            to.x.copy_(call.x if kept.step == 1 else call.x[:: kept.step])
+            to.d.copy_(call.d if kept.step == 1 else call.d[:: kept.step])
+        return kept
     sample = sample_of(options, block, calls, n)
     tensors = sample.tensors()
     half = _inexact(options, block) and statistics.takes_half(calls)  # inputs as the products had them
-    kept = executor.keep((block, index), tensors, [calls[0].d.dtype if half else t.dtype for t in tensors])
-    return None if kept is None else sample.at(kept)
+    places = executor.places_of(tensors, [calls[0].d.dtype if half else t.dtype for t in tensors])
+    if places is None:
+        return None
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    executor.kept[key] = sample = sample.at(places)
+    return sample
 
 
 def sums_of_samples(
