@@ -131,7 +131,8 @@ class Engine:
             self.collector.verify(inputs)
         # Factors and, where they are due, bases; then scalings and directions.
         blocks = self.trained(inputs)
-        self.collector.update_factors(inputs, inputs.factors)
+        if inputs.sums:
+            self.collector.update_factors(inputs, inputs.factors)
         if inputs.solves or inputs.warm:
             self.compute_eigenbases(blocks, inputs, rates)
         if tried or not self.executor.replay(self, inputs, rates, apply):

@@ -157,7 +157,8 @@ class Capture:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
-        self._layer_hooks.restore()
+        if self._layer_hooks.away:
+            self._layer_hooks.restore()
         forwards, here = self.forwards, self.forwards.here
         for record in forwards.records:
             if record.reached:

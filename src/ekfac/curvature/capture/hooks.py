@@ -115,29 +115,26 @@ class Mutable:
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
-        self._muted: list[tuple[dict[int, Any], int, Any]] = []
+        #: Those that are away, with where they belong.
+        self.away: list[tuple[dict[int, Any], int, Any]] = []
         #: The threads that have asked.
         self._threads: set[int] = set()
-
-    def __bool__(self) -> bool:
-        """Tell whether some are away."""
-        return bool(self._muted)
 
     def mute(self, muted: bool) -> None:
         """Take them away, where no other hook is beside one and no other thread may need them; or put them back."""
         self._threads.add(threading.get_ident())
         if not muted or len(self._threads) > 1:
             self.restore()
-        elif not self._muted:
+        elif not self.away:
             for handle in self._handles:
                 there = handle.hooks_dict_ref()
                 if there is not None and len(there) == 1 and handle.id in there:
-                    self._muted.append((there, handle.id, there.pop(handle.id)))
+                    self.away.append((there, handle.id, there.pop(handle.id)))
 
     def restore(self) -> None:
         """Put them back."""
-        while self._muted:
-            hooks, key, hook = self._muted.pop()
+        while self.away:
+            hooks, key, hook = self.away.pop()
             hooks[key] = hook
 
 

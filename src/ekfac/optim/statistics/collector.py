@@ -288,14 +288,13 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        for p, gradient in gradients.items():
-            if gradient.layout != torch.strided:
+        for p, grad in gradients.items():
+            if grad.layout != torch.strided:
                 name = self._partition.names[p]
-                raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
-        if not self._told_coverage:
-            self._told_coverage = True
-            if text := low_coverage(self._partition.blocks):
-                warnings.warn(text, UserWarning, stacklevel=2)
+                raise ValueError(f"parameter '{name}': its gradient is {grad.layout}. Allowed: dense gradients")
+        if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
+            warnings.warn(text, UserWarning, stacklevel=2)
+        self._told_coverage = True
         self.capture.finish()
         processes, covered = self._partition.owners.size, self._partition.covered
         n, mean = float(self.examples()), 1.0
@@ -325,8 +324,9 @@ class Collector:
         """
         if inputs.calls:
             self.take_calls(inputs)
-        inputs.sums.update(sums_of_samples(self.executor, self.options, inputs.samples))
-        inputs.samples = {}
+        if inputs.samples:
+            inputs.sums.update(sums_of_samples(self.executor, self.options, inputs.samples))
+            inputs.samples = {}
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:

@@ -90,8 +90,8 @@ class GradientWatch:
             self._hooks.mute(True)
 
     def catch_up(self) -> None:
-        """Notice a backward pass that has come by no output while the hooks were away, by what it has left."""
-        if not self._hooks:
+        """Note a backward pass that has come by no output while the hooks were away, by what it has left."""
+        if not self._hooks.away:
             return
         self._hooks.restore()
         there = [p for p in self._parameters if p.grad is not None and (p not in self._left or self.touched(p))]
@@ -100,7 +100,8 @@ class GradientWatch:
 
     def forget(self) -> None:
         """Drop what was noted."""
-        self._hooks.restore()
+        if self._hooks.away:
+            self._hooks.restore()
         self._left = {}
         self._lengths = {}
         self._task = -1
