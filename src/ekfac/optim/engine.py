@@ -186,7 +186,7 @@ class Engine:
     def precondition_stack(self, stack: Stack, inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Do Algorithm 1 for one block, or for several of one shape."""
         block, state = stack.first, stack.state
-        method = self.method if block.covered else self.elementwise
+        method = self.executor.method(self.method_of(block))
 
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None

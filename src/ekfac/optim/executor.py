@@ -16,6 +16,7 @@ from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
     from ekfac.optim.engine import Apply, Engine
+    from ekfac.optim.methods.base import Method
     from ekfac.optim.types import Rates, StepInputs
 
 T = TypeVar("T")
@@ -61,6 +62,10 @@ class Executor:
     def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
         """Return places, of these dtypes, where a replay will find copies of tensors; None where there is no room."""
         return None
+
+    def method(self, method: Method[Any]) -> Method[Any]:
+        """Return what does the same as a method, in fewer passes where that is possible."""
+        return method
 
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
         """Call a function of each part, which do not depend on each other; returns what it returns, in their order."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
+from ekfac.optim.cuda.fused import fused
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Places, Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
@@ -22,6 +23,7 @@ from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
     from ekfac.optim.engine import Apply, Engine
+    from ekfac.optim.methods.base import Method
     from ekfac.optim.types import Rates, StepInputs
 
 #: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
@@ -52,6 +54,7 @@ class CudaExecutor(Executor):
         self.step_graphs = StepGraphs(weakref.proxy(self))  # a cycle would keep graphs and their memory
         #: Whether a whole step is being recorded.
         self.records = False
+        self._methods: dict[Method[Any], Method[Any]] = {}
         n = options.numerics
         self.places = Places(n.memory_limit)
         self.replays = {
@@ -78,6 +81,11 @@ class CudaExecutor(Executor):
                 yield
         finally:
             self.records = False
+
+    def method(self, method: Method[Any]) -> Method[Any]:
+        if method not in self._methods:
+            self._methods[method] = fused(method)
+        return self._methods[method]
 
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
         if not parts:

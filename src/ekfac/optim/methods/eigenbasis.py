@@ -89,16 +89,11 @@ class EigenMethod:
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
         """Compute g = U_B^T G U_A, and the same of the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
-        if isinstance(step.gradient, Rows):
-            assert basis is not None
-            step.g = step.gradient.in_basis(basis)
-        else:
-            step.g = step.gradient if basis is None else basis.project(step.gradient)
-        step.g = step.seen = within_range(step.g)
+        step.g = step.seen = within_range(in_basis(step.gradient, basis))
         if step.ratio is not None:
             step.seen = step.g * step.ratio
         elif step.left is not None:
-            step.seen = within_range(step.left if basis is None else basis.project(step.left))
+            step.seen = within_range(in_basis(step.left, basis))
         epsilon = step.rates.damping  # not the step itself: a cycle would keep its tensors
         step.damped = lambda s: self.damp(s, epsilon, basis)
 
@@ -151,3 +146,11 @@ class EigenMethod:
         self.rule.start(state, b.kronecker() if self.rule.follows_factors else part.s.clone())
         if self.needs_examples:
             state.count.fill_(1)  # so that the seed counts as one step's s*, and is averaged with the next
+
+
+def in_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
+    """Return U_B^T G U_A, or the gradient of a parameter without a basis as it is."""
+    if isinstance(gradient, Rows):
+        assert basis is not None
+        return gradient.in_basis(basis)
+    return gradient if basis is None else basis.project(gradient)
