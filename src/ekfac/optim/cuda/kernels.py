@@ -2,9 +2,8 @@
 
 Tensors of several blocks lie one below the other, ``size`` numbers each. A block is cut into at most PARTS parts of
 ``tiles`` tiles. Each part leaves its sums at a place of its own, and whoever needs the whole adds these up in the same
-order every time: no result depends on which part comes first. Numbers that belong to a block are float64.
-
-No kernel is compiled anew for other sizes or addresses: one compilation serves all blocks of an optimizer.
+order every time: no result depends on which part comes first. Numbers that belong to a block are float64. One
+compilation serves all blocks, whatever their sizes and addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ TILE, PARTS = 1024, 512
 
 _LARGEST = tl.constexpr(LARGEST)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-#: The limits of ``within_range`` and ``bounded``.
+# The limits of ``within_range`` and ``bounded``.
 _RANGE = tl.constexpr(torch.finfo(torch.float32).max ** 0.375)
 _SQUARE = tl.constexpr(torch.finfo(torch.float32).max ** 0.75)
 
@@ -44,16 +43,11 @@ def _total(sums, block, row: tl.constexpr, rows: tl.constexpr, parts, PARTS: tl.
 
 
 @triton.jit(do_not_specialize=["seen", "m", "s", "sums", "ok", "count", "examples", "n", "size", "tiles"])
-def measure(
-    seen, m, s, sums, ok, count, examples, n, size, tiles,
-    PARTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def measure(seen, m, s, sums, ok, count, examples, n, size, tiles, PARTS: tl.constexpr, TILE: tl.constexpr):
     """Sum m^2, s and seen^2 of each part, and count the step."""
     part, block = tl.program_id(0), tl.program_id(1)
     start = block.to(tl.int64) * size
-    of_m = tl.zeros([TILE], tl.float32)
-    of_s = tl.zeros([TILE], tl.float32)
-    of_g = tl.zeros([TILE], tl.float32)
+    of_m, of_s, of_g = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for tile in range(tiles):
         at = (part * tiles + tile) * TILE + tl.arange(0, TILE)
         inside = at < size
@@ -73,10 +67,8 @@ def measure(
 
 @triton.jit(do_not_specialize=["g", "seen", "m", "s", "x", "sums", "lengths", "ok", "count", "beta", "size", "tiles"])
 def update(
-    g, seen, m, s, x, sums, lengths, ok, count, beta,
-    size, tiles,
-    BETA_2: tl.constexpr, EPS: tl.constexpr, FLOOR: tl.constexpr, SPIKE: tl.constexpr, CAUTIOUS: tl.constexpr,
-    PARTS: tl.constexpr, TILE: tl.constexpr,
+    g, seen, m, s, x, sums, lengths, ok, count, beta, size, tiles, BETA_2: tl.constexpr, EPS: tl.constexpr,
+    FLOOR: tl.constexpr, SPIKE: tl.constexpr, CAUTIOUS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Update m and s, and find m / sqrt(s): all of its square, and what is left of it where coordinates wait."""
     part, block, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -90,13 +82,12 @@ def update(
     shortens = (limit > 0) & (square > limit)
     factor = tl.where(shortens, tl.sqrt(limit / tl.where(shortens, square, 1.0)), 1.0)
     weight = tl.where(t > 1.0, tl.sqrt((1.0 + beta_1) * 0.5), 0.0)
+    # All that multiplies coordinates.
     noise_m, noise_g = (-weight / before).to(tl.float32), (weight * factor).to(tl.float32)
-    old, new = beta_1.to(tl.float32), ((1.0 - beta_1) * factor).to(tl.float32)
+    old, new, take = beta_1.to(tl.float32), ((1.0 - beta_1) * factor).to(tl.float32), (1.0 - beta_2).to(tl.float32)
     floor = (tl.sqrt(tl.full((), FLOOR, tl.float64)) / _remaining(beta_1, t)).to(tl.float32)
-    take = (1.0 - beta_2).to(tl.float32)
     eps = (tl.sqrt(_remaining(beta_2, t)) * EPS).to(tl.float32)
-    whole = tl.zeros([TILE], tl.float32)
-    left = tl.zeros([TILE], tl.float32)
+    whole, left = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for tile in range(tiles):
         at = (part * tiles + tile) * TILE + tl.arange(0, TILE)
         inside = at < size
@@ -111,8 +102,7 @@ def update(
         scaling = tl.where(good, scaling + take * (value - scaling), scaling)
         tl.store(m + start + at, mean, mask=inside)
         tl.store(s + start + at, scaling, mask=inside)
-        # Outside m is zero, and so must x be, whatever eps is.
-        found = tl.where(inside, mean / (tl.sqrt_rn(scaling) + eps), 0.0)
+        found = tl.where(inside, mean / (tl.sqrt_rn(scaling) + eps), 0.0)  # eps may round to zero
         whole += found * found
         if CAUTIOUS:
             found = tl.where(found * gradient < 0, 0.0, found)
