@@ -181,6 +181,10 @@ class Layer(ABC):
         """Sum h h^T over examples, positions and taps, from the input itself; return the number of terms too."""
         raise NotImplementedError(f"{type(self).__name__} has direct_inputs, so it must have input_sum_directly")
 
+    def inputs_of_alike(self, x: Tensor) -> Tensor:
+        """Sum h h^T over the rows of several layers' inputs, ``[layers, rows, in]``."""
+        raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have inputs_of_alike")
+
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum h h^T over examples (and positions and taps), added to ``into``; return the number of terms too."""
         return factors.input_sum(h, self.shape, sharing, diagonal, into)

@@ -98,6 +98,19 @@ class LinearLayer(Layer):
         A[0, w:, w:].fill_(len(rows))  # an assignment would copy a number from the host
         return A, len(rows)
 
+    def inputs_of_alike(self, x: Tensor) -> Tensor:
+        products = factors.outer_sum(x.transpose(0, 1))
+        if not self.biases:
+            return products
+        w, d = self.weight_columns, self.shape.inputs
+        A = products.new_empty(len(x), d, d)
+        A[:, :w, :w] = products
+        sums = x.sum(1, dtype=A.dtype)
+        A[:, :w, w:] = sums[:, :, None]
+        A[:, w:, :w] = sums[:, None]
+        A[:, w:, w:].fill_(x.shape[1])
+        return A
+
     def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
         return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
 
