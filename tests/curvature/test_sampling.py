@@ -12,7 +12,7 @@ from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import ROWS, FactorSums, factor_sums, stride
 from ekfac.optim.executor import Executor
-from ekfac.optim.options import EngineOptions
+from ekfac.optim.options import EngineOptions, Refresh
 from ekfac.optim.statistics.samples import alike, sample_of, sums_of_samples
 from ekfac.optim.statistics.samples import factor_sums as factor_sums_of_sample
 from ekfac.optim.statistics.samples import factor_sums_by as taken_sums
@@ -129,3 +129,24 @@ def test_layers_of_one_shape_are_summed_at_once(half: torch.dtype | None, bias: 
         assert found.factors is not None and found.factors.terms == expected.terms
         torch.testing.assert_close(found.factors.A, expected.A, rtol=1e-5, atol=1e-3)
         torch.testing.assert_close(found.factors.B, expected.B, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [(), (3,), (2, 2)])
+def test_of_batch_norm_some_examples_are_taken_with_the_statistics_of_all(
+    training: bool, size: tuple[int, ...]
+) -> None:
+    """Every seventh of seven times the same 32 examples is each of them once."""
+    torch.manual_seed(0)
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[len(size)]
+    module = kind(4).train(training)
+    module.running_mean.normal_()
+    (block,) = find_blocks(module)
+    x, d = (torch.randn(32, 4, *size).repeat(7, *(1 for _ in (4, *size))) for _ in range(2))
+    sample = sample_of(EngineOptions(), block, [Call(block.layer, x, d)], len(x))
+    assert sample.n == 32 and sample.more == 7 and sample.step == 7
+    found, whole = sums(block, x, d, sampled=True), sums(block, x, d, sampled=False)
+    torch.testing.assert_close(found.A / found.terms, whole.A / whole.terms)
+    torch.testing.assert_close(found.B, whole.B, rtol=1e-4, atol=1e-4)
+    exact = EngineOptions(refresh=Refresh(deterministic=True))
+    assert sample_of(exact, block, [Call(block.layer, x, d)], len(x)).n == len(x)

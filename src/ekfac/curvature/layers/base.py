@@ -181,6 +181,10 @@ class Layer(ABC):
         """Sum h h^T over examples, positions and taps, from the input itself; return the number of terms too."""
         raise NotImplementedError(f"{type(self).__name__} has direct_inputs, so it must have input_sum_directly")
 
+    def thinned(self, x: Tensor, d: Tensor, n: int) -> tuple[int, Call] | None:
+        """Return every so many-th example of a call that is not splittable, and its stride; None for all of them."""
+        return None
+
     def inputs_of_alike(self, x: Tensor) -> Tensor:
         """Sum h h^T over the rows of several layers' inputs, ``[layers, rows, in]``."""
         raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have inputs_of_alike")

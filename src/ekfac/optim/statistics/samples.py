@@ -61,6 +61,9 @@ def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: in
     """Take out of a batch of n examples what the factors of a block need."""
     if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
         return Sample(tuple(calls), n)
+    if len(calls) == 1 and (thin := calls[0].layer.thinned(calls[0].x, calls[0].d, n)) is not None:
+        step, call = thin
+        return Sample((call,), len(call.d), n / len(call.d), step)
     step = statistics.stride(block, calls, n)
     if step == 1:
         return Sample(tuple(calls), n)
@@ -113,6 +116,10 @@ def kept_sample(
     key = block, index, n, *((c.layer, c.layer.mode) for c in calls), *forms
     if key in executor.kept:  # all is as it was: only the numbers are other ones
         kept: Sample = executor.kept[key]
+        if not calls[0].layer.splittable:
+            calls = sample_of(options, block, calls, n).calls
+            torch._foreach_copy_(kept.tensors(), [t for c in calls for t in (c.x, c.d)])
+            return kept
         for to, call in zip(kept.calls, calls, strict=True):
             to.x.copy_(call.x if kept.step == 1 else call.x[:: kept.step])
             to.d.copy_(call.d if kept.step == 1 else call.d[:: kept.step])
@@ -123,7 +130,7 @@ def kept_sample(
     dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
     places = executor.places_of(tensors, dtypes) if executor.keeps else None
     if places is None:
-        whole = not all(c.layer.splittable for c in calls)  # too large to copy, and nobody else's
+        whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and nobody else's
         copies = (t if whole else t.to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True))
         return sample.at(list(copies))
     for place, tensor in zip(places, tensors, strict=True):
