@@ -27,7 +27,7 @@ help:
 	@echo "make types      mypy, strict"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
-	@echo "make figures    pictures and tables of docs/ from the runs recorded in results/"
+	@echo "make figures    pictures, tables and numbers of the pages, from the runs recorded in results/"
 	@echo "make gallery    run every example; their pictures and numbers go to docs/images and results/gallery"
 	@echo "make docs       the documentation as a site, into site/"
 	@echo "make figures-quick  every figure of the paper from small fresh runs, into figures/"
@@ -97,6 +97,7 @@ gallery: setup
 figures: setup
 	$(PY) docs/draw.py
 	$(PY) -m ekfac.lab.show.evidence --results results --docs docs
+	$(PY) docs/cite.py
 
 figures-quick: setup
 	$(VENV)/bin/ekfac figure all --quick --out figures

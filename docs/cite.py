@@ -7,7 +7,7 @@ A marker names where a number comes from; a plain forge shows the number alone::
     it took <!-- n: in bench/host_h200.txt -->43<!-- /n --> ms
 
 The first is a path into a JSON or JSONL file of ``results/``: keys, indices, and ``[key=value,...]``, which takes the
-last entry that fits; of several files (``*``) the mean. The second is a name from ``NAMED``, for what is computed or
+last entry that fits; of several files (``*``) the mean. The second is a name from ``named.py``, for what is computed or
 long to write. The third stands in a record that is plain text, and is only checked. The last word is Python's format.
 
 ``python docs/cite.py`` writes all numbers anew (part of ``make figures``); ``python docs/cite.py KEY`` shows one.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ RESULTS = ROOT / "results"
 MARKER = re.compile(r"<!-- n: (.+?) -->(.*?)<!-- /n -->")
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?"
 # Decimals, and whole numbers with a unit.
-MEASURED = re.compile(
-    rf"(?<![\w.,-])(\d+(?:,\d{{3}})*\.\d+|{NUMBER}(?= ?(?:%|ms\b|s\b|MiB|MB|GB|x\b|times\b)))(?![\w-])"
-)
+UNIT = r"(?: ?(?:%|ms\b|MiB|MB|GB|x\b|times\b)| s\b)"
+MEASURED = re.compile(rf"(?<![\w.,-])(?:(\d+(?:,\d{{3}})*\.\d+)(?=x\b|(?![\w-]))|({NUMBER})(?={UNIT}))")
+
 # Pages whose numbers must be marked. Others tell of settings, or are history with a link to the record beside it.
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (
     "index", "quickstart", "migrate", "rules", "memory_speed", "tuning", "troubleshooting", "curvature", "gallery",
@@ -39,17 +39,16 @@ PAGES = ("README.md", *(f"docs/{name}.md" for name in (
 )))  # fmt: skip
 # What looks measured and is not: versions, settings and their bounds, other people's numbers with their source.
 ALLOWED = {
-    "README.md": {"3.10", "2.11", "0.1", "0.003", "0.006", "1.4697"},
-    "docs/quickstart.md": {"3.10", "2.11", "0.004", "0.3"},
+    "README.md": {"0.1", "0.003", "0.006", "1.4697"},
+    "docs/quickstart.md": {"0.004", "0.3"},
     "docs/migrate.md": {"0.004", "0.003", "0.006", "0.95", "0.3", "0.7", "0.5"},
     "docs/rules.md": {"0.1"},
     "docs/memory_speed.md": {"2.11", "0.1", "256", "64"},
     "docs/tuning.md": {"0.004", "0.01", "0.95", "0.3", "0.75", "0.1"},
     "docs/troubleshooting.md": {"0.5"},
-    "docs/curvature.md": {"1.0", "12"},
+    "docs/curvature.md": {"12"},
     "docs/results.md": {"0.1", "1.4697"},
-    "docs/mnist.md": {"0.1", "0.01", "1.05", "1.25", "0.03", "0.003", "0.001", "0.5"},
-    "docs/comparison.md": {"0.1", "0.01", "0.003", "0.0003", "0.001", "0.03"},
+    "docs/mnist.md": {"1.05"},
 }
 
 
@@ -78,89 +77,6 @@ def _text(found: Any, path: str) -> str:
         return ""
 
 
-def speed(task: str, method: str, what: str) -> float:
-    """Return milliseconds, MiB or the seconds of the first 300 steps, of the last timing."""
-    times = pick(load(RESULTS / "step/speed/times.jsonl"), f"[0={task},1={method}].2")
-    parts = {"0-20": 20, "20-100": 80, "100-300": 200}
-    if what == "first_300":
-        return sum(times[part] * steps for part, steps in parts.items()) / 1e3
-    return float(times[{"ms": "300-400", "ms_300": "100-300"}.get(what, what)])
-
-
-def trial(measure: str, **wanted: Any) -> float:
-    """Return how a trial of the default's prototype ended."""
-    rows = load(RESULTS / "step/trials.jsonl")
-    (found,) = [row for row in rows if wanted.items() <= {**row, **row["opt"]}.items()]
-    return float(found["hist"][-1][measure])
-
-
-def share(mine: str, baseline: str, lowest: bool = False) -> float:
-    """Return the time of one run to another's loss, as a share of what the other takes."""
-    from ekfac.lab.search.selection import curves
-    from ekfac.lab.show.evidence import tables
-    from ekfac.lab.training.gather import find_runs
-
-    pair = [next(iter(curves(find_runs([*RESULTS.glob(each)])))) for each in (mine, baseline)]
-    found = tables.ratio(*pair, goal=tables.lowest if lowest else tables.final)
-    return float("nan") if found is None else found
-
-
-def decayed(strength: float) -> float:
-    """Return the mean accuracy of version 0.1's VGG11 with a weight decay."""
-    files = RESULTS.glob("start/decay/vgg11-ekfac-default-*/config.json")
-    those = [file for file in files if load(file)["config"]["options"]["weight_decay"] == strength]
-    found = [float(load(file.with_name("metrics.jsonl"))[-1]["validation_accuracy"]) for file in those]
-    return sum(found) / len(found)
-
-
-@cache
-def _mnist() -> dict[str, float]:
-    from ekfac.lab.show.evidence.record import LOSS, Record, at_end
-
-    measures = {"mean": LOSS, "full": "train_loss", "validation": "validation_loss"}
-    record = Record(RESULTS)
-    return {
-        f"mnist.{size}.{name}.{short}": at_end(curve, measure)[0]
-        for size in record.batch_sizes
-        for name, curve in record.autoencoder(size).items()
-        for short, measure in measures.items()
-    }
-
-
-NAMED: dict[str, Callable[[], float]] = {
-    f"{task}.{method}.{what}": lambda task=task, method=method, what=what: speed(task, method, what)  # type: ignore[misc]
-    for task in ("gpt", "ae", "vit", "resnet18")
-    for method in ("adamw", "ekfac")
-    for what in ("ms", "ms_300", "peak", "first_300")
-}
-NAMED |= {
-    f"{task}.ratio": lambda task=task: speed(task, "ekfac", "ms") / speed(task, "adamw", "ms")  # type: ignore[misc]
-    for task in ("gpt", "ae", "vit", "resnet18")
-}
-NAMED |= {
-    "trial.shakespeare": lambda: trial("val", task="char"),
-    "trial.gpt": lambda: trial("val", task="gpt", sched="cosine", belief=0.05),
-    "trial.gpt.muon": lambda: trial("val", task="gpt", opt="muon", adj="original"),
-    "trial.autoencoder": lambda: trial("train", task="ae_paper", belief=0.05),
-    "trial.resnet18": lambda: trial("val_acc", task="resnet18", sched="cosine", belief=0.05),
-    "trial.depthwise": lambda: trial("val_acc", task="depthwise", sched="cosine", belief=0.05),
-    "trial.vit": lambda: trial("val_acc", task="vit"),
-    "vgg11.decay_6": lambda: decayed(6.0),
-}
-NAMED |= {
-    f"earlier.{task}": lambda task=task: share(  # type: ignore[misc]
-        f"h200/earlier/2487c8998a39/{task}-ekfac-default-*", f"h200/earlier/2487c8998a39/{task}-adamw-*", lowest=True
-    )
-    for task in ("classifier", "vgg11", "resnet34", "charlm")
-}
-NAMED |= {
-    f"earlier.autoencoder.{size}": lambda size=size: share(  # type: ignore[misc]
-        f"mnist/finals/autoencoder-ekfac-ra-lr0.01-d0.001-b{size}-*", f"h200/earlier/8ea3835498c2/*adam-bn*-b{size}-*"
-    )
-    for size in (200, 500)
-}
-
-
 def value(key: str) -> float:
     """Return the number behind a key.
 
@@ -171,7 +87,9 @@ def value(key: str) -> float:
         files, _, path = key.partition(":")
         found = [float(pick(load(file), path)) for file in sorted(RESULTS.glob(files))]
         return sum(found) / len(found)
-    return _mnist()[key] if key.startswith("mnist.") else NAMED[key]()
+    from named import NAMED, mnist  # it reads records with load and pick of this module
+
+    return mnist()[key] if key.startswith("mnist.") else NAMED[key]()
 
 
 def cited(what: str, shown: str) -> str:
@@ -207,9 +125,9 @@ def loose(text: str, allowed: set[str]) -> Iterator[str]:
     text = blocks.sub("", MARKER.sub("", text))
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]+>|https?://\S+", " ", text)
-    for match in MEASURED.finditer(text):
-        if match[1] not in allowed and not stands(match[1], written):
-            yield match[1]
+    for decimal, whole in MEASURED.findall(text):
+        if (decimal or whole) not in allowed and not stands(decimal or whole, written):
+            yield decimal or whole
 
 
 def main(words: list[str]) -> None:

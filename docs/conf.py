@@ -44,6 +44,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "repository": {"url": "_files/{{path}}"}}
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_PICTURE = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
 _linked: set[str] = set()
 
 
@@ -53,7 +54,7 @@ def _shown(path: str) -> str:
 
 
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Turn links to files outside of docs/ into links to their copies; folders become text."""
+    """Turn links out of docs/ into links to copies, folders into text, and pictures into their light and dark form."""
 
     def replace(match: re.Match[str]) -> str:
         _, text, path, _ = match.groups()
@@ -65,7 +66,12 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         _linked.add(path)
         return f"[{text}](repository:{_shown(path)})"
 
-    source[0] = _LINK.sub(replace, source[0])
+    def both(match: re.Match[str]) -> str:
+        dark, alt, light = match.groups()
+        forms = ((light, "only-light"), (dark, "only-dark"))
+        return "\n\n".join(f"```{{image}} {file}\n:alt: {alt}\n:class: {form}\n```" for file, form in forms)
+
+    source[0] = _PICTURE.sub(both, _LINK.sub(replace, source[0]))
     if docname == "index" and not (DOCS / "reliability.md").exists():
         source[0] = source[0].replace("\nreliability\n", "\n")
 
