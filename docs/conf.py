@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import sys
@@ -35,6 +36,7 @@ pygments_dark_style = "monokai"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
@@ -103,8 +105,17 @@ def _block_math(self: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def _signature(app: Sphinx, what: str, name: str, found: Any, options: Any, *shown: str | None) -> Any:
+    """Show a class's own arguments where autodoc would show those of a ``__new__`` that passes everything on."""
+    if what != "class" or shown[0] != "(*args, **kwargs)":
+        return None
+    arguments = [one.replace(annotation=one.empty) for one in inspect.signature(found).parameters.values()]
+    return str(inspect.Signature(arguments)), None
+
+
 def setup(app: Sphinx) -> None:
     """Mathematics as MathML, which browsers show by themselves; links into the repository."""
+    app.connect("autodoc-process-signature", _signature)
     app.add_html_math_renderer("mathml", (_inline_math, None), (_block_math, None))
     app.connect("source-read", _read)
     app.connect("build-finished", _copy)

@@ -79,7 +79,7 @@ def paper_methods(figure: Figure) -> None:
     log_axis(axes, (10, 20, 50, 100))
     axes.set(ylim=(9, 120), xlim=(1, 20), xlabel="epoch", xticks=(1, 5, 10, 15, 20))
     axes.set_ylabel("training loss minus its lower bound")
-    axes.set_title("EKFAC and EKFAC-ra end below Adam, SGD and KFAC (MNIST auto-encoder, batch 200)")
+    axes.set_title("EKFAC and EKFAC-ra end below Adam, SGD and KFAC\n(the paper's auto-encoder on MNIST, batch 200)")
     label_ends(axes, numbers=".1f")
 
 
@@ -211,23 +211,23 @@ def darken(file: Path) -> None:
 
 Draw = Callable[[Figure], None]
 PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
-    "paper-methods": (paper_methods, (8, 4)),
+    "paper-methods": (paper_methods, (7, 3.8)),
     "autoencoder-200": (
         partial(autoencoder, size=200, title="Batch 200: EKFAC-ra ends below KFAC and Adam, by epoch and by time"),
-        (10, 3.6),
+        (9, 3.6),
     ),
     "autoencoder-500": (
         partial(
             autoencoder, size=500, title="Batch 500: EKFAC stays on the plateau on most seeds, EKFAC-ra never does"
         ),
-        (10, 3.6),
+        (9, 3.6),
     ),
-    "comparison": (comparison, (11, 5)),
-    "frequency": (frequency, (10, 3.6)),
+    "comparison": (comparison, (10, 5)),
+    "frequency": (frequency, (9, 3.6)),
     "sensitivity": (sensitivity, (9, 3.4)),
     "error": (
         partial(drift, measure="error", ylabel="relative error", title="Between renewals EKFAC ages less than KFAC"),
-        (8, 3.4),
+        (7, 3.4),
     ),
     "angle": (
         partial(
@@ -236,9 +236,9 @@ PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
             ylabel="degrees",
             title="The angle to the exact step: EKFAC is ahead only at the start",
         ),
-        (8, 3.4),
+        (7, 3.4),
     ),
-    "spectra": (spectra, (8, 3.4)),
+    "spectra": (spectra, (7, 3.4)),
 }
 # Drawn as the lab draws them.
 LAB = ("rescaling", "correlation", "convolution")

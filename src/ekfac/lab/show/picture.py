@@ -37,7 +37,7 @@ FORMS = {"": ("#ffffff", "#222222", 0.0), "-dark": ("#131416", "#dddddd", 0.2)}
 GALLERY = Path("runs/gallery")
 
 
-def save(draw: Callable[[Figure], None], file: str | Path, size: tuple[float, float] = (8.0, 3.6)) -> list[Path]:
+def save(draw: Callable[[Figure], None], file: str | Path, size: tuple[float, float] = (7.0, 3.6)) -> list[Path]:
     """Draw a picture twice, for light pages and for dark ones: ``NAME.png`` and ``NAME-dark.png``."""
     place = Path(file)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _ends(axes: Axes, scale: Transform, numbers: str) -> Iterator[tuple[float, f
 
 
 def publish(
-    name: str, draw: Callable[[Figure], None], numbers: Mapping[str, Any], size: tuple[float, float] = (8.0, 3.6)
+    name: str, draw: Callable[[Figure], None], numbers: Mapping[str, Any], size: tuple[float, float] = (7.0, 3.6)
 ) -> None:
     """Leave an example's picture, in both forms, and its numbers in ``runs/gallery``."""
     files = save(draw, GALLERY / f"{name}.png", size)
