@@ -24,6 +24,19 @@ def test_no_measured_number_is_typed(name):
     assert list(cite.loose((cite.ROOT / name).read_text(), cite.ALLOWED.get(name, set()))) == []
 
 
+@recorded
+@pytest.mark.parametrize("name", cite.LINKED)
+def test_what_is_not_marked_is_in_a_record_that_the_page_links_to(name, tmp_path):
+    page = cite.ROOT / name
+    assert cite.unlinked(page, cite.ALLOWED[name]) == []
+    other = tmp_path / "docs" / "page.md"
+    other.parent.mkdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "run.txt").write_text("1.234")
+    other.write_text("1.23 and 1.3 ([run](../results/run.txt))")
+    assert cite.unlinked(other, set()) == ["1.3"]
+
+
 @pytest.mark.parametrize("name", cite.ALLOWED)
 def test_what_is_allowed_is_there(name):
     text = (cite.ROOT / name).read_text()
