@@ -109,8 +109,9 @@ def _signature(app: Sphinx, what: str, name: str, found: Any, options: Any, *sho
     """Show a class's own arguments where autodoc would show those of a ``__new__`` that passes everything on."""
     if what != "class" or shown[0] != "(*args, **kwargs)":
         return None
-    arguments = [one.replace(annotation=one.empty) for one in inspect.signature(found).parameters.values()]
-    return str(inspect.Signature(arguments)), None
+    arguments = inspect.signature(found).parameters.values()
+    named = [one.replace(annotation=one.empty) for one in arguments if one.kind is not one.VAR_KEYWORD]
+    return str(inspect.Signature(named)), None
 
 
 def setup(app: Sphinx) -> None:

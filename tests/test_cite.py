@@ -43,6 +43,12 @@ def test_what_is_allowed_is_there(name):
     assert [number for number in cite.ALLOWED[name] if number not in cite.loose(text, set())] == []
 
 
+@pytest.mark.parametrize("name", cite.PAGES)
+def test_no_line_starts_with_a_marker(name):
+    """A comment at the start of a line begins a block of HTML, in which Markdown is not read."""
+    assert re.findall(r"^\s*(?:[-*] +)?<!-- n: .*$", (cite.ROOT / name).read_text(), re.MULTILINE) == []
+
+
 def test_what_counts_as_measured():
     text = "12 layers, 3 ms, 7 % and 4,362 MiB, two 4s, `lr=0.3`, 1.5x, [0.9](a-2.5.md), v1.2, 2.75 "
     text += "<!-- n: a.b .1f -->9.9<!-- /n -->"
