@@ -71,7 +71,7 @@ def draw(figure: Figure) -> None:
         cells += [(6 * row + 1 + i, images[n], f"{int(y[n])}: {scores[n]:+.2f}") for i, n in enumerate(most)]
     axes = figure.subplots(2, 6, subplot_kw={"xticks": [], "yticks": [], "frame_on": False}).flat
     for place, pixels, title in cells:
-        axes[place].imshow(pixels.view(28, 28), cmap="gray_r")
+        axes[place].imshow(pixels.view(28, 28), cmap="gray_r" if figure.get_facecolor()[0] > 0.5 else "gray")
         axes[place].set_title(title, loc="center")
     figure.suptitle("Training digits that help (above) and harm (below) this prediction most", x=0.01, ha="left")
 

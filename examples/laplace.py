@@ -68,7 +68,7 @@ for name, p in found.items():
 def draw(figure: Figure) -> None:
     axes = figure.subplots()
     axes.axline((0, 0), slope=1, linestyle=":", color="C9", linewidth=1)
-    for (name, p), colour, place in zip(found.items(), ("C7", "C0"), ((0.72, 0.45), (0.52, 0.68)), strict=False):
+    for (name, p), colour, place in zip(found.items(), ("C7", "C0"), ((0.72, 0.45), (0.47, 0.68)), strict=False):
         share, confidence, accuracy = bins(p)
         axes.plot(confidence[share >= 0.01], accuracy[share >= 0.01], "o-", color=colour)
         axes.text(*place, name, color=colour, fontweight="bold")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy
 import torch
 from cycler import cycler
 from matplotlib.axes import Axes
@@ -73,7 +74,7 @@ def _ends(axes: Axes, scale: Transform, numbers: str) -> Iterator[tuple[float, f
     for line in axes.get_lines():
         name = str(line.get_label())
         if not name.startswith("_"):
-            x, y = (float(values[-1]) for values in (line.get_xdata(), line.get_ydata()))
+            x, y = (float(numpy.asarray(values)[-1]) for values in line.get_data())
             right, up = scale.transform((x, y))
             yield float(up), float(right), f"{name}  {y:{numbers}}" if numbers else name, str(line.get_color())
 
@@ -89,7 +90,7 @@ def publish(
     print(f"picture: {files[0]}")
 
 
-def _settings(paper: str, ink: str, lighter: float) -> dict[str, Any]:
+def _settings(paper: str, ink: str, lighter: float) -> Any:
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     colours = [_mixed(colour, lighter) for colour in PALETTE] + [ink]
     return {
