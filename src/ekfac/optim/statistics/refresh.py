@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from ekfac.curvature.eigensolvers import (
     rayleigh,
 )
 from ekfac.optim.executor import Executor
-from ekfac.optim.statistics.schedule import NOTHING, Schedule
+from ekfac.optim.stacks import Stacks
+from ekfac.optim.statistics.schedule import NOTHING, START, Schedule
+from ekfac.optim.types import Rates, factors_of
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -93,6 +95,23 @@ class Refresher:
         self.drift.copy_(torch.maximum(self.drift.to(residual), residual))
 
     # --- warm -------------------------------------------------------------------------------------------------------
+
+    def renewals(self, stacks: Stacks, due: Mapping[Block, tuple[int, int]], rates: Rates) -> Iterable[list[Renewal]]:
+        """Return the warm refreshes that are due, blocks of one shape as one; those of one device together.
+
+        Args:
+            stacks: The blocks of one shape.
+            due: The blocks, and how many iterations their two sides get.
+            rates: The numbers of this step.
+        """
+        found: dict[torch.device, list[Renewal]] = {}
+        for stack in stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
+            near = self._schedule.applied_steps >= START and not any(s.strayed for s in stacks.states(stack))
+            damping = rates.of(stack.first.key).damping
+            A, B = factors_of(stack.state)
+            renewal = Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near)
+            found.setdefault(A.device, []).append(renewal)
+        return found.values()
 
     def warm(self, renewals: Sequence[Renewal], ok: Tensor | None = None) -> list[Basis]:
         """Bring bases in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
