@@ -165,7 +165,7 @@ class Optimizer(Base, Joinable, Grouped):
     def _rates(self) -> Rates:
         """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
         factor = self.course.factor(self.engine.schedule.applied_steps)
-        groups, fixed = [], []
+        groups, fixed, compares = [], [], self.lr_fraction.start is not None
         for index, g in enumerate(self.param_groups):
             lr = g["lr"]
             tensor = isinstance(lr, Tensor)
@@ -175,7 +175,7 @@ class Optimizer(Base, Joinable, Grouped):
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
             if factor != 1.0 and self._on_course(g):
                 lr = lr * factor
-            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas")))
+            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas"), compares))
             names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
             fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
         at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]
