@@ -95,7 +95,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self, rates: Rates, apply: Apply) -> bool | None:
-        """Do Algorithm 1 over all blocks, and with their directions what ``apply`` says.
+        """Do Algorithm 1 over all blocks, and hand the directions to ``apply``.
 
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.

@@ -39,7 +39,7 @@ class Optimizer(Base, Joinable, Grouped):
     Args:
         model: The model.
         params: torch's parameter groups over the model's parameters; all of them by default.
-        defaults: What a group has unless it says otherwise.
+        defaults: The options of a group that does not set its own.
         make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
         arguments: All arguments as they were given, for copies.
         step_size: What bounds the length of a step.
@@ -102,7 +102,7 @@ class Optimizer(Base, Joinable, Grouped):
         if adaptation is None:
             engine.settle()  # not before the closure: it waits for the last step
         if hasattr(self, "found_inf"):
-            self._heed_scaler()
+            self._apply_scaler()
         device = self.param_groups[0]["params"][0].device
         casts = torch.is_autocast_enabled(device.type)
         with no_autocast(device) if casts else nullcontext():
@@ -146,7 +146,7 @@ class Optimizer(Base, Joinable, Grouped):
         options = self.engine.options
         return options.grad_scaler is None or options.processes.size > 1
 
-    def _heed_scaler(self) -> None:
+    def _apply_scaler(self) -> None:
         """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
         if self.engine.options.grad_scaler is not None:
             scale = getattr(self, "grad_scale", None)

@@ -142,7 +142,7 @@ def bounded(square: Tensor) -> Tensor:
 def within_range(g: Tensor) -> Tensor:
     """Bound a gradient so that its square is within :func:`bounded`'s limit; what overflowed before is zero.
 
-    Otherwise g / sqrt(s) of an input of 1e20, a fill value say, would be as large as the input.
+    Otherwise g / sqrt(s) of an input of 1e20 (a fill value, for example) would be as large as the input.
     """
     limit = torch.finfo(g.dtype).max ** 0.375
     return g.clamp(-limit, limit).nan_to_num_(nan=0.0)

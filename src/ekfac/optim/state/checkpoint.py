@@ -201,7 +201,7 @@ def _saved_blocks(
     if "blocks" in saved:
         entries = enumerate(_listed("'blocks'", saved["blocks"]))
         return [_block_named(engine, f"'blocks', entry {place}", entry, now) for place, entry in entries]
-    # Versions before did not say: those of today, and those that would be there if nothing were frozen.
+    # Earlier versions did not record it: those of today, and those that would be there if nothing were frozen.
     partition, keys = engine.partition, {block.key for block in now.values()}
     unfrozen = partition.blocks_of(partition.offered, frozen=True, silent=silent)
     return [*now.values(), *(block for block in unfrozen if block.key not in keys)]

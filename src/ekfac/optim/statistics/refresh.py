@@ -121,8 +121,8 @@ class Refresher:
         """
         started = time.perf_counter()
         with factors.full_precision(renewals[0].A.device):
-            turned = iter(self._iterate_all([side for r in renewals for side in r.sides() if side.turns]))
-            warm = [[next(turned) if side.turns else None for side in r.sides()] for r in renewals]
+            iterated = iter(self._iterate_all([side for r in renewals for side in r.sides() if side.iterated]))
+            warm = [[next(iterated) if side.iterated else None for side in r.sides()] for r in renewals]
             new = [renewed(*pair) for pair in zip(renewals, warm, strict=True)]
             residuals = torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
         if ok is not None:
@@ -176,7 +176,7 @@ class Side(NamedTuple):
     passes: int
 
     @property
-    def turns(self) -> bool:
+    def iterated(self) -> bool:
         """Whether it is iterated at all."""
         return self.U is not None and self.iterations > 0
 
@@ -216,9 +216,9 @@ class Renewal:
 def renewed(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Basis:
     """Return the new basis of one or several blocks."""
     found: list[tuple[Tensor | None, Tensor]] = []
-    for side, turned in zip(renewal.sides(), warm, strict=True):
-        if turned is not None:
-            found.append((turned.U, turned.values))
+    for side, iterated in zip(renewal.sides(), warm, strict=True):
+        if iterated is not None:
+            found.append((iterated.U, iterated.values))
         elif side.U is None:
             found.append((None, side.matrix.clamp(min=0)))
         else:
