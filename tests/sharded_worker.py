@@ -28,8 +28,11 @@ import ekfac
 import paper
 import replicas_worker as base
 from ekfac.optim.methods.inverse import InverseMethod
-from replicas_worker import FEW, METHODS, Result, batch, error_of, network, scenario
+from replicas_worker import METHODS, Result, batch, error_of, network, scenario
 from replicas_worker import main as main
+
+#: Methods that are tried on two dimensions of ranks too: they differ in what they exchange.
+HYBRID = ("default", "per_example")
 
 
 def lay_out(model: nn.Sequential, layout: str, world: int, **options: Any) -> None:
@@ -108,7 +111,7 @@ def fsdp_in_other_ways(rank: int, world: int) -> Result:
 
 @scenario
 def hsdp(rank: int, world: int) -> Result:
-    return {method: eventful(method, "hsdp", rank, world) for method in FEW}
+    return {method: eventful(method, "hsdp", rank, world) for method in HYBRID}
 
 
 # --- tensor parallel ----------------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ SPREAD = [
     *((layout, "default", 2) for layout in ("by rows", "by columns", "sequence parallel")),
     *(("by rows", method, 2) for method in ("running", "per_example", "kfac")),
     *(("loss parallel", method, 2) for method in ("running", "per_example")),
-    *(("fsdp and tensor parallel", method, 4) for method in ("default", "running", "per_example", "kfac")),
+    *(("fsdp and tensor parallel", method, 4) for method in HYBRID),
 ]
 
 
