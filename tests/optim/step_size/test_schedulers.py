@@ -140,7 +140,9 @@ def test_nothing_set_has_a_warm_up_and_a_slow_fall_of_its_own() -> None:
     assert ratios({"average": False}) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("width, rate, warmup", [(8, 0.02, 10), (64, 0.02, 10), (256, 0.01, 32), (4096, 0.0025, 100)])
+@pytest.mark.parametrize(
+    ("width", "rate", "warmup"), [(8, 0.02, 10), (64, 0.02, 10), (256, 0.01, 32), (4096, 0.0025, 100)]
+)
 def test_the_rate_falls_and_the_warm_up_grows_with_the_width(width: int, rate: float, warmup: int) -> None:
     model = nn.Sequential(nn.Linear(width, width, device="meta"), nn.Conv1d(width, 3, 5, device="meta"))
     assert usual_rate(width_of(model.parameters())) == pytest.approx(rate)
@@ -148,7 +150,9 @@ def test_the_rate_falls_and_the_warm_up_grows_with_the_width(width: int, rate: f
 
 
 def test_frozen_weights_count_as_width_and_what_is_no_matrix_does_not() -> None:
-    lora = nn.ModuleList([nn.Linear(4096, 4096, device="meta").requires_grad_(False), nn.Linear(4096, 8, device="meta")])
+    lora = nn.ModuleList(
+        [nn.Linear(4096, 4096, device="meta").requires_grad_(False), nn.Linear(4096, 8, device="meta")]
+    )
     assert width_of([*lora.parameters(), nn.Parameter(torch.zeros(5))]) == pytest.approx(4096)
     assert usual_rate(width_of([nn.Parameter(torch.zeros(5))])) == RATE
 
