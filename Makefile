@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-# Tests run in one process per core, so each of them takes one thread.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
+# Tests run in one process per core, so each of them takes one thread. Each process gets tests that follow one another:
+# what a file prepares for all of its tests is then made once.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist worksteal
 # Other kernels of torch, MKL and oneDNN, one thread and two. On an AMD EPYC MKL_ENABLE_INSTRUCTIONS changes no bit;
 # MKL_CBWR does.
 CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \

@@ -146,7 +146,7 @@ def test_a_damaged_average_is_refused_and_nothing_changes(damage: str) -> None:
     else:
         state["ekfac"]["average"] = [1]
     before, offsets = shown(model), {p: d.clone() for p, d in opt.average.offsets.items()}
-    with pytest.raises(ValueError, match="average|offset"):
+    with pytest.raises(ValueError, match=r"average|offset"):
         opt.load_state_dict(state)
     assert close(shown(model), before, 0.0)
     assert all(torch.equal(d, offsets[p]) for p, d in opt.average.offsets.items())

@@ -163,7 +163,7 @@ def _size(value: float) -> int:
 
 
 def percent(value: float, error: float | None = None) -> str:
-    """Write a share as a percentage, to one decimal."""
+    """Write a fraction as a percentage, to one decimal."""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "") + " %"
 
 
