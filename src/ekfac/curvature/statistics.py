@@ -102,6 +102,32 @@ def factor_sums(
     return sums
 
 
+def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) -> list[FactorSums]:
+    """Return the sums of one call each of linear layers of one shape, by the same products for all.
+
+    Args:
+        block: One of them.
+        calls: The calls, of one shape too.
+        more: What B is multiplied by.
+        half: See :func:`factor_sums`.
+    """
+    layer = calls[0].layer
+    with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
+        x, d = (
+            torch.stack([t.reshape(-1, t.shape[-1]) for t in of])
+            for of in zip(*((c.x, c.d) for c in calls), strict=True)
+        )
+        if not (half and takes_half(calls)):
+            x, d = x.to(block.dtype), d.to(block.dtype)
+        elif x.dtype != d.dtype:
+            x = x.to(d.dtype)
+        A = layer.inputs_of_alike(x)
+        B = factors.outer_sum(d.transpose(0, 1), block.diagonal_B)
+    if more != 1:
+        B.mul_(more)
+    return [FactorSums(A[i : i + 1], x.shape[1], B[i : i + 1]) for i in range(len(calls))]
+
+
 def takes_half(calls: Sequence[Call]) -> bool:
     """Tell whether calls ran in half precision, so that their sums can be taken of what they have multiplied."""
     return all(c.layer.takes_half and c.d.dtype in factors.HALF for c in calls)
@@ -273,6 +299,6 @@ def balances(calls: Sequence[Call]) -> Tensor | None:
         of = [call.layer.squared_inputs(call.x, call.d) for call in calls if call.layer.transposed == transposed]
         count = sum(entries for _, entries in of)
         squares.append(torch.stack([square for square, _ in of]).sum() / count)
-    direct, turned = squares
-    c = torch.where(turned > 0, direct / turned.clamp(min=torch.finfo(turned.dtype).tiny), 1.0).sqrt()
+    direct, in_basis = squares
+    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=torch.finfo(in_basis.dtype).tiny), 1.0).sqrt()
     return torch.where(c > 0, c, 1.0)

@@ -48,6 +48,8 @@ class Executor:
 
     #: Whether there are places for what backward leaves.
     keeps = False
+    #: Whether it is better taken in by the step than when it comes, as every call costs more than what it computes.
+    waits = False
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options

@@ -1,7 +1,7 @@
 """Linear layers: ``nn.Linear``, GPT-2's ``Conv1D``, ``nn.Bilinear``, and whatever else is a product with a matrix.
 
 The matrix may be several parameters side by side, one below the other's outputs: the two weights and two biases of a
-recurrent cell, say.
+recurrent cell, for example.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_ones(h: Tensor, count: int = 1) -> Tensor:
 class LinearLayer(Layer):
     """``nn.Linear`` on input of any rank: the middle dimensions are positions.
 
-    A subclass says in :meth:`layout` which parameters make the matrix.
+    A subclass defines in :meth:`layout` which parameters make the matrix.
     """
 
     module: Any
@@ -97,6 +97,19 @@ class LinearLayer(Layer):
         A[0, w:, :w] = sums
         A[0, w:, w:].fill_(len(rows))  # an assignment would copy a number from the host
         return A, len(rows)
+
+    def inputs_of_alike(self, x: Tensor) -> Tensor:
+        products = factors.outer_sum(x.transpose(0, 1))
+        if not self.biases:
+            return products
+        w, d = self.weight_columns, self.shape.inputs
+        A = products.new_empty(len(x), d, d)
+        A[:, :w, :w] = products
+        sums = x.sum(1, dtype=A.dtype)
+        A[:, :w, w:] = sums[:, :, None]
+        A[:, w:, :w] = sums[:, None]
+        A[:, w:, w:].fill_(x.shape[1])
+        return A
 
     def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
         return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
 #: some eight float64 copies of its factors, which are a quarter of what it reads.
-LARGE = {"a refresh": 2**24, "taking statistics": 2**25}
+LARGE = {"a refresh": 2**25, "taking statistics": 2**25}
 #: A refresh of factors with more numbers does not run beside the next step.
 BESIDE = 2**22
 
@@ -56,7 +56,7 @@ class CudaExecutor(Executor):
         self.records = False
         self._methods: dict[Method[Any], Method[Any]] = {}
         n = options.numerics
-        self.places = Places(n.memory_limit)
+        self.places = Places(2 * n.memory_limit)
         self.replays = {
             "a refresh": Replays("a refresh", n.cuda_graphs),
             "taking statistics": Replays("taking statistics", n.cuda_graphs, n.memory_limit),
@@ -99,7 +99,11 @@ class CudaExecutor(Executor):
     @property
     def keeps(self) -> bool:  # type: ignore[override]
         """Whether a replay could read what backward leaves."""
-        return self.whole_steps and self.places.open and self.graphs_possible(self._device)
+        return self.waits and self.places.open
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self.whole_steps and self.graphs_possible(self._device)
 
     def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
         found = self.places.of(tensors, dtypes)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 REPEATS = 2
 #: At most so many different steps are kept. They share their memory.
 LIMIT = 24
-#: And so many counted: steps that differ every time, by their damping say, are never recorded.
+#: And so many counted: steps that differ every time, for example by their damping, are never recorded.
 SEEN = 100
 
 
@@ -163,6 +163,7 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
         not collector.separate
         and not (inputs.calls or inputs.unknown or any(map(collector.watch.touched, partition.parameters)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
+        and all(s.placed for kept in inputs.samples.values() for s in kept)
         and all(hasattr(partition.states.get(b.key), "A") for b in inputs.samples)
         and not any(b in collector.fingerprints.unverified for b in partition.covered)
         and all(p in inputs.gradients for p in partition.parameters)

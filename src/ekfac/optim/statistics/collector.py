@@ -192,17 +192,13 @@ class Collector:
             self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
 
     def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
-        """Keep what the factors need until the step, where there is a place for it; of all a block's calls or none."""
+        """Keep what the factors need until the step, which takes the sums of all blocks at once."""
         needed = self._method.needs_examples or block in self.fingerprints.unverified
-        if not self.executor.keeps or self.separate or needed or block.layer.scattered or block in self.sums:
+        if not self.executor.waits or self.separate or needed or block.layer.scattered or block in self.sums:
             return False
         if self._schedule.renews(block) or not self._schedule.takes_factors(block):
             return False
         sample = kept_sample(self.executor, self.options, block, calls, n, len(self.samples.get(block, ())))
-        if sample is None:
-            earlier = {block: self.samples.pop(block, [])}
-            self.sums.update(sums_of_samples(self.executor, self.options, earlier))
-            return False
         self.samples.setdefault(block, []).append(sample)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ from ekfac.curvature.eigensolvers import (
     rayleigh,
 )
 from ekfac.optim.executor import Executor
-from ekfac.optim.statistics.schedule import NOTHING, Schedule
-from ekfac.optim.types import factors_of
+from ekfac.optim.stacks import Stacks
+from ekfac.optim.statistics.schedule import NOTHING, START, Schedule
+from ekfac.optim.types import Rates, factors_of
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -100,6 +101,22 @@ class Refresher:
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
+    def renewals(self, stacks: Stacks, due: Mapping[Block, tuple[int, int]], rates: Rates) -> Iterable[list[Renewal]]:
+        """Return the warm refreshes that are due, blocks of one shape as one; those of one device together.
+
+        Args:
+            stacks: The blocks of one shape.
+            due: The blocks, and how many iterations their two sides get.
+            rates: The numbers of this step.
+        """
+        found: dict[torch.device, list[Renewal]] = {}
+        for stack in stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
+            near = self._schedule.applied_steps >= START and not any(s.strayed for s in stacks.states(stack))
+            damping = rates.of(stack.first.key).damping
+            renewal = Renewal(stack.blocks, stack.state, due[stack.first], damping, near)
+            found.setdefault(stack.first.key.device, []).append(renewal)
+        return found.values()
+
     def warm(
         self, renewals: Sequence[Renewal], change: Callable[[Renewal, Basis], None], ok: Tensor | None = None
     ) -> None:
@@ -139,8 +156,8 @@ class Refresher:
         """Return new bases, and what they leave of each block's factors off the diagonal."""
         with factors.full_precision(renewals[0].old.S_A.device):
             sides = [r.sides() for r in renewals]
-            turned = iter(self._iterate_all([side for pair in sides for side in pair if side.turns]))
-            warm = [[next(turned) if side.turns else None for side in pair] for pair in sides]
+            turned = iter(self._iterate_all([side for pair in sides for side in pair if side.iterated]))
+            warm = [[next(turned) if side.iterated else None for side in pair] for pair in sides]
             new = [renewed(r, pair, of) for r, pair, of in zip(renewals, sides, warm, strict=True)]
             return new, torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
 
@@ -184,7 +201,7 @@ class Side(NamedTuple):
     passes: int
 
     @property
-    def turns(self) -> bool:
+    def iterated(self) -> bool:
         """Whether it is iterated at all."""
         return self.U is not None and self.iterations > 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ekfac.curvature import statistics
+from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
@@ -28,12 +28,14 @@ class Sample:
         n: How many examples these are.
         more: What B is multiplied by to make up for those that are left out.
         step: Every so many-th is taken.
+        placed: Whether its tensors lie where they always do.
     """
 
     calls: tuple[Call, ...]
     n: int
     more: float = 1.0
     step: int = 1
+    placed: bool = False
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -49,16 +51,19 @@ class Sample:
         """Return inputs and output gradients of the calls."""
         return [t for call in self.calls for t in (call.x, call.d)]
 
-    def at(self, tensors: Sequence[Tensor]) -> Sample:
+    def at(self, tensors: Sequence[Tensor], placed: bool = False) -> Sample:
         """Return the same with its :meth:`tensors` at other places."""
         calls = (Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(self.calls))
-        return Sample(tuple(calls), self.n, self.more, self.step)
+        return Sample(tuple(calls), self.n, self.more, self.step, placed)
 
 
 def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
     """Take out of a batch of n examples what the factors of a block need."""
     if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
         return Sample(tuple(calls), n)
+    if len(calls) == 1 and (thin := calls[0].layer.thinned(calls[0].x, calls[0].d, n)) is not None:
+        step, call = thin
+        return Sample((call,), len(call.d), n / len(call.d), step)
     step = statistics.stride(block, calls, n)
     if step == 1:
         return Sample(tuple(calls), n)
@@ -105,12 +110,16 @@ def factor_sums_by(
 
 def kept_sample(
     executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, index: int
-) -> Sample | None:
-    """Return a sample that will be there in the step, of this number among the block's; None if there is no room."""
+) -> Sample:
+    """Return a sample that will be there in the step, of this number among the block's; at a place if there is room."""
     forms = ((t.shape, t.stride(), t.dtype) for c in calls for t in (c.x, c.d))
     key = block, index, n, *((c.layer, c.layer.mode) for c in calls), *forms
     if key in executor.kept:  # all is as it was: only the numbers are other ones
         kept: Sample = executor.kept[key]
+        if not calls[0].layer.splittable:
+            calls = sample_of(options, block, calls, n).calls
+            torch._foreach_copy_(kept.tensors(), [t for c in calls for t in (c.x, c.d)])
+            return kept
         for to, call in zip(kept.calls, calls, strict=True):
             to.x.copy_(call.x if kept.step == 1 else call.x[:: kept.step])
             to.d.copy_(call.d if kept.step == 1 else call.d[:: kept.step])
@@ -118,13 +127,37 @@ def kept_sample(
     sample = sample_of(options, block, calls, n)
     tensors = sample.tensors()
     half = _inexact(options, block) and statistics.takes_half(calls)  # inputs as the products had them
-    places = executor.places_of(tensors, [calls[0].d.dtype if half else t.dtype for t in tensors])
+    dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
+    places = executor.places_of(tensors, dtypes) if executor.keeps else None
     if places is None:
-        return None
+        whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and nobody else's
+        copies = (t if whole else t.to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True))
+        return sample.at(list(copies))
     for place, tensor in zip(places, tensors, strict=True):
         place.copy_(tensor)
-    executor.kept[key] = sample = sample.at(places)
+    executor.kept[key] = sample = sample.at(places, placed=True)
     return sample
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Samples of blocks that are alike, so that their sums can be taken at once; or one block's, however many."""
+
+    blocks: tuple[Block, ...]
+    samples: tuple[Sequence[Sample], ...]
+
+
+def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> list[Alike]:
+    """Put together linear layers of one shape with inputs of one shape, where all positions count alike."""
+    expands = options.coverage.sharing == "expand"
+    found: dict[Hashable, list[Block]] = {}
+    for block, kept in samples.items():
+        (first, *others), layer = kept, block.layer
+        single = not others and len(first.calls) == 1 and first.calls[0].layer is layer and layer.reads_whole_inputs
+        x, d = first.calls[0].x, first.calls[0].d
+        form = block.form, type(layer), first.n, first.more, x.shape, x.dtype, d.shape, d.dtype
+        found.setdefault(form if expands and single and not block.diagonal_A else block, []).append(block)
+    return [Alike(tuple(blocks), tuple(samples[b] for b in blocks)) for blocks in found.values()]
 
 
 def sums_of_samples(
@@ -132,11 +165,17 @@ def sums_of_samples(
 ) -> dict[Block, BlockSums]:
     """Return the sums of samples that were kept."""
 
-    def taken(block: Block) -> BlockSums:
+    def taken(of: Alike) -> list[BlockSums]:
+        if len(of.blocks) > 1:
+            calls = [sample.calls[0] for (sample,) in of.samples]
+            ((first, *_), *_) = of.samples
+            half = _inexact(options, of.blocks[0]) and calls[0].d.dtype in factors.HALF
+            return [BlockSums(sums) for sums in statistics.sums_of_alike(of.blocks[0], calls, first.more, half)]
         sums = BlockSums()
-        for sample in samples[block]:
-            sums.add_factors(factor_sums(options, block, sample))
-        return sums
+        for sample in of.samples[0]:
+            sums.add_factors(factor_sums(options, of.blocks[0], sample))
+        return [sums]
 
-    blocks = [block for block, kept in samples.items() if kept]
-    return dict(zip(blocks, executor.parallel(taken, blocks), strict=True)) if blocks else {}
+    groups = alike(options, {block: kept for block, kept in samples.items() if kept})
+    found = executor.parallel(taken, groups) if groups else []
+    return {b: one for of, sums in zip(groups, found, strict=True) for b, one in zip(of.blocks, sums, strict=True)}
