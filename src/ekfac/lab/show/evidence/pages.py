@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ekfac.lab.registry import LabError
 from ekfac.lab.show.evidence import claims, tables
-from ekfac.lab.show.evidence.pictures import link
 from ekfac.lab.show.evidence.record import Record
 
 PAGES = ("mnist.md", "comparison.md", "coverage.md")
@@ -48,8 +47,6 @@ SOURCES |= {f"epochs-{size}": partial(tables.epochs, batch_size=size) for size i
 SOURCES |= {f"times-{size}": partial(tables.times, batch_size=size) for size in SIZES}
 SOURCES |= {f"comparison-{task}": partial(tables.comparison, task=task) for task in TASKS}
 SOURCES |= {f"times-{task}": partial(tables.comparison_times, task=task) for task in TASKS}
-SOURCES |= {f"picture-autoencoder-{n}": partial(link, figure="autoencoder", suffix=f"-{n}") for n in SIZES}
-SOURCES |= {f"picture-{name}": partial(link, figure=name) for name in ("frequency", "sensitivity", "comparison")}
 
 _BEGIN = re.compile(r"<!-- begin ([\w-]+) -->")
 
