@@ -25,7 +25,8 @@ from ekfac.lab.labels import counted, method
 from ekfac.lab.registry import LabError
 from ekfac.lab.search import cifar
 from ekfac.lab.search.known import KNOWN
-from ekfac.lab.search.ladder import Group, Ladder, Stage, dataset_on
+from ekfac.lab.search.ladder import Group, Ladder, Stage
+from ekfac.lab.search.workers import dataset_on
 from ekfac.lab.training import paces
 from ekfac.lab.training.runs import Run, machine, versions
 

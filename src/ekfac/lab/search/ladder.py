@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import itertools
 import math
-import multiprocessing
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,17 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ekfac.lab.config import DTYPES, TrainConfig
-from ekfac.lab.data.datasets import Dataset, load_dataset
+from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
-from ekfac.lab.registry import LabError, loaded_plugins
-from ekfac.lab.search.plan import start_worker
-from ekfac.lab.training.run import Progress, train
+from ekfac.lab.registry import LabError
+from ekfac.lab.search.workers import Workers
 from ekfac.lab.training.runs import Run, RunFolder, load_run
 from ekfac.lab.training.trainer import given
 
+# What a run's config.json says besides its own length: that of the finals of the search that it is part of.
+SEARCHED = "epochs_of_finals"
 # Between neighbours of the lattice that is climbed.
 FACTOR = math.sqrt(10)
 # Seconds after the end that a worker may take to stop.
@@ -192,84 +189,6 @@ class Stage:
         return self._done
 
 
-class _Deadline(Progress):
-    """Ends a run when time is over, within an epoch too."""
-
-    def __init__(self, when: float) -> None:
-        self.when = when
-
-    def step(self, step: int, steps: int) -> None:
-        if time.time() > self.when:
-            raise TimeoutError
-
-
-_loaded: dict[tuple[str, str, torch.dtype], Dataset] = {}
-# The untrained network's records, by what it depends on: evaluating it anew for every setting would double an epoch.
-_untrained: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-
-def dataset_on(config: TrainConfig, data_dir: str | Path | None) -> Dataset:
-    """Load a run's dataset on its device; it is kept there for the next run of this process."""
-    place = (given(config.dataset), config.device, DTYPES[config.dtype])
-    if place not in _loaded:
-        _loaded[place] = load_dataset(place[0], data_dir).to(torch.device(place[1]), place[2])
-    return _loaded[place]
-
-
-def advance(config: TrainConfig, folder: Path, data_dir: str | Path | None, end: float) -> str:
-    """Train a setting until it has as many epochs as are asked for; return how that went.
-
-    What was cut is kept up to its last whole epoch, and goes on from the end of the stage before.
-    """
-    if time.time() > end:
-        return "no time left"
-    again = RunFolder(folder).checkpoint_file.exists()
-    start = (config.task, config.dataset, config.width, config.limit, config.batch_norm, config.dtype, config.seed)
-    try:
-        run = train(
-            config,
-            folder,
-            initial=_untrained.get(start),
-            resume=again,
-            overwrite=folder.exists() and not again,
-            checkpoints="last",
-            progress=_Deadline(end),
-            data=dataset_on(config, data_dir),
-        )
-    except TimeoutError:
-        return "cut"
-    _untrained[start] = run.history[0]
-    return run.status
-
-
-class Workers:
-    """Processes that each run one setting at a time; one that fails is started anew and the others go on."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._context = multiprocessing.get_context("spawn")
-        self._pools: dict[int, concurrent.futures.ProcessPoolExecutor] = {}
-
-    def submit(self, worker: int, *job: Any) -> concurrent.futures.Future[str]:
-        """Give a worker something to do."""
-        if worker not in self._pools:
-            arguments = (self.number, loaded_plugins())
-            self._pools[worker] = concurrent.futures.ProcessPoolExecutor(1, self._context, start_worker, arguments)
-        return self._pools[worker].submit(advance, *job)
-
-    def restart(self, worker: int) -> None:
-        """End a worker; a new one takes its place at the next job."""
-        self._pools.pop(worker).shutdown(wait=False, cancel_futures=True)
-
-    def close(self, at_once: bool) -> None:
-        """End all of them; what they run is cut if it must be at once."""
-        if at_once:
-            for process in multiprocessing.active_children():
-                process.terminate()
-        for pool in self._pools.values():
-            pool.shutdown(wait=not at_once, cancel_futures=True)
-
-
 @dataclass
 class Ladder:
     """A program, the folder of its runs, and how much of it is done.
@@ -394,20 +313,22 @@ class Ladder:
                         (self.out / name_of(config) / "checkpoint.pt").unlink(missing_ok=True)
 
     def settle(self) -> list[Run]:
-        """Let every run say how long it is, whatever was cut; remove what has no epoch, and return the rest."""
+        """Let every run say how long it is and how long the finals are; remove what has no epoch, return the rest."""
+        self.load()
         found = []
-        for file in sorted(self.out.glob("*/config.json")):
-            run = load_run(file.parent)
-            epochs = run.history[-1]["epoch"] if run.history else 0
-            if epochs == 0 and run.status != "diverged":
-                shutil.rmtree(file.parent)
-                continue
-            if epochs != run.config.epochs and run.status != "diverged":
-                run.config = replace(run.config, epochs=epochs)
-                run.about = {**run.about, "command": run.config.command()}
-                RunFolder(file.parent).write_config(run.config, run.about)
-                run.status = "finished"
-            found.append(run)
+        for group in self.groups:
+            for name, run in sorted(group.runs.items()):
+                epochs = run.history[-1]["epoch"] if run.history else 0
+                if epochs == 0 and run.status != "diverged":
+                    shutil.rmtree(self.out / name)
+                    continue
+                cut = epochs != run.config.epochs and run.status != "diverged"
+                config = replace(run.config, epochs=epochs) if cut else run.config
+                about = {**run.about, "command": config.command(), SEARCHED: group.base.epochs}
+                if about != run.about or cut:
+                    RunFolder(self.out / name).write_config(config, about)
+                    run = group.runs[name] = load_run(self.out / name)
+                found.append(run)
         return found
 
     def remaining(self) -> list[str]:

@@ -49,7 +49,7 @@ def _by_epoch(task: str, ours: Sequence[str], rivals: Sequence[str]) -> Judge:
     """Judge that ours, at the best setting for the last epoch, train below each rival."""
 
     def judge(record: Fresh) -> str:
-        found = of_one_length(curves(run for run in record.all if run.config.task == task))
+        found = curves(of_one_length(run for run in record.all if run.config.task == task))
         ends = {split(n)[0]: per_epoch(group) for n, group in by_method(found).items()}
         last = {name: float(one.value[-1]) for name, one in ends.items() if len(one.value)}
         pairs = [(mine, rival) for mine in ours for rival in rivals if mine in last and rival in last]
