@@ -26,6 +26,7 @@ from ekfac.lab.registry import LabError
 from ekfac.lab.search import cifar
 from ekfac.lab.search.known import KNOWN
 from ekfac.lab.search.ladder import Group, Ladder, Stage
+from ekfac.lab.search.space import unique
 from ekfac.lab.search.workers import dataset_on
 from ekfac.lab.training import paces
 from ekfac.lab.training.runs import Run, machine, versions
@@ -60,7 +61,7 @@ def program(names: Sequence[str], seconds: float, changes: Mapping[str, Any] | N
 
 def _at_known_settings(name: str, changes: Mapping[str, Any]) -> list[Stage]:
     """Return an experiment's runs in two stages, so that all of them are equally long when time ends early."""
-    configs = [replace(config, **changes).resolved() for config in KNOWN[name]()]
+    configs = unique([replace(config, **changes).resolved() for config in KNOWN[name]()])
     groups = [Group(f"{name} {method(c)} batch {c.batch_size}", c, seeds=(c.seed,)) for c in configs]
     halves = [Stage("best", group, max(1, (group.base.epochs or 1) // 2)) for group in groups]
     return halves + [Stage("best", group, group.base.epochs or 1) for group in groups]

@@ -2,6 +2,7 @@
 
 An experiment has up to four levels. ``full`` is the paper's search, ``grid`` its grid alone, ``known`` each method at
 the setting that a recorded search found, as long as the paper has it, and ``quick`` the small runs of ``--quick``.
+Those on CIFAR-10 are searched by successive halving where a budget is given: :mod:`ekfac.lab.search.cifar`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import Registry
-from ekfac.lab.search import space
+from ekfac.lab.search import cifar, space
 from ekfac.lab.search.known import COMPARED, KNOWN, autoencoder_search, network
 from ekfac.lab.show.figures import FIGURES
 from ekfac.lab.show.reproduce.claims import CLAIMS, Claim
@@ -38,6 +39,11 @@ class Experiment:
     dataset: str = "mnist"
     known: Callable[[], list[TrainConfig]] | None = None
     search: Callable[[], list[TrainConfig]] | None = None
+
+    @property
+    def halving(self) -> bool:
+        """Whether its settings are searched by successive halving where there is a budget."""
+        return self.figure in cifar.NAMES
 
     @property
     def levels(self) -> tuple[str, ...]:
