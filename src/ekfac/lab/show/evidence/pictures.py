@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ekfac.lab.show.evidence.record import MISSING, Record
-from ekfac.lab.show.figures import comparison, make
+from ekfac.lab.show.figures import FIGURES, comparison, make
 from ekfac.lab.training.runs import Run
 
+CIFAR = ("vgg11", "resnet34", "schedule", "batch-size")
 # Figures that are drawn again from what they measured.
 MEASURED = ("rescaling", "correlation", "error")
 
@@ -35,6 +36,7 @@ def pictures(record: Record) -> list[Picture]:
     found.append(Picture("sensitivity", record.grid))
     compared = record.runs("comparison")
     found.append(Picture("comparison", compared if comparison.chosen(compared) else ()))
+    found += [Picture(name, [run for run in record.cifar if FIGURES.get(name).takes(run)]) for name in CIFAR]
     return [picture for picture in found if picture.runs]
 
 
