@@ -46,11 +46,11 @@ test: setup
 	$(PYTEST)
 
 test-fast: setup
-	$(PYTEST) -m "not slow and not over_a_second" tests/curvature tests/fisher tests/models tests/optim tests/test_oracle.py
+	$(PYTEST) -m "not slow and not over_a_second" tests/curvature tests/models tests/optim tests/test_oracle.py
 
 test-cpus: setup
 	@set -e; for cpu in $(CPUS); do echo "== $$cpu"; \
-	env OMP_WAIT_POLICY=passive $$(echo $$cpu | tr , ' ') $(PY) -m pytest -q -m rounding --ignore=tests/lab; done
+	env OMP_WAIT_POLICY=passive $$(echo $$cpu | tr , ' ') $(PY) -m pytest -q -m rounding --ignore=tests/lab --ignore=tests/cli; done
 
 test-slow: setup
 	$(PYTEST) -m slow

@@ -4,8 +4,8 @@
 
 Nothing of that size is run. The models are built without memory (on the device "meta"), with the shapes of Llama 2;
 blocks, bytes, owners and intervals are the library's own, for so many ranks; the bytes of a step are those that
-tests/optim/test_sharded.py counts on 2 and 4 ranks. Times are put together from pieces that were measured on one H200
-and are read from results/bench/: solvers_h200.txt and turn_h200.txt.
+tests/optim/distributed/test_sharded.py counts on 2 and 4 ranks. Times are put together from pieces that
+were measured on one H200 and are read from results/bench/: solvers_h200.txt and turn_h200.txt.
 
 Assumed:
  1. fully_shard over all ranks, pieces of parameters and gradients in float32, gathered in bfloat16 and averaged in

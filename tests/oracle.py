@@ -868,6 +868,8 @@ class OracleEKFAC:
     def _belief(self, state: BlockState, raw: Tensor, g: Tensor, beta_1: float, beta_2: float) -> Tensor:
         """AdaBelief with kappa times the mean's square for a floor, mean square at most 1, and spikes shortened.
 
+        Coordinates in which the mean points against the gradient wait; the others are enlarged to the same length.
+
         A gradient counts as a spike when its length is more than ``spike`` times sqrt(|m|^2 + sum of s).
         """
         t = state.observed
@@ -882,6 +884,11 @@ class OracleEKFAC:
         mean = state.m / (1 - beta_1**t)
         state.s = beta_2 * state.s + (1 - beta_2) * ((1 + beta_1) / 2 * noise**2 + self.floor * mean**2)
         x = mean / ((state.s / (1 - beta_2**t)).sqrt() + self.eps)
+        agrees = torch.where(x * g < 0, 0.0, x)
+        if float(agrees.norm()) > 0:
+            x = agrees * min(2.0, float(x.norm() / agrees.norm()))
+        else:
+            x = agrees
         return x / max(1.0, float(x.square().mean()) ** 0.5)
 
     # ----------------------------------------------------------------------------- parameters without a block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import nn
 
 import ekfac
 
-ROOT = Path(__file__).resolve().parents[1] / "src"
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent / "src"
 FILES = sorted((ROOT / "ekfac").rglob("*.py"))
 #: Each room may import from itself and from those before it.
 ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", "cli", "__main__")
@@ -94,6 +96,31 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: module_of(file))
 def test_no_file_is_long(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 400
+
+
+#: Where the code of these lies, there lie its tests.
+MIRRORED = ("curvature", "optim", "diagnosis", "lab", "cli")
+
+
+def folders(root: Path, pattern: str) -> set[str]:
+    """Those of the mirrored folders under a root that hold such files; a room within a room counts with it."""
+    found = {file.parent.relative_to(root).parts for room in MIRRORED for file in (root / room).rglob(pattern)}
+    return {"/".join(parts[:2]) for parts in found}
+
+
+def test_tests_lie_where_the_source_lies() -> None:
+    source, tests = folders(ROOT / "ekfac", "[!_]*.py"), folders(TESTS, "test_*.py")
+    assert source - tests == set(), "rooms without tests"
+    assert tests - source == set(), "tests of a room that is not there"
+    assert {"optim", "optim/methods", "lab/search", "curvature/layers"} <= tests
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    top = TESTS.parent
+    pages = [*(top / "docs").rglob("*.md"), *top.glob("*.md"), *(top / "benchmarks").glob("*.py")]
+    named = {name for page in pages for name in re.findall(r"tests/[\w/]+(?:\.py)?", page.read_text())}
+    assert len(named) > 8
+    assert [name for name in sorted(named) if not (top / name).exists()] == []
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.optim.distributed.processes import DEFAULT
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
@@ -26,7 +27,7 @@ from ekfac.optim.options import (
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.rate import course_of
+from ekfac.optim.step_size.rate import course_of, usual_rate, usual_warmup, width_of
 
 
 class EKFAC(Optimizer):
@@ -59,9 +60,11 @@ class EKFAC(Optimizer):
         model: The model; its first input dimension is the batch.
         params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
             of their own, or some parameters; all by default. Those that are frozen wait until they are not.
-        lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.004,
-            which rises over 100 steps and then falls as 1 / sqrt(1 + t / 100), unless one of torch's schedulers has it
-            or somebody writes another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
+        lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.02
+            for networks up to 64 wide and 0.02 sqrt(64 / width) for others, which rises over 10 to 100 steps and then
+            falls as 1 / sqrt(1 + t / 100); between steps the model then shows the running average of its weights
+            (``StepSize.average``). All of this ends where one of torch's schedulers has the rate or somebody writes
+            another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
         betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
             schedulers find them.
         weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.
@@ -147,12 +150,17 @@ class EKFAC(Optimizer):
             return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
 
         update: dict[str, Any] = {name: value for name, value in own.items() if name != "total_steps"}
-        update["lr"] = rule.lr if lr is None else lr
+        warmup = None
+        if lr is None:
+            checks.model(model)
+            width = width_of(model.parameters())
+            update["lr"] = usual_rate(width) if rule.warms_up else rule.lr
+            warmup = usual_warmup(width) if rule.warms_up else None
         update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
         update["decay_vectors"] = weight_decay is not None
         if hasattr(rule, "betas"):
             update["betas"] = tuple(rule.betas)
         everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
         check_group("step_size", step_size)
-        course = course_of(step_size.decay_steps, total_steps, warms_up=lr is None and rule.warms_up)
+        course = course_of(step_size.decay_steps, total_steps, warmup)
         super().__init__(model, params, update, make_engine, everything, step_size, course)

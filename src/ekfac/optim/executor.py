@@ -92,6 +92,10 @@ class Executor:
         found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
         return all(bool(torch.isfinite(s).all()) for s in found), None
 
+    def last_mask(self) -> Tensor | None:
+        """Return 1 on the device, or 0 if the last step changed nothing; None where that is known."""
+        return None
+
     def answer(self, value: Tensor) -> Answer:
         """Have the host read a tensor later."""
         return Answer(value)

@@ -119,6 +119,6 @@ class KFAC(Optimizer):
 
         step_size = arguments.pop("step_size")
         check_group("step_size", step_size)
-        course = course_of(step_size.decay_steps, None, warms_up=False)
+        course = course_of(step_size.decay_steps, None, None)
         everything = {**update, "pi_correction": pi_correction, **arguments}
         super().__init__(model, params, {**update, "decay_vectors": True}, make_engine, everything, step_size, course)

@@ -26,6 +26,7 @@ from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
 from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
+from ekfac.optim.step_size.averaging import WeightAverage, average_weight
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
@@ -64,6 +65,8 @@ class Optimizer(Base, Joinable, Grouped):
         Grouped.__init__(self, model, params, defaults)
         self.engine = make_engine(self._all_parameters(), self.state)
         self.engine.collector.on_replaced = self._follow(weakref.ref(self))
+        self.average = WeightAverage(model, step_size.average)
+        self.engine.collector.capture.forwards.on_begin = self.average.before_forward
         compares = self.engine.method.compares_gradients
         self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
         try:
@@ -109,9 +112,17 @@ class Optimizer(Base, Joinable, Grouped):
             if comparison is not None:
                 comparison.before(loss)
             rates = self._rates()
-            done = engine.step(rates, self._apply)
+            averaged = self.average.begin_step(self._averaged())
+            try:
+                done = engine.step(rates, self._apply)
+            except BaseException:
+                self.average.abandon_step(averaged)
+                raise
         if done and comparison is not None:
             comparison.after()
+        if averaged:
+            weight = average_weight(engine.schedule.applied_steps) if done else 0.0
+            self.average.end_step(averaged, weight, engine.executor.last_mask() if done else None)
         if done:
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
@@ -184,6 +195,15 @@ class Optimizer(Base, Joinable, Grouped):
             self._indexed = at
         return Rates(groups, self._group_of, (tuple(fixed), self.step_size))
 
+    def _averaged(self) -> list[nn.Parameter]:
+        """Return the parameters whose average the model shows."""
+        wanted = self.average.wanted
+        if wanted is False or self.engine.partition.sharded or self.average.possible is False:
+            return []
+        if wanted is None and not self.course.automatic:
+            return []
+        return [p for group in self.param_groups if wanted or self._on_course(group) for p in group["params"]]
+
     def _on_course(self, group: dict[str, Any]) -> bool:
         """Tell whether the built-in course has a group's rate: nobody schedules it, nor names it and no course."""
         named = group["lr_named"] or bool(group["lr"] != self.defaults["lr"])
@@ -240,6 +260,11 @@ class Optimizer(Base, Joinable, Grouped):
         else:
             torch._foreach_add_(parameters, p_steps, alpha=-float(lr))
 
+    def close(self) -> None:
+        """Remove the hooks from the model, which shows its averaged weights, and let go of what is kept for replays."""
+        self.average.rest()
+        super().close()
+
     # --- around it ------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -268,6 +293,7 @@ class Optimizer(Base, Joinable, Grouped):
         extra = checkpoint.engine_state(self.engine, whole)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
         extra["pace"] = self.lr_fraction.save()
+        extra["average"] = self.average.save(self.engine.partition.names)
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         saved = super().state_dict()
         state = {}
@@ -297,6 +323,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.lr_fraction.check(saved.get("pace"))
         if self._adaptation is not None:
             self._adaptation.check(saved.get("adaptive_damping"))
+        take_average = self.average.load(saved.get("average"), {n: p for p, n in self.engine.partition.names.items()})
         checkpoint.drop_outline(self.engine)
         groups[0][EXTRA] = {}
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
@@ -305,6 +332,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.state.update({p: of_parameter for p, of_parameter in loaded.states.items() if of_parameter})
         self.engine.partition.take_states(self.state)  # torch has put a new dict there
         keep_own(self.engine)
+        take_average()
         self.kl_clip.hits = saved["kl_clip_hits"]
         self.lr_fraction.load(saved.get("pace"), self._all_parameters()[0].device)
         if self._adaptation is not None:

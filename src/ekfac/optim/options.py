@@ -37,9 +37,12 @@ class Group:
 
 @dataclass(frozen=True, repr=False)
 class StepSize(Group):
-    """What bounds the length of a step besides lr.
+    """What acts on the length of a step besides lr, and on what the model shows after it.
 
     Attributes:
+        average: Train the weights, and show their running average between steps: from the end of a step to the next
+            forward with gradients the parameters hold it, so it is what is evaluated and saved. By default, None, where
+            no lr is given and the built-in course has it: the average does what a rate that falls to zero would do.
         decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None for no built-in fall.
             By default, where no lr is given, what ``lr`` says of it.
         max_change: Bound on the relative change ``|update| / |theta|`` of all L layers' weights together in one step,
@@ -51,12 +54,15 @@ class StepSize(Group):
             s, as in the paper, that is twice the KL divergence of the step. None for no bound.
     """
 
+    average: bool | None = None
     decay_steps: float | str | None = "auto"
     max_change: float | None = None
     lr_fraction: float | None = None
     kl_clip: float | None = None
 
     def __post_init__(self) -> None:
+        if self.average is not None:
+            checks.flag("average", self.average)
         if self.lr_fraction is not None:
             checks.number("lr_fraction", self.lr_fraction, above=0, most=1)
         if self.decay_steps is not None and self.decay_steps != "auto":

@@ -60,6 +60,8 @@ class Forwards:
         self.records: list[Record] = []
         self._before_forward = before_forward
         self.hand_on = hand_on
+        #: Called when the model's forward, or ``batch()``, begins with gradients: nothing of it has been computed yet.
+        self.on_begin: Callable[[], None] = lambda: None
         self._batch_dim = batch_dim
         self._count_by = count
         self.here = UnderWay()
@@ -129,6 +131,7 @@ class Forwards:
         here.current, here.depth, here.in_batch = None, 1, True
         try:
             if self.enabled and torch.is_grad_enabled() and self._before_forward():
+                self.on_begin()
                 here.current = self._new(Counted(n))
             yield
         finally:
@@ -151,6 +154,8 @@ class Forwards:
                 return None
         elif not self._before_forward():
             return None
+        else:
+            self.on_begin()
         here.depth = 1
         here.current = self._new(self._count(args, kwargs))
         return here.current

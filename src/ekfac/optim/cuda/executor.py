@@ -100,10 +100,14 @@ class CudaExecutor(Executor):
     def check_finite(self, sizes: list[Tensor], wait: bool) -> tuple[bool, Tensor | None]:
         devices = {size.device for size in sizes}
         if wait or len(devices) != 1 or next(iter(devices)).type != "cuda":
+            self.mask.last = None
             return super().check_finite(sizes, wait)
         ok = self.mask.mask(sizes)
         self.mask.expect(ok)
         return True, ok
+
+    def last_mask(self) -> Tensor | None:
+        return self.mask.last
 
     def settle(self) -> bool:
         self.join()

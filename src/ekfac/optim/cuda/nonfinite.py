@@ -34,6 +34,8 @@ class NonFiniteMask:
 
     def __init__(self) -> None:
         self._pending: Answer | None = None
+        #: The mask of the last step.
+        self.last: Tensor | None = None
 
     def mask(self, sizes: list[Tensor]) -> Tensor:
         """Return 1 on the device if all is finite, else 0."""
@@ -41,6 +43,7 @@ class NonFiniteMask:
 
     def expect(self, ok: Tensor) -> None:
         """Have the host read a mask one step later."""
+        self.last = ok
         self._pending = PinnedAnswer(ok)
 
     def was_skipped(self) -> bool:

@@ -20,6 +20,9 @@ from ekfac.optim.methods.rules import (
 )
 from ekfac.optim.types import BlockStep, EigenState
 
+#: How much longer coordinates may become for those that wait.
+LARGEST = 2.0
+
 
 @dataclass(frozen=True)
 class Belief(TorchRule):
@@ -28,10 +31,13 @@ class Belief(TorchRule):
     .. math::
         &s \leftarrow \beta_2 s + (1 - \beta_2) \left(\tfrac{1 + \beta_1}{2} (g - \hat m)^2 + \kappa \hat m^2\right),
             \quad m \leftarrow \beta_1 m + (1 - \beta_1) g \\
-        &x = \hat m / (\sqrt{\hat s} + \epsilon), \quad x \leftarrow x / \max(1, \mathrm{rms}(x))
+        &x = \hat m / (\sqrt{\hat s} + \epsilon), \quad x_{ij} \leftarrow 0 \text{ where } x_{ij} g_{ij} < 0
+            \text{ at equal length}, \quad
+            x \leftarrow x / \max(1, \mathrm{rms}(x))
 
     Where gradients are mostly noise this is Adam. Where examples agree, as on a plateau, s is smaller than g^2, and
-    those coordinates go further than the others: up to 1 / sqrt(kappa) times as far. The mean square of a block's
+    those coordinates go further than the others: up to 1 / sqrt(kappa) times as far. Coordinates in which the mean
+    points against the newest gradient wait (cautious optimizers, Liang et al., 2024). The mean square of a block's
     direction is never above 1, so an update is at most lr long in each coordinate on average. A gradient that is far
     longer than those before it is shortened, so that one bad batch does not blind s for hundreds of steps.
 
@@ -42,14 +48,15 @@ class Belief(TorchRule):
         eps: What is added to the square root.
         floor: kappa, the weight of the mean gradient in s; 1 is close to Adam.
         spike: How many times longer than before a gradient may be.
+        cautious: Leave coordinates alone in which the mean points against the gradient.
     """
 
     betas: tuple[float, float] = (0.95, 0.95)
     eps: float = 1e-8
     floor: float = 0.05
     spike: float = 10.0
+    cautious: bool = True
 
-    lr = 0.004
     weight_decay = 0.3
     warms_up = True
     moments = ("m",)
@@ -58,6 +65,7 @@ class Belief(TorchRule):
         super().__post_init__()
         checks.number("floor", self.floor, above=0)
         checks.number("spike", self.spike, above=1)
+        checks.flag("cautious", self.cautious)
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         super().observe(state, step)
@@ -85,7 +93,12 @@ class Belief(TorchRule):
         x = m / s.sqrt().add_(spread(self.eps * root, s))
         # All numbers that multiply a block at once: the corrections for the start at zero, and the bound.
         correction = root / remaining(beta1, count)
-        length = norms(x, step.blocks) / (x.numel() // step.blocks) ** 0.5 * correction
+        length = norms(x, step.blocks)
+        if self.cautious:
+            left = norms(x.masked_fill_(x * step.g < 0, 0.0), step.blocks)
+            enlarged = (length / left.clamp(min=torch.finfo(left.dtype).tiny)).clamp(max=LARGEST)
+            length, correction = left * enlarged, correction * enlarged
+        length = length / (x.numel() // step.blocks) ** 0.5 * (root / remaining(beta1, count))
         correction = correction / length.clamp(min=1)
         return x.mul_(spread(correction if step.ok is None else correction * step.ok, x))
 

@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ekfac import checks
 
-#: Steps over which the rate rises: the first bases and second moments rest on few batches.
+#: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
+#: Fewest and most steps over which the built-in rate rises, and how many columns are worth one of them: the first bases
+#: and second moments rest on few batches, and wide ones need more.
+RISE = (10, 100, 8)
+#: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
+LARGEST_RATE = 0.02
+NARROW = 64
 #: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
 ANNEAL = 100.0
+
+
+def width_of(weights: Iterable[Tensor]) -> float:
+    """Return how wide a network is: the geometric mean, over all its weights, of their layers' inputs (or channels)."""
+    matrices = [p for p in weights if p.requires_grad and p.dim() > 1 and p.numel()]
+    size = sum(p.numel() for p in matrices)
+    return math.exp(sum(p.numel() / size * math.log(p.shape[1]) for p in matrices))
+
+
+def usual_rate(width: float) -> float:
+    """Return the rate for a network: 0.02 sqrt(64 / width), at most 0.02.
+
+    A step moves every weight by about the same amount, but what that does to an output grows with how many weights the
+    output sums over.
+    """
+    return LARGEST_RATE * min(1.0, math.sqrt(NARROW / width))
+
+
+def usual_warmup(width: float) -> int:
+    """Return the steps over which the rate of a network rises."""
+    least, most, columns = RISE
+    return min(most, max(least, round(width / columns)))
 
 
 @dataclass(frozen=True)
@@ -45,16 +76,16 @@ class RateCourse:
         return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
 
 
-def course_of(decay_steps: float | str | None, total_steps: int | None, warms_up: bool) -> RateCourse:
+def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> RateCourse:
     """Return the built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
 
     Args:
         decay_steps: See :class:`~ekfac.optim.options.StepSize`.
         total_steps: The length of the training, if it is known.
-        warms_up: Whether no rate is given to a rule that warms up.
+        warmup: Steps of the built-in warm-up; None where a rate is given, or the rule has none.
     """
     if total_steps is not None:
-        return RateCourse(WARMUP, None, total_steps)
+        return RateCourse(warmup or WARMUP, None, total_steps)
     if isinstance(decay_steps, str):
-        return RateCourse(WARMUP, ANNEAL, automatic=True) if warms_up else RateCourse()
+        return RateCourse() if warmup is None else RateCourse(warmup, ANNEAL, automatic=True)
     return RateCourse(0, decay_steps)

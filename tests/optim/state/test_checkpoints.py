@@ -19,7 +19,7 @@ from helpers import mean_loss
 from paper import EKFAC, KFAC
 
 # Imported by the test and run as a program in the new process: trains from a checkpoint, or from the start.
-ROOT = str(Path(__file__).parents[1])  # the workers import the tests' optimizers
+ROOT = str(Path(__file__).parents[2])  # the workers import the tests' optimizers
 
 WORKER = """
 import sys

@@ -290,7 +290,7 @@ def test_bad_input_is_refused_with_a_reason(changes, kind, message):
 
 
 def test_the_command_prints_a_page_or_json(capsys):
-    plugin = str(Path(__file__).parent / "lab" / "tiny_plugin.py")
+    plugin = str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")
     words = ["doctor", "tiny", "--plugin", plugin, "--steps", "10", "--trial-steps", "3"]
     assert cli.run(words) == 0
     assert "tiny by ekfac-default: 23 parameters, batches of 10; 10 probe steps" in capsys.readouterr().out
@@ -332,7 +332,7 @@ def test_it_says_what_it_does_from_the_start_and_ends_with_lines_to_paste(capsys
     found = ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK, say=said.append)
     assert said[0] == "reading batches" and said[-1] == "timing steps"
     assert sum(line.startswith("short run") for line in said) == len(found.trials)
-    plugin = str(Path(__file__).parent / "lab" / "tiny_plugin.py")
+    plugin = str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")
     assert cli.run(["doctor", "tiny", "--plugin", plugin, "--steps", "10", "--trial-steps", "3"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines()[:2] == ["loading data", "reading batches"]

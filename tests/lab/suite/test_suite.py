@@ -19,7 +19,7 @@ from ekfac.lab.suite.jobs import make_job
 from ekfac.lab.suite.records import Records
 from ekfac.lab.suite.selection import due
 from ekfac.lab.suite.training import train
-from lab.suite_cases import record, tiny
+from lab.suite.cases import record, tiny
 
 RUNS = 4 + 2 * (3 + 1) + (3 + 1)  # EKFAC: two rates, two seeds; the others: three rates, and the best again
 

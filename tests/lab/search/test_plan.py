@@ -18,7 +18,7 @@ from ekfac.lab.search.space import Space, settings
 from ekfac.lab.training.gather import find_runs
 from processes import alive, children, hear_ctrl_c, wait_until
 
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
 

@@ -27,10 +27,10 @@ from ekfac.lab.training.lock import Lock
 from ekfac.lab.training.run import launch, load_run, train
 from ekfac.lab.training.runs import RunFolder
 from fuzz.files import CONFIG, run_files
-from lab.test_runs import same, timeless, weights
+from lab.training.test_runs import same, timeless, weights
 from processes import wait_until
 
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.files import DataError
 from ekfac.lab.show.figures import make, paper
 from ekfac.lab.show.figures.base import FIGURES, Request
-from lab.test_figures import drawn, made_up
+from lab.show.test_figures import drawn, made_up
 
 FREQUENT = TrainConfig("autoencoder", "ekfac", dataset="mnist", batch_size=200, lr=0.1, damping=0.1, refresh_every=50)
 NETWORK = TrainConfig("vgg11", dataset="cifar10", batch_size=500, lr=0.1, damping=0.1)

@@ -16,7 +16,7 @@ from ekfac.lab.search.ask import importance
 from ekfac.lab.search.sweep import State, Where, open_studies, state
 from ekfac.lab.training.gather import find_runs
 
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 BASE = ("sweep", "tiny", "--plugin", PLUGIN, "--optimizer", "sgd", "--epochs", "2", "--random", "0")
 
 

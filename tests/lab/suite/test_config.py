@@ -10,7 +10,7 @@ import pytest
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config
 from ekfac.lab.suite.jobs import factor, make_job, rates
-from lab.suite_cases import TINY, tiny
+from lab.suite.cases import TINY, tiny
 
 WRONG = [
     (("seeds",), [], "seeds must be different whole numbers"),
@@ -114,7 +114,7 @@ def test_the_suite_has_the_tasks_and_methods_of_its_issue():
 
 
 def test_the_page_has_every_task_and_its_length():
-    text = (Path(__file__).resolve().parents[2] / "docs" / "suite.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "suite.md").read_text()
     shown = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([\d,]+ (?:epochs|steps)) of", text, re.M))
     suite = config.load("suite")
     assert shown == {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Run as a program, once a rank, so that whatever gloo does at exit stays out of the test process; the single process
 # that they are compared with is this one.
-ROOT = str(Path(__file__).parents[1])  # the workers import the tests' optimizers
+ROOT = str(Path(__file__).parents[2])  # the workers import the tests' optimizers
 
 WORKER = """
 import contextlib

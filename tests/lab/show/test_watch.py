@@ -19,9 +19,9 @@ from ekfac.lab.search import plan
 from ekfac.lab.show.chart import chart, marks
 from ekfac.lab.show.watch import leaders, make_server, view
 from ekfac.lab.training.gather import find_runs
-from lab.test_figures import made_up
+from lab.show.test_figures import made_up
 
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", lr=0.1, plugins=(PLUGIN,), device="cpu", epochs=4)
 

@@ -12,7 +12,7 @@ from ekfac.lab.suite.page import shown
 from ekfac.lab.suite.records import Records
 from ekfac.lab.suite.results import Results, standing, summarise
 from ekfac.lab.suite.selection import fill, rose, values, worth
-from lab.suite_cases import record, tiny
+from lab.suite.cases import record, tiny
 
 INF = math.inf
 

@@ -23,7 +23,7 @@ from ekfac.cli import main as cli
 from ekfac.lab.training.run import load_run
 from ekfac.optim.options import GROUPS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 TEXT = (DOCS / "lab.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

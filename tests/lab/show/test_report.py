@@ -367,7 +367,7 @@ def test_six_curves_at_first_the_baseline_among_them() -> None:
 
 
 def test_the_recorded_runs_give_the_pages_numbers_in_two_megabytes() -> None:
-    results = Path(__file__).parents[2] / "results"
+    results = Path(__file__).parents[3] / "results"
     if not results.is_dir():
         pytest.skip("the recorded runs are not here")
     runs = find_runs([results / "mnist", results / "comparison"])

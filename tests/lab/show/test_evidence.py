@@ -18,7 +18,7 @@ from ekfac.lab.show.evidence.record import MISSING, tried, write
 from ekfac.lab.show.evidence.tables import final, lowest
 from ekfac.lab.training.gather import find_runs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FLOOR = 45.0
 
 

@@ -16,7 +16,7 @@ from ekfac.lab.show.figures.measures import Measures
 from ekfac.lab.show.reproduce import EXPERIMENTS, cost, make_plan, steps
 from ekfac.lab.show.reproduce.claims import CLAIMS, Fresh
 from ekfac.lab.show.reproduce.coverage import coverage
-from lab.test_figures import made_up
+from lab.show.test_figures import made_up
 
 SMALL = TrainConfig("autoencoder", dataset="mnist-5k", width=20, limit=400, batch_size=100, epochs=8, device="cpu")
 
@@ -50,7 +50,7 @@ def test_every_figure_and_every_table_can_be_reproduced() -> None:
 
 
 def test_the_known_level_is_that_of_the_record() -> None:
-    results = Path(__file__).parents[2] / "results"
+    results = Path(__file__).parents[3] / "results"
     if not results.is_dir():
         pytest.skip("the recorded runs are not here")
     wanted = {(c.optimizer, c.lr, c.damping, c.batch_size) for c in EXPERIMENTS.get("autoencoder").settings("known")}

@@ -13,7 +13,7 @@ from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite.tasks import TASKS, Context, images, sequences
 from ekfac.lab.suite.training import averaged, spare_vectors
-from lab.suite_cases import write_data
+from lab.suite.cases import write_data
 
 SMALL = {
     "relu-autoencoder": {"scale": 0.02, "batch_size": 20},

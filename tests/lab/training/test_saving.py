@@ -16,7 +16,7 @@ from ekfac.lab.training.loggers import Several, numbers, with_loggers
 from ekfac.lab.training.run import Progress, epochs_since_best, load_run, train
 from ekfac.lab.training.runs import Run
 
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 load_plugin(PLUGIN)
 SMALL = TrainConfig("classifier", "ekfac-ra", width=8, limit=200, batch_size=20, epochs=2, device="cpu", seed=3)
 

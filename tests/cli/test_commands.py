@@ -22,7 +22,7 @@ from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, read_tags
 
 SOURCES = str(Path(ekfac.__file__).parents[1])
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")
 
 LOOKS = """
 import torch

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ekfac.lab.training.run import load_run
-from lab.test_runs import same, timeless, weights
+from lab.training.test_runs import same, timeless, weights
 
 EPOCHS = 30
 

@@ -29,7 +29,7 @@ from ekfac.lab.search.sweep import Where, existing_studies, state, sweep
 from ekfac.lab.training.gather import find_runs
 from ekfac.lab.training.runs import Run
 
-PLUGIN = str(Path(__file__).with_name("tiny_plugin.py"))
+PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
 
