@@ -13,7 +13,7 @@ from ekfac.lab.show.figures import paper
 from ekfac.lab.show.figures.measures import Measures
 from ekfac.lab.show.reproduce.claims import Fresh
 from ekfac.lab.training.runs import Run
-from lab.test_figures import made_up
+from lab.show.test_figures import made_up
 
 NET = TrainConfig("vgg11", dataset="cifar10", lr=0.1, damping=0.1, batch_size=500, refresh_every=500)
 RATES = {"kfac": 0.7, "ekfac": 0.6, "ekfac-ra": 0.5}
