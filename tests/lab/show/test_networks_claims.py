@@ -11,7 +11,10 @@ from ekfac.lab.show.evidence import networks
 from ekfac.lab.show.evidence.record import MISSING
 from ekfac.lab.show.figures import paper
 from ekfac.lab.show.figures.measures import Measures
+from ekfac.lab.show.report.content import about_times
+from ekfac.lab.show.report.groups import grouped, leader
 from ekfac.lab.show.reproduce.claims import Fresh
+from ekfac.lab.training.paces import PACED
 from ekfac.lab.training.runs import Run
 from lab.show.test_figures import made_up
 
@@ -47,6 +50,15 @@ def test_runs_of_a_halving_count_at_the_epochs_that_they_have() -> None:
     for run in short:
         run.about[SEARCHED] = 4
     assert [run.config.epochs for run in paper.of_one_length([*short, finals[2]])] == [3, 3, 3]
+
+
+def test_a_report_has_a_search_in_one_section_and_says_whose_seconds_it_shows() -> None:
+    runs = [made_up(replace(NET, optimizer="kfac", lr=lr), 0.5, epochs=n) for lr, n in ((0.1, 4), (0.5, 1))]
+    for run in runs:
+        run.about |= {SEARCHED: 4, PACED: True}
+    (group,) = grouped(runs)
+    best = leader(group.curves)
+    assert best is not None and best.config.lr == 0.1 and "went side by side" in about_times(group)
 
 
 def test_claims_hold_by_epoch_by_time_and_on_validation_or_do_not() -> None:

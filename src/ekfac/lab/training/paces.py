@@ -25,6 +25,8 @@ from ekfac.lab.training.runs import Run, machine, versions
 from ekfac.lab.training.trainer import Trainer, given
 
 FILE = "paces.json"
+# What is said about a run whose seconds are counted so.
+PACED = "paced"
 # Steps are timed in segments; a basis is renewed at the start of every other one, and the first two are left out.
 STEPS, SEGMENTS = 8, 6
 _FIELDS = ("task", "optimizer", "batch_norm", "dataset", "width", "batch_size", "damping_mode", "sua", "dtype")
@@ -153,7 +155,7 @@ def apply(run: Run, paces: dict[str, Pace]) -> None:
     if pace is None:
         return
     run.history = [{**record, "seconds": pace.seconds(record["step"])} for record in run.history]
-    run.about = {**run.about, "paced": True}
+    run.about = {**run.about, PACED: True}
     run.timed = True
 
 
