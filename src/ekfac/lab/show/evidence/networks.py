@@ -150,7 +150,10 @@ def validation(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES
         mine = [found[name][0] for name in ours if name in found]
         if best is None or not mine:
             return UNKNOWN
-        words = ", ".join(f"{name} {percent(at)} (test {percent(test)})" for name, (at, test) in found.items())
+        words = ", ".join(
+            f"{name} {percent(at)}" + ("" if numpy.isnan(test) else f" (test {percent(test)})")
+            for name, (at, test) in found.items()
+        )
         return f"{verdict(value >= best - GOOD for value in mine)} | best validation accuracy: {words}"
 
     return judge
