@@ -237,7 +237,7 @@ class Ladder:
         data_dir: str | Path | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> bool:
-        """Work until all is done or time is over; return whether all is done.
+        """Run what is wanted until all is done or time is over; return whether all is done.
 
         Args:
             seconds: The time there is.
