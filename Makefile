@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-# Tests run in one process per core, so each of them takes one thread.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
+# Tests run in one process per core, so each of them takes one thread. Each process gets tests that follow one another:
+# what a file prepares for all of its tests is then made once.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist worksteal
 # Other kernels of torch, MKL and oneDNN, one thread and two. On an AMD EPYC MKL_ENABLE_INSTRUCTIONS changes no bit;
 # MKL_CBWR does.
 CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=COMPATIBLE,OMP_NUM_THREADS=1 \
@@ -12,7 +13,7 @@ CPUS   := ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2,MKL_CBWR=CO
 	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,OMP_NUM_THREADS=2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-cpus test-slow test-integrations fuzz lint types format bench figures figures-quick docs clean
+.PHONY: help setup run test test-fast test-cpus test-slow test-integrations fuzz lint types format bench figures figures-quick gallery docs clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything (quick the second time)"
@@ -27,7 +28,8 @@ help:
 	@echo "make types      mypy, strict"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
-	@echo "make figures    pictures and tables of docs/ from the runs recorded in results/"
+	@echo "make figures    pictures, tables and numbers of the pages, from the runs recorded in results/"
+	@echo "make gallery    run every example; their pictures and numbers go to docs/images and results/gallery"
 	@echo "make docs       the documentation as a site, into site/"
 	@echo "make figures-quick  every figure of the paper from small fresh runs, into figures/"
 
@@ -86,9 +88,17 @@ format: setup
 bench: setup
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(PY) $$script; done
 
+# Each example leaves its picture, light and dark, and its numbers in runs/gallery.
+gallery: setup
+	@set -e; for example in examples/*.py; do echo "== $$example"; $(PY) $$example; done
+	mkdir -p results/gallery
+	cp runs/gallery/*.png docs/images/
+	cp runs/gallery/*.json results/gallery/
+
 figures: setup
 	$(PY) docs/draw.py
 	$(PY) -m ekfac.lab.show.evidence --results results --docs docs
+	$(PY) docs/cite.py
 
 figures-quick: setup
 	$(VENV)/bin/ekfac figure all --quick --out figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import sys
@@ -35,6 +36,7 @@ pygments_dark_style = "monokai"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
@@ -44,6 +46,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "repository": {"url": "_files/{{path}}"}}
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_PICTURE = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
 _linked: set[str] = set()
 
 
@@ -53,7 +56,7 @@ def _shown(path: str) -> str:
 
 
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Turn links to files outside of docs/ into links to their copies; folders become text."""
+    """Turn links out of docs/ into links to copies, folders into text, and pictures into their light and dark form."""
 
     def replace(match: re.Match[str]) -> str:
         _, text, path, _ = match.groups()
@@ -65,7 +68,12 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         _linked.add(path)
         return f"[{text}](repository:{_shown(path)})"
 
-    source[0] = _LINK.sub(replace, source[0])
+    def both(match: re.Match[str]) -> str:
+        dark, alt, light = match.groups()
+        forms = ((light, "only-light"), (dark, "only-dark"))
+        return "\n\n".join(f"```{{image}} {file}\n:alt: {alt}\n:class: {form}\n```" for file, form in forms)
+
+    source[0] = _PICTURE.sub(both, _LINK.sub(replace, source[0]))
     if docname == "index" and not (DOCS / "reliability.md").exists():
         source[0] = source[0].replace("\nreliability\n", "\n")
 
@@ -97,8 +105,18 @@ def _block_math(self: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def _signature(app: Sphinx, what: str, name: str, found: Any, options: Any, *shown: str | None) -> Any:
+    """Show a class's own arguments where autodoc would show those of a ``__new__`` that passes everything on."""
+    if what != "class" or shown[0] != "(*args, **kwargs)":
+        return None
+    arguments = inspect.signature(found).parameters.values()
+    named = [one.replace(annotation=one.empty) for one in arguments if one.kind is not one.VAR_KEYWORD]
+    return str(inspect.Signature(named)), None
+
+
 def setup(app: Sphinx) -> None:
     """Mathematics as MathML, which browsers show by themselves; links into the repository."""
+    app.connect("autodoc-process-signature", _signature)
     app.add_html_math_renderer("mathml", (_inline_math, None), (_block_math, None))
     app.connect("source-read", _read)
     app.connect("build-finished", _copy)

@@ -1,72 +1,266 @@
-"""Draw the README's picture from recorded runs: ``python docs/draw.py``, for light and for dark pages.
+"""Draw the pages' pictures from the record, in a light form and a dark one: ``python docs/draw.py [NAME ...]``.
 
-It shows the paper's five methods alone. ``make figures`` draws everything else.
+Each has one message, in its title, and at most five curves, labelled at their ends. ``make gallery`` draws those of the
+examples; ``ekfac figure`` draws the paper's figures as the paper has them.
 """
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from statistics import mean
 
-import matplotlib
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from PIL import Image
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from ekfac.lab.search.selection import Curve
+from ekfac.lab.show.evidence.pages import CIFAR
+from ekfac.lab.show.evidence.record import LOSS, Record, chosen
+from ekfac.lab.show.figures import FIGURES, make
+from ekfac.lab.show.figures.sensitivity import NEAR, grids
+from ekfac.lab.show.picture import COLOURS, label_ends, save
 
 ROOT = Path(__file__).resolve().parents[1]
-# The tables' settings at batch 200 (docs/mnist.md), by the start of the folders' names; colours as in all figures.
-METHODS = {
-    "autoencoder-kfac-": ("KFAC", "#d55e00"),
-    "autoencoder-sgd-bn-lr0.01-": ("SGD + batch-norm", "#777777"),
-    "autoencoder-adam-bn-lr0.001-": ("Adam + batch-norm", "#e69f00"),
-    "autoencoder-ekfac-lr": ("EKFAC", "#0072b2"),
-    "autoencoder-ekfac-ra-lr": ("EKFAC-ra", "#009e73"),
+IMAGES = ROOT / "docs" / "images"
+OLD = "EKFAC (defaults)"
+NAMES = {OLD: "version 0.1"}
+SHOWN = ("KFAC freq=50", "Adam + BN", "EKFAC freq=50", "EKFAC-ra freq=50", OLD)
+TASKS = {
+    "classifier": "classifier, MNIST",
+    "vgg11": "VGG11, CIFAR-10",
+    "resnet34": "ResNet34, CIFAR-10",
+    "charlm": "transformer, text",
 }
 
 
-def curves() -> dict[str, list[float]]:
-    """Mean training loss above the pixels' entropy over five seeds, epoch by epoch."""
-    found: dict[str, list[list[float]]] = defaultdict(list)
-    for folder in sorted((ROOT / "results" / "mnist").glob("[fs][ie][ne]*s/*-b200-*")):
-        for start, (name, _) in METHODS.items():
-            about = json.loads((folder / "config.json").read_text())
-            if not folder.name.startswith(start) or about["config"]["epochs"] != 20:
-                continue
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            floor = about["about"]["floor"]["train"]
-            found[name].append([line["train_loss_mean"] - floor for line in lines if line["epoch"]])
-    assert all(len(runs) == 5 for runs in found.values()), {name: len(runs) for name, runs in found.items()}
-    return {name: [mean(values) for values in zip(*runs, strict=True)] for name, runs in found.items()}
+@cache
+def record() -> Record:
+    """Return the record, read once."""
+    return Record(ROOT / "results")
 
 
-def draw(file: Path, ink: str, paper: str) -> None:
-    """Draw one form of the picture."""
-    found = curves()
-    style = {"text.color": ink, "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink, "axes.edgecolor": ink}
-    with plt.rc_context({**style, "font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(8, 4), facecolor=paper)
-        axes.set_facecolor(paper)
-        last = 0.0
-        for name, colour in sorted(METHODS.values(), key=lambda method: found[method[0]][-1]):
-            values = found[name]
-            axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=2.5)
-            place = max(values[-1], last * 1.16)  # labels do not overlap
-            axes.text(20.3, place, f"{name}  {values[-1]:.1f}", color=colour, va="center", fontweight="bold")
-            last = place
-        axes.set(yscale="log", ylim=(9, 120), xlim=(1, 20), xlabel="epoch", xticks=[1, 5, 10, 15, 20])
-        axes.set_yticks([10, 20, 50, 100], ["10", "20", "50", "100"])
+def shown(label: str) -> str:
+    """Return a method's name as pictures show it."""
+    return NAMES.get(label, label.split(" freq=")[0].replace("+ BN", "+ batch-norm"))
+
+
+def colour(label: str) -> str:
+    """Return a method's colour, the same with batch-norm and without."""
+    return COLOURS[shown(label).split(" +")[0]]
+
+
+def plot(axes: Axes, curve: Curve, label: str, measure: str = LOSS, x: str = "epoch") -> None:
+    """Draw a setting's mean over seeds from epoch 1 on, above its floor."""
+    if x == "seconds":
+        assert curve.timed is not None
+        curve = curve.timed
+    rows = curve.mean("epoch") >= 1
+    values = curve.mean(measure)[rows] - curve.floor_of(measure)
+    axes.plot(curve.mean(x)[rows], values, color=colour(label), label=shown(label))
+
+
+def log_axis(axes: Axes, ticks: Sequence[float]) -> None:
+    """Give a logarithmic axis plain numbers."""
+    axes.set_yscale("log")
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(axis="y", alpha=0.2)
+
+
+def paper_methods(figure: Figure) -> None:
+    """The README's picture: the paper's five methods at batch 200."""
+    axes = figure.subplots()
+    found = record().autoencoder(200)
+    for name in ("KFAC freq=50", "SGD + BN", "Adam + BN", "EKFAC freq=50", "EKFAC-ra freq=50"):
+        plot(axes, found[name], name)
+    log_axis(axes, (10, 20, 50, 100))
+    axes.set(ylim=(9, 120), xlim=(1, 20), xlabel="epoch", xticks=(1, 5, 10, 15, 20))
+    axes.set_ylabel("training loss minus its lower bound")
+    axes.set_title("EKFAC and EKFAC-ra end below Adam, SGD and KFAC\n(the paper's auto-encoder on MNIST, batch 200)")
+    label_ends(axes, numbers=".1f")
+
+
+def autoencoder(figure: Figure, size: int, title: str) -> None:
+    """Three panels: by epoch, by time, on validation."""
+    panels = figure.subplots(1, 3, sharey=True)
+    found = record().autoencoder(size)
+    what = (
+        ("by epoch", LOSS, "epoch"),
+        ("by time", LOSS, "seconds"),
+        ("validation, by epoch", "validation_loss", "epoch"),
+    )
+    for axes, (heading, measure, x) in zip(panels, what, strict=True):
+        for name in SHOWN:
+            plot(axes, found[name], name, measure, x)
+        axes.set_title(heading, loc="center", fontsize=10.5)
+        axes.set_xlabel("seconds" if x == "seconds" else "epoch")
+    log_axis(panels[0], (10, 20, 50, 100, 200))
+    for axes in panels[1:]:
+        axes.grid(axis="y", alpha=0.2)
         axes.minorticks_off()
-        axes.set_ylabel("training loss minus its lower bound")
-        title = "EKFAC and EKFAC-ra end below Adam, SGD and KFAC (MNIST auto-encoder, batch 200)"
-        axes.set_title(title, loc="left", fontsize=11.5)
-        axes.grid(axis="y", alpha=0.25)
-        figure.savefig(file, dpi=150, bbox_inches="tight", facecolor=paper)
-        plt.close(figure)
+    panels[0].set(ylim=(6.5, 300), ylabel="loss minus its lower bound")
+    label_ends(panels[2])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
+
+
+def comparison(figure: Figure) -> None:
+    """Training loss above, accuracy below, a column a task."""
+    panels = figure.subplots(2, len(TASKS))
+    for column, (task, heading) in enumerate(TASKS.items()):
+        above, below = panels[:, column]
+        best = chosen(record().runs(f"comparison/{task}"))
+        for name, curve in best.items():
+            plot(above, curve, name)
+            plot(below, curve, name, "validation_accuracy")
+        above.set_yscale("log")
+        above.minorticks_off()
+        above.set_title(heading, loc="center", fontsize=10.5)
+        ends = [float(curve.mean("validation_accuracy")[-1]) for curve in best.values()]
+        below.set(xlabel="epoch", ylim=(min(ends) - 0.06, max(ends) + 0.02))
+        below.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    panels[0, 0].set_ylabel("training loss")
+    panels[1, 0].set_ylabel("validation accuracy")
+    label_ends(panels[0, -1], gap=0.11)
+    label_ends(panels[1, -1], gap=0.11)
+    figure.suptitle("Version 0.1 fits best on four tasks; Muon and SOAP validate better on ResNet34", x=0.01, ha="left")
+
+
+def frequency(figure: Figure) -> None:
+    """A panel a method, a curve an interval."""
+    best = chosen(record().frequency)
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, name in zip(panels, ("KFAC", "EKFAC", "EKFAC-ra"), strict=True):
+        for every, alpha in ((1, 0.35), (50, 1.0), (100, 0.75), (500, 0.5)):
+            curve = best[f"{name} freq={every}"]
+            rows = curve.mean("epoch") >= 1
+            values = curve.mean(LOSS)[rows] - curve.floor
+            style = {50: "-", 100: "--", 500: "-.", 1: ":"}[every]
+            axes.plot(
+                curve.mean("epoch")[rows], values, style, color=COLOURS[name], alpha=alpha, label=f"every {every}"
+            )
+        axes.set_title(name, loc="center", fontsize=10.5)
+        axes.set_xlabel("epoch")
+        axes.set_xticks((1, 10, 20))
+        axes.minorticks_off()
+        axes.grid(axis="y", alpha=0.2)
+    log_axis(panels[0], (10, 20, 50, 100, 200, 500))
+    panels[0].set_ylabel("training loss minus its lower bound")
+    for axes in panels:
+        label_ends(axes)
+    figure.suptitle("Rare renewals cost EKFAC little, KFAC and EKFAC-ra more", x=0.01, ha="left", fontsize=11.5)
+
+
+def sensitivity(figure: Figure) -> None:
+    """A map of losses over learning rate and damping, a panel a method."""
+    planes, _ = grids(record().grid)
+    panels = figure.subplots(1, len(planes))
+    low = min(one.best for one in planes.values())
+    for axes, (name, one) in zip(panels, planes.items(), strict=True):
+        axes.imshow(one.losses, cmap="cividis_r", norm=LogNorm(low, 20 * low, clip=True), aspect="auto", origin="lower")
+        for (row, column), loss in numpy.ndenumerate(one.losses):
+            bold = "bold" if loss == one.best else "normal"
+            ink = "white" if loss > 5 * low else "black"
+            text = f"{loss:.0f}" if loss < 1000 else f"{loss / 1000:.0f}k"
+            axes.text(column, row, text, ha="center", va="center", color=ink, fontweight=bold, fontsize=9)
+        axes.set_xticks(range(len(one.lrs)), [f"{lr:g}" for lr in one.lrs])
+        axes.set_yticks(range(len(one.dampings)), [f"{damping:g}" for damping in one.dampings])
+        axes.set_title(f"{shown(name)}: {one.near} of {one.tried}", loc="center", fontsize=10.5)
+        axes.set_xlabel("learning rate")
+        axes.spines[:].set_visible(False)
+    panels[0].set_ylabel("damping")
+    figure.suptitle(f"Settings that end within {NEAR:g} times the best loss (bold)", x=0.01, ha="left", fontsize=11.5)
+
+
+def drift(figure: Figure, measure: str, ylabel: str, title: str) -> None:
+    """What was measured while the classifier trains and the basis is renewed every 100 steps."""
+    found = record().measures.get("error")
+    assert found is not None
+    axes = figure.subplots()
+    for name in ("KFAC", "EKFAC"):
+        axes.plot(found["steps"], found[measure][name], color=COLOURS[name], label=name)
+    for step in range(0, found["steps"][-1] + 1, found["renewed_every"]):
+        axes.axvline(step, color="C7", linewidth=0.6, linestyle=(0, (2, 2)))
+    axes.set(xlabel="step; dotted lines: the basis is renewed", ylabel=ylabel, ylim=(0, None), title=title)
+    label_ends(axes)
+
+
+def spectra(figure: Figure) -> None:
+    """Distance of each spectrum to the true one, in the basis of the start."""
+    found = record().measures.get("frequency")
+    assert found is not None
+    axes = figure.subplots()
+    for name, values in found["distances"].items():
+        shares = numpy.array(values) / numpy.array(found["norms"])
+        axes.semilogy(found["steps"][1:], shares[1:], color=COLOURS[name], label=name)
+    axes.set(xlabel="step", ylabel="distance to the true spectrum\n(share of its norm)")
+    axes.set_title("In the basis of the start, only EKFAC's spectrum stays nearer than KFAC's")
+    label_ends(axes)
+
+
+def darken(file: Path) -> None:
+    """Write the dark form of a picture by turning its lightness around; hues stay."""
+    pixels = numpy.asarray(Image.open(file).convert("RGB")).astype(float)
+    turned = pixels + 255 - pixels.max(2, keepdims=True) - pixels.min(2, keepdims=True)
+    paper = numpy.array((0x13, 0x14, 0x16))
+    shown = (paper + turned * (255 - paper) / 255).round().astype("uint8")
+    Image.fromarray(shown).save(file.with_name(f"{file.stem}-dark.png"))
+
+
+Draw = Callable[[Figure], None]
+PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
+    "paper-methods": (paper_methods, (7, 3.8)),
+    "autoencoder-200": (
+        partial(autoencoder, size=200, title="Batch 200: EKFAC-ra ends below KFAC and Adam, by epoch and by time"),
+        (9, 3.6),
+    ),
+    "autoencoder-500": (
+        partial(
+            autoencoder, size=500, title="Batch 500: EKFAC stays on the plateau on most seeds, EKFAC-ra never does"
+        ),
+        (9, 3.6),
+    ),
+    "comparison": (comparison, (10, 5)),
+    "frequency": (frequency, (9, 3.6)),
+    "sensitivity": (sensitivity, (9, 3.4)),
+    "error": (
+        partial(drift, measure="error", ylabel="relative error", title="Between renewals EKFAC ages less than KFAC"),
+        (7, 3.4),
+    ),
+    "angle": (
+        partial(
+            drift,
+            measure="angle",
+            ylabel="degrees",
+            title="The angle to the exact step: EKFAC is ahead only at the start",
+        ),
+        (7, 3.4),
+    ),
+    "spectra": (spectra, (7, 3.4)),
+}
+# Drawn as the lab draws them.
+LAB = ("rescaling", "correlation", "convolution")
+
+
+def main(names: Sequence[str]) -> None:
+    """Draw all pictures, or those named."""
+    for name, (draw, size) in PICTURES.items():
+        if not names or name in names:
+            save(draw, IMAGES / f"{name}.png", size)
+    wanted = [name for name in LAB if not names or name in names]
+    if wanted:
+        measures = record().measures.file
+        for made in make(wanted, IMAGES, dataset="mnist", measures=measures, formats=("png",)):
+            darken(made.files[0])
+    for name in CIFAR:
+        runs = [run for run in record().cifar if FIGURES.get(name).takes(run)]
+        if runs and (not names or name in names):
+            (made,) = make([name], IMAGES, runs=runs, formats=("png",))
+            darken(made.files[0])
 
 
 if __name__ == "__main__":
-    images = ROOT / "docs" / "images"
-    draw(images / "paper-methods.png", "#222222", "#ffffff")
-    draw(images / "paper-methods-dark.png", "#dddddd", "#131416")
+    main(sys.argv[1:])

@@ -4,10 +4,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ekfac
+from ekfac.lab.show.picture import COLOURS, label_ends, publish
 
 CONTEXT, WIDTH, STEPS, BATCH = 64, 64, 100, 16
 text = torch.tensor(list(Path(argparse.__file__).read_bytes())) % 128
@@ -38,25 +40,40 @@ class GPT(nn.Module):
         return self.head(self.layers(self.tokens(x) + self.places(torch.arange(x.shape[1]))))
 
 
-def loss_of(model: nn.Module, data: Tensor, batch: int) -> Tensor:
-    start = torch.randint(len(data) - CONTEXT - 1, (batch, 1))
-    rows = data[start + torch.arange(CONTEXT + 1)]
+def loss_of(model: nn.Module, data: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    rows = data[torch.randint(len(data) - CONTEXT - 1, (batch, 1), generator=generator) + torch.arange(CONTEXT + 1)]
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
+curves: dict[str, list[float]] = {}
 for name in ("AdamW", "EKFAC"):
     torch.manual_seed(0)
+    batches = torch.Generator().manual_seed(0)
     model = GPT()
     if name == "AdamW":
         opt: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     else:
         opt = ekfac.EKFAC(model, lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, opt.param_groups[0]["lr"], STEPS, pct_start=0.2)
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
         opt.zero_grad()
-        loss_of(model, train, BATCH).backward()
+        loss_of(model, train, BATCH, batches).backward()
         opt.step()
         schedule.step()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        print(f"{name}: held-out loss {loss_of(model.eval(), held_out, 128).item():.3f} after {STEPS} steps")
+        if step % 10 == 0:
+            with torch.no_grad():
+                loss = loss_of(model, held_out, 64, torch.Generator().manual_seed(1))
+            curves.setdefault(name, []).append(loss.item())
+    print(f"{name}: held-out loss {loss:.3f} after {STEPS} steps")
+
+
+def draw(figure: Figure) -> None:
+    axes = figure.subplots()
+    for name, values in curves.items():
+        axes.plot(range(10, STEPS + 1, 10), values, color=COLOURS[name], label=name)
+    best = min(curves, key=lambda name: curves[name][-1])
+    axes.set(xlabel="step", ylabel="held-out loss", title=f"A small GPT on Python source: {best} ends lower")
+    label_ends(axes, numbers=".2f")
+
+
+publish("gpt", draw, {name: values[-1] for name, values in curves.items()})

@@ -7,11 +7,13 @@ benchmarks/pinn.py does it in five dimensions, beside other optimizers.
 import math
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import ekfac
+from ekfac.lab.show.picture import COLOURS, label_ends, publish
 
-STEPS = 150
+STEPS, EVERY = 150, 10
 
 
 def solution(x: Tensor) -> Tensor:
@@ -40,6 +42,7 @@ def error(net: nn.Module) -> float:
         return ((net(x)[:, 0] - solution(x)).norm() / solution(x).norm()).item()
 
 
+curves: dict[str, list[float]] = {}
 for name in ("Adam", "EKFAC"):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -48,9 +51,25 @@ for name in ("Adam", "EKFAC"):
     else:
         opt = ekfac.EKFAC(net, lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         opt.zero_grad()
         loss(net).backward()
         opt.step()
         schedule.step()
+        if (step + 1) % EVERY == 0:
+            curves.setdefault(name, []).append(error(net))
     print(f"{name}: relative L2 error {error(net):.4f} after {STEPS} steps")
+
+
+def draw(figure: Figure) -> None:
+    axes = figure.subplots()
+    for name, values in curves.items():
+        axes.semilogy(range(EVERY, STEPS + 1, EVERY), values, color=COLOURS[name], label=name)
+    best = min(curves, key=lambda name: curves[name][-1])
+    axes.set(xlabel="step", ylabel="relative error", title=f"A Poisson equation: {best} ends closer")
+    axes.set_yticks([0.1, 0.2, 0.5, 1], ["0.1", "0.2", "0.5", "1"])
+    axes.minorticks_off()
+    label_ends(axes, numbers=".3f")
+
+
+publish("pinn", draw, {name: values[-1] for name, values in curves.items()})

@@ -103,7 +103,7 @@ def make_pair(
     kind = {"EKFAC": EKFAC, "KFAC": KFAC}.get(kind, kind)
     groups = options.pop("groups", None)  # [(names, overrides), ...]
     told = options.pop("oracle_options", {})  # what the oracle is told in place of the optimizer's own options
-    oracle_options = {k: v for k, v in options.items() if v is not None and k != "anneal"} | told
+    oracle_options = {k: v for k, v in options.items() if v is not None and k not in ("anneal", "average")} | told
     per_parameter: dict[str, Any] = {}
     optimizer_options = {k: v for k, v in options.items() if k != "count"}
     if groups is not None:

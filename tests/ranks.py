@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,26 +21,40 @@ Ends = dict[str, list[Any]]
 def run_ranks(file: str, world: int, scenarios: tuple[str, ...], folder: Path) -> Ends:
     """What every rank ended with, by scenario: one start of the ranks serves them all."""
     path = os.pathsep.join([str(TESTS), *sys.path])
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / file), str(rank), str(world), str(folder), ",".join(scenarios)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = []
-    try:
-        for process in started:
-            said.append(process.communicate(timeout=600)[0])
-    finally:
-        for process in started:
-            process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(said)
+    done = subprocess.run(
+        [sys.executable, __file__, file, str(world), str(folder), ",".join(scenarios)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
     ends = [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
     return {name: [end.get(name, {"traceback": "not reached"}) for end in ends] for name in scenarios}
+
+
+def fork_ranks(file: str, world: int, folder: str, scenarios: str) -> int:
+    """Import what the ranks need once, and become them; returns how many have failed."""
+    worker = importlib.import_module(file.removesuffix(".py"))
+    ranks = {}
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            try:
+                worker.main(rank, world, folder, scenarios.split(","))
+            finally:
+                os._exit(1)  # it does not return
+        ranks[child] = rank
+    failed = 0
+    while ranks:
+        child, status = os.wait()
+        del ranks[child]
+        if status:
+            failed += 1
+            for other in ranks:  # which would wait for it
+                os.kill(other, signal.SIGKILL)
+    return failed
 
 
 def of(ends: Ends, scenario: str) -> list[Any]:
@@ -75,3 +91,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         error = float((found[name] - value).abs().max())
         assert error <= 1e-10, f"{name} is off by {error:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))

@@ -1,10 +1,9 @@
-"""What each rank does in the tests of test_sharded.py, which start this file once a rank."""
+"""What each rank does in the tests of test_sharded.py, which start `main` once a rank."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from typing import Any
 from unittest import mock
 
@@ -29,10 +28,11 @@ import ekfac
 import paper
 import replicas_worker as base
 from ekfac.optim.methods.inverse import InverseMethod
-from replicas_worker import METHODS, Result, batch, error_of, main, network, scenario
+from replicas_worker import METHODS, Result, batch, error_of, network, scenario
+from replicas_worker import main as main
 
-#: The default, EKFAC-ra, the paper's EKFAC, KFAC.
-FEW = ("default", "running", "per_example", "kfac")
+#: Methods that are tried on two dimensions of ranks too: they differ in what they exchange.
+HYBRID = ("default", "per_example")
 
 
 def lay_out(model: nn.Sequential, layout: str, world: int, **options: Any) -> None:
@@ -111,7 +111,7 @@ def fsdp_in_other_ways(rank: int, world: int) -> Result:
 
 @scenario
 def hsdp(rank: int, world: int) -> Result:
-    return {method: eventful(method, "hsdp", rank, world) for method in FEW}
+    return {method: eventful(method, "hsdp", rank, world) for method in HYBRID}
 
 
 # --- tensor parallel ----------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ SPREAD = [
     *((layout, "default", 2) for layout in ("by rows", "by columns", "sequence parallel")),
     *(("by rows", method, 2) for method in ("running", "per_example", "kfac")),
     *(("loss parallel", method, 2) for method in ("running", "per_example")),
-    *(("fsdp and tensor parallel", method, 4) for method in ("default", "running", "per_example", "kfac")),
+    *(("fsdp and tensor parallel", method, 4) for method in HYBRID),
 ]
 
 
@@ -482,7 +482,3 @@ def traffic(layout: str, rank: int, world: int) -> Result:
 @scenario
 def bytes_and_messages(rank: int, world: int) -> Result:
     return {layout: traffic(layout, rank, world) for layout in ("ddp", "fsdp")}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))

@@ -6,7 +6,6 @@ Every line of docs/lab.md that can run offline is run, in an empty folder, as a 
 import ast
 import contextlib
 import inspect
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -193,37 +192,6 @@ def test_the_table_of_settings_has_every_argument_and_its_default():
 
 def test_the_readme_is_one_screen_and_a_half():
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
-
-
-@pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="recorded runs come with the repository alone")
-def test_the_readmes_numbers_are_those_of_the_record():
-    text = (ROOT / "README.md").read_text()
-    lines = (ROOT / "results" / "step" / "trials.jsonl").read_text().splitlines()
-    trials = [trial for trial in map(json.loads, lines) if trial["sched"] == "cosine" and trial["avg"] is None]
-
-    def end(task: str, measure: str, **options: Any) -> float:
-        (found,) = [trial for trial in trials if trial["task"] == task and options.items() <= trial["opt"].items()]
-        return found["hist"][-1][measure]
-
-    shown = [
-        f"**{end('char', 'val'):.3f}** after 1,698 steps",
-        f"| {end('gpt', 'val', belief=0.05):.2f} | **{end('gpt', 'val', adj='original'):.2f}** with Muon",
-        f"**{end('ae_paper', 'train', belief=0.05):.1f}** | ",
-        f"{end('resnet18', 'val_acc', belief=0.05):.1f} %",
-        f"{end('depthwise', 'val_acc', belief=0.05):.1f} %",
-    ]
-    table = (DOCS / "mnist.md").read_text().split("<!-- begin epochs-200 -->")[1].split("<!-- end")[0]
-    rows = {cells[1].strip(): cells for line in table.splitlines() if len(cells := line.split("|")) > 8}
-    full = {name: float(rows[name][8].split("±")[0]) for name in ("EKFAC-ra freq=50", "Adam + BN")}
-    shown.append(f"{full['EKFAC-ra freq=50']:.1f} EKFAC-ra, {full['Adam + BN']:.1f} Adam with batch-norm")
-    lines = (ROOT / "results" / "step" / "speed" / "times.jsonl").read_text().splitlines()
-    last = {name: times for task, name, times in map(json.loads, lines) if task == "gpt"}
-    begun = {name: sum(times[part] * n for part, n in (("0-20", 20), ("20-100", 80), ("100-300", 200))) / 1e3
-             for name, times in last.items()}  # fmt: skip
-    shown.append(f"takes {last['ekfac']['300-400']:.0f} ms, AdamW's {last['adamw']['300-400']:.0f}")
-    shown.append(f"take {begun['ekfac']:.1f} s, AdamW's {begun['adamw']:.1f} s")
-    shown.append(f"{last['ekfac']['peak']:,} MiB against AdamW's {last['adamw']['peak']:,}")
-    assert [piece for piece in shown if piece not in text] == []
 
 
 def sentences(text: str) -> Iterator[str]:

@@ -31,7 +31,7 @@ Leave Let List Load Log Look Make Measure Mix Move Multiply Name Note Number Ope
 Print Put Queue Raise Read Record Refresh Refuse Register Remove Replace Report Reproduce Require Return Run Say
 Search Select Set Settle Shorten Show Solve Sort Split Square Stack Stand Start Stay Step Stop Sum Tabulate Take
 Tell Time Train Try Turn Undo Unscale Update View Wait Watch Write Yield
-Lay Remember Send
+Lay Remember Rotate Send
 """
 
 

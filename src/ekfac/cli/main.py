@@ -36,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Train networks by natural gradient in a Kronecker-factored eigenbasis, and compare.",
+    help="Train networks with EKFAC, KFAC and other optimizers, and compare them.",
     epilog="Start with `ekfac demo`; then `ekfac train autoencoder --optimizer ekfac-ra --out runs/first`.",
 )
 

@@ -68,9 +68,9 @@ OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {
     nn.Embedding: OwnForwardEmbeddingLayer,
 }
 
-#: Sides that are wider are kept diagonal where nothing is said: a basis for 50,000 classes would take 10 GB.
+#: Sides that are wider are kept diagonal by default: a basis for 50,000 classes would take 10 GB.
 MAX_FACTOR_DIM = 4_096
-#: Inputs of a convolution at one position from which on its taps are taken as uncorrelated where nothing is said. The
+#: Inputs of a convolution at one position from which on its taps are taken as uncorrelated by default. The
 #: factors of VGG11's layers, with up to 4,608, would make its step several times as long.
 WIDE = 512
 
@@ -137,7 +137,7 @@ class Block:
         return [out[role] for role in self.parameters]
 
     def describe(self) -> str:
-        """Say in a few words how the block is represented."""
+        """Describe in a few words how the block is represented."""
         text = self.layer.describe()
         kept = [side for side, diagonal in (("A", self.diagonal_A), ("B", self.diagonal_B)) if diagonal]
         if self.covered and kept:
@@ -252,7 +252,7 @@ def find_blocks(
 
 
 def _why(module: nn.Module, tied: bool) -> str:
-    """Say why a parameter that a module holds has no layer."""
+    """Return why a parameter that a module holds has no layer."""
     kind = type(module).__name__
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return "what the layer multiplies with is made of it by a parametrization"

@@ -55,22 +55,22 @@ def rotate_rows(matrix: Tensor, U: Tensor | None) -> Tensor:
 
 
 def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape) -> Tensor:
-    """Return ``X U`` for X ``[G, rows, C]``: every tap is turned by U, the extra column stays."""
+    """Return ``X U`` for X ``[G, rows, C]``: every tap is multiplied by U, the extra column stays."""
     if U is None:
         return matrix
     if shape.taps == 1 and not shape.extra:
         return matrix @ U
     g, rows, _ = matrix.shape
     width = shape.taps * shape.inputs
-    turned = (matrix[..., :width].reshape(g, rows * shape.taps, shape.inputs) @ U).reshape(g, rows, width)
-    return torch.cat([turned, matrix[..., width:]], dim=-1) if shape.extra else turned
+    rotated = (matrix[..., :width].reshape(g, rows * shape.taps, shape.inputs) @ U).reshape(g, rows, width)
+    return torch.cat([rotated, matrix[..., width:]], dim=-1) if shape.extra else rotated
 
 
 #: R_B and R_A.
-Turn = tuple[Tensor | None, Tensor | None]
+Rotations = tuple[Tensor | None, Tensor | None]
 
 
-def changes_of_basis(old: Basis, new: Basis) -> Turn:
+def changes_of_basis(old: Basis, new: Basis) -> Rotations:
     """Return R_B and R_A from one basis to another."""
     return change_of_basis(old.U_B, new.U_B), change_of_basis(old.U_A, new.U_A)
 
@@ -84,17 +84,17 @@ def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return old if new is None else new.mT @ old
 
 
-def carry_second_moment(s: Tensor, old: Basis, new: Basis, turn: Turn | None = None) -> Tensor:
+def carry_second_moment(s: Tensor, old: Basis, new: Basis, rotations: Rotations | None = None) -> Tensor:
     """Return the diagonal, in the new basis, of the old approximation: (R_B * R_B) s (R_A * R_A)^T.
 
     Non-negative, keeps the sum, and does not depend on the order or sign of eigenvectors.
     """
-    R_B, R_A = changes_of_basis(old, new) if turn is None else turn
+    R_B, R_A = changes_of_basis(old, new) if rotations is None else rotations
     s = rotate_rows(s, None if R_B is None else R_B.square().mT)
     return rotate_columns(s, None if R_A is None else R_A.square().mT, old.shape)
 
 
-def carry_moment(m: Tensor, old: Basis, new: Basis, turn: Turn | None = None) -> Tensor:
-    """Return a mean that lives in the basis, turned into the new one: R_B m R_A^T."""
-    R_B, R_A = changes_of_basis(old, new) if turn is None else turn
+def carry_moment(m: Tensor, old: Basis, new: Basis, rotations: Rotations | None = None) -> Tensor:
+    """Return a mean in coordinates of the old basis in those of the new one: R_B m R_A^T."""
+    R_B, R_A = changes_of_basis(old, new) if rotations is None else rotations
     return rotate_columns(rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: What is tried in turn, and counted by these names in ``opt.stats()``.
+#: What is tried, one after the other, and counted by these names in ``opt.stats()``.
 RUNGS = ("plain", "shifted", "float64", "other_device", "kept")
 
 
@@ -78,8 +78,8 @@ def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
     return _off_diagonal(U.mT @ matrix @ U, matrix)
 
 
-def _off_diagonal(turned: Tensor, matrix: Tensor) -> Tensor:
-    off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+def _off_diagonal(rotated: Tensor, matrix: Tensor) -> Tensor:
+    off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
     size: Tensor = matrix.norm(dim=(-2, -1)).clamp(min=torch.finfo(matrix.dtype).tiny)
     residual: Tensor = off.norm(dim=(-2, -1)) / size
     return residual
@@ -134,7 +134,7 @@ class WarmBasis:
 
 
 def orthogonal_iteration(matrix: Tensor, U: Tensor, iterations: int = 1, passes: int = 2) -> WarmBasis:
-    """Turn bases towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, the host never waiting.
+    """Rotate bases towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, the host never waiting.
 
     Columns of small eigenvalues stand first, as ``torch.linalg.eigh`` orders them, so QR runs from the last column to
     the first. A shift of the diagonal keeps directions that A does not see where they are.

@@ -31,7 +31,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Multiply in full float32, without autocast, whatever the user's flags say.
+    """Multiply in full float32, without autocast, whatever the user's flags are.
 
     In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
     """

@@ -270,6 +270,6 @@ def balances(calls: Sequence[Call]) -> Tensor | None:
         of = [call.layer.squared_inputs(call.x, call.d) for call in calls if call.layer.transposed == transposed]
         count = sum(entries for _, entries in of)
         squares.append(torch.stack([square for square, _ in of]).sum() / count)
-    direct, turned = squares
-    c = torch.where(turned > 0, direct / turned.clamp(min=torch.finfo(turned.dtype).tiny), 1.0).sqrt()
+    direct, in_basis = squares
+    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=torch.finfo(in_basis.dtype).tiny), 1.0).sqrt()
     return torch.where(c > 0, c, 1.0)

@@ -21,7 +21,7 @@ IN_FLIGHT = 3
 class Row:
     """One block: its name, parameters, representation, the bytes of its state and those of a step's temporaries.
 
-    Where several processes train together, ``owner`` is the rank that keeps the state, and ``here`` says how many of
+    Where several processes train together, ``owner`` is the rank that keeps the state, and ``here`` is how many of
     its bytes this process has.
     """
 
@@ -72,10 +72,10 @@ class Summary:
         ]
         numbers = sum(r.numbers for r in self.rows)
         covered = sum(r.numbers for r in self.rows if r.block != "diagonal")
-        share = 100 * covered / max(1, numbers)
+        fraction = 100 * covered / max(1, numbers)
         everywhere = f" of {human(sum(r.bytes for r in self.rows))} on this rank" if shared else ""
         lines.append(
-            f"{numbers:,} parameters, {share:.1f} % in Kronecker or exact blocks; "
+            f"{numbers:,} parameters, {fraction:.1f} % in Kronecker or exact blocks; "
             f"state {human(self.bytes)}{everywhere}, about {human(self.peak)} at the peak of a step"
         )
         return "\n".join(line.rstrip() for line in lines)
@@ -100,9 +100,9 @@ def summarise(
 
     Args:
         blocks: The blocks.
-        numbers: Says how many numbers are kept for one.
-        owner: Says which process keeps them, where there are several.
-        here: Says how many of them this process keeps; all by default.
+        numbers: Returns how many numbers are kept for one.
+        owner: Returns which process keeps them, where there are several.
+        here: Returns how many of them this process keeps; all by default.
     """
     here = numbers if here is None else here
 
@@ -132,7 +132,7 @@ def summarise(
 
 
 def low_coverage(blocks: Sequence[Block]) -> str | None:
-    """Say which parameters have no block and why, where these are more than half; None where they are not.
+    """Describe which parameters have no block and why, where these are more than half; None where they are not.
 
     What was left out on purpose does not count.
     """
@@ -167,7 +167,7 @@ def summary(
 ) -> Summary:
     """Tell which block would cover each trainable parameter of a model, its factor sizes and its memory.
 
-    The last line says what stays, and the peak of a step on a CPU. Model, gradients and activations come on top.
+    The last line gives what stays, and the peak of a step on a CPU. Model, gradients and activations come on top.
 
     Example:
         >>> import torch, ekfac

@@ -27,7 +27,7 @@ class Task:
         width: Width of the network's first layer as the paper has it.
         batch_size: Examples a step, unless ``settings`` or the user say otherwise.
         epochs: Passes over the training data.
-        correct: ``correct(output, y)`` returns per example whether it is right, or the share of it that is; ``None``
+        correct: ``correct(output, y)`` returns per example whether it is right, or the fraction of it that is; ``None``
             without accuracy.
         floor: ``floor(x)`` returns the smallest loss that each example can have; ``None`` where that is zero.
         settings: Options that suit an optimizer on this task, by its name; the user's own come first.

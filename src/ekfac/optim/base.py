@@ -24,7 +24,7 @@ class Base:
     engine: Engine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Say what is wrong where the model is missing, before Python says only that something is."""
+        """Raise where the model is missing, by an error that names it."""
         checks.constructs(cls.__name__, args, kwargs)
         return super().__new__(cls)
 
@@ -44,7 +44,7 @@ class Base:
         return self.engine.collector.capture.paused()
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Take a GradScaler that was made after this, by a framework say, to unscale statistics by."""
+        """Take a GradScaler that was made later, for example by a framework, to unscale statistics by."""
         self.engine.attach_scaler(scaler)
 
     def summary(self) -> Summary:

@@ -10,7 +10,6 @@ update; EKFAC, KFAC and Preconditioner are built on it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -33,12 +32,10 @@ from ekfac.optim.statistics.collector import Collector
 from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
 from ekfac.optim.statistics.gradients import block_step
 from ekfac.optim.statistics.partition import Partition
-from ekfac.optim.statistics.refresh import Refresher, Renewal
-from ekfac.optim.statistics.schedule import START, Schedule
+from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.statistics.schedule import Schedule
+from ekfac.optim.statistics.skipped import SkippedSteps
 from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs, factors_of
-
-#: After so many skipped steps without another between them the user is warned.
-SKIPPED_IN_A_ROW = 20
 
 #: Does something with the directions of a step: (inputs, directions, rates).
 Apply = Callable[[StepInputs, list[Direction], Rates], None]
@@ -86,31 +83,19 @@ class Engine:
         self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(me)
-        self.skipped_steps = 0
+        self.skipped = SkippedSteps()
         #: The state holds names alone (see ``checkpoint.outline``).
         self.outlined = False
-        #: After how many applied steps the last one was skipped, and how many were skipped there.
-        self._skipped_at = (0, 0)
 
     def method_of(self, block: Block) -> Method[Any]:
         """Return the method that serves a block."""
         return self.method if block.covered else self.elementwise
 
-    def _moved(self) -> None:
-        """Have another executor where the model was moved to another kind of device."""
-        self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
-        self.refresher.executor = self.collector.executor = self.executor
-
-    def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Take the scaler to unscale by what is captured from now on."""
-        self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
-        self._moved()  # whether steps are recorded depends on it
-
     # --- the step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, rates: Rates, apply: Apply) -> bool | None:
-        """Do Algorithm 1 over all blocks, and with their directions what ``apply`` says.
+        """Do Algorithm 1 over all blocks, and hand the directions to ``apply``.
 
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.
@@ -137,22 +122,6 @@ class Engine:
         if plain or not self.executor.replay(self, inputs, rates, apply):
             apply(inputs, self.precondition(blocks, inputs, rates), rates)
         return True
-
-    def _shares(self) -> bool:
-        """Tell whether other processes take part in this step."""
-        running = dist.is_available() and dist.is_initialized()
-        return (running or self.partition.owners.size > 1) and self.replicas.together()
-
-    def check_finite(self, inputs: StepInputs) -> bool:
-        """Tell whether to go on: all gradients are finite, or a mask will see to it that nothing changes."""
-        waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
-        wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
-        self.collector.watch.sizes(inputs)
-        go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
-        inputs.bad = None if inputs.ok is None else inputs.ok == 0
-        if not go:
-            self.skip()
-        return go
 
     def trained(self, inputs: StepInputs) -> list[Block]:
         """Return the blocks that this step changes."""
@@ -206,6 +175,24 @@ class Engine:
             self.stacks.hand_down(stack)
         return stack.directions(P, step, inputs.gradients)
 
+    # --- whether to go on -----------------------------------------------------------------------------------------
+
+    def _shares(self) -> bool:
+        """Tell whether other processes take part in this step."""
+        running = dist.is_available() and dist.is_initialized()
+        return (running or self.partition.owners.size > 1) and self.replicas.together()
+
+    def check_finite(self, inputs: StepInputs) -> bool:
+        """Tell whether to go on: all gradients are finite, or a mask will see to it that nothing changes."""
+        waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
+        wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
+        self.collector.watch.sizes(inputs)
+        go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
+        inputs.bad = None if inputs.ok is None else inputs.ok == 0
+        if not go:
+            self.skip()
+        return go
+
     # --- between steps --------------------------------------------------------------------------------------------
 
     def settle(self, wait: bool = False) -> bool:
@@ -213,28 +200,15 @@ class Engine:
         skipped = self.executor.settle()
         if skipped:
             self.schedule.applied_steps -= 1
-            self._count_skipped()
+            self.skipped.count(self.schedule.applied_steps)
         if self.schedule.pending:
             self.schedule.poll(wait or self._shares())
         return skipped
 
     def skip(self) -> None:
         """Leave everything as it is: a gradient is not finite."""
-        self._count_skipped()
+        self.skipped.count(self.schedule.applied_steps)
         self.collector.drop()
-
-    def _count_skipped(self) -> None:
-        """Count a step that changed nothing; warn if there has been nothing else for a while."""
-        self.skipped_steps += 1
-        applied, (at, row) = self.schedule.applied_steps, self._skipped_at
-        self._skipped_at = applied, row + 1 if at == applied else 1
-        if self._skipped_at[1] == SKIPPED_IN_A_ROW:
-            warnings.warn(
-                f"the last {SKIPPED_IN_A_ROW} steps were skipped, as their gradients were not finite: weights or data "
-                "hold NaN or infinity, or the loss overflows. opt.stats()['skipped_steps'] counts them",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     @torch.no_grad()
     def finish(self, rates: Rates) -> None:
@@ -251,15 +225,18 @@ class Engine:
 
     def warm_refresh(self, due: Mapping[Block, tuple[int, int]], rates: Rates, ok: Tensor | None = None) -> None:
         """Bring bases nearer to their factors' own, each side by so many iterations."""
-        renewals: dict[torch.device, list[Renewal]] = {}
-        for stack in self.stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
-            near = self.schedule.applied_steps >= START and not any(s.strayed for s in self.stacks.states(stack))
-            damping = rates.of(stack.first.key).damping
-            A, B = factors_of(stack.state)
-            renewal = Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near)
-            renewals.setdefault(A.device, []).append(renewal)
-        for together in renewals.values():
+        for together in self.refresher.renewals(self.stacks, due, rates):
             self.method.warm_refresh(together, self.refresher, ok)
+
+    def _moved(self) -> None:
+        """Have another executor where the model was moved to another kind of device."""
+        self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
+        self.refresher.executor = self.collector.executor = self.executor
+
+    def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Take the scaler to unscale by what is captured from now on."""
+        self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
+        self._moved()  # whether steps are recorded depends on it
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""

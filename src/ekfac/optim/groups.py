@@ -39,7 +39,7 @@ class Grouped(torch.optim.Optimizer):
     Args:
         model: The model.
         params: Groups over its parameters, or parameters that make one; all by default, also those that are frozen now.
-        defaults: What a group has unless it says otherwise.
+        defaults: The options of a group that does not set its own.
     """
 
     engine: Engine

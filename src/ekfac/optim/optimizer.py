@@ -40,7 +40,7 @@ class Optimizer(Base, Joinable, Grouped):
     Args:
         model: The model.
         params: torch's parameter groups over the model's parameters; all of them by default.
-        defaults: What a group has unless it says otherwise.
+        defaults: The options of a group that does not set its own.
         make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
         arguments: All arguments as they were given, for copies.
         step_size: What bounds the length of a step.
@@ -105,7 +105,7 @@ class Optimizer(Base, Joinable, Grouped):
         if adaptation is None:
             engine.settle()  # not before the closure: it waits for the last step
         if hasattr(self, "found_inf"):
-            self._heed_scaler()
+            self._apply_scaler()
         device = self.param_groups[0]["params"][0].device
         casts = torch.is_autocast_enabled(device.type)
         with no_autocast(device) if casts else nullcontext():
@@ -157,7 +157,7 @@ class Optimizer(Base, Joinable, Grouped):
         options = self.engine.options
         return options.grad_scaler is None or options.processes.size > 1
 
-    def _heed_scaler(self) -> None:
+    def _apply_scaler(self) -> None:
         """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
         if self.engine.options.grad_scaler is not None:
             scale = getattr(self, "grad_scale", None)
@@ -176,7 +176,7 @@ class Optimizer(Base, Joinable, Grouped):
     def _rates(self) -> Rates:
         """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
         factor = self.course.factor(self.engine.schedule.applied_steps)
-        groups, fixed = [], []
+        groups, fixed, compares = [], [], self.lr_fraction.start is not None
         for index, g in enumerate(self.param_groups):
             lr = g["lr"]
             tensor = isinstance(lr, Tensor)
@@ -186,7 +186,7 @@ class Optimizer(Base, Joinable, Grouped):
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
             if factor != 1.0 and self._on_course(g):
                 lr = lr * factor
-            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas")))
+            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas"), compares))
             names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
             fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
         at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]

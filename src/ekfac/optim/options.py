@@ -44,7 +44,7 @@ class StepSize(Group):
             forward with gradients the parameters hold it, so it is what is evaluated and saved. By default, None, where
             no lr is given and the built-in course has it: the average does what a rate that falls to zero would do.
         decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None for no built-in fall.
-            By default, where no lr is given, what ``lr`` says of it.
+            By default, where no lr is given, see ``lr``.
         max_change: Bound on the relative change ``|update| / |theta|`` of all L layers' weights together in one step,
             before momentum: each layer's update is shortened to max_change / L at the most. None for no bound.
         lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored"; later steps take
@@ -143,7 +143,7 @@ class Batch(Group):
         reduction: "mean" or "sum", what the loss does over examples.
         dim: The dimension of the model's input that counts examples.
         count: A function of the arguments of the model's forward that returns how many examples there are, for inputs
-            whose first tensor does not say. By default it does; where there is none, the first layer's input.
+            whose first tensor does not tell. By default it does; where there is none, the first layer's input.
     """
 
     reduction: str = "mean"

@@ -139,6 +139,8 @@ class GroupRates:
     l2: float = 0.0
     maximize: bool = False
     betas: tuple[float | Tensor, float] | None = None
+    #: Whether somebody reads how far gradients agree with the last direction.
+    compares: bool = False
 
 
 @dataclass(frozen=True)

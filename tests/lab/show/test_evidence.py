@@ -13,7 +13,6 @@ from ekfac.lab.labels import key
 from ekfac.lab.show.evidence import Record, fill, fill_pages
 from ekfac.lab.show.evidence.__main__ import main
 from ekfac.lab.show.evidence.pages import PAGES, SOURCES
-from ekfac.lab.show.evidence.pictures import draw, pictures
 from ekfac.lab.show.evidence.record import MISSING, tried, write
 from ekfac.lab.show.evidence.tables import final, lowest
 from ekfac.lab.training.gather import find_runs
@@ -107,14 +106,6 @@ def test_what_only_the_grid_has_is_shown_as_such_and_is_no_part_of_a_claim(recor
     assert lines[2].endswith("| lr 0.1, damping 0.1 | 6 | 1 |") or lines[2].endswith("| lr 0.1, damping 0.2 | 6 | 1 |")
     assert "| 7.00 |" in lines[3] and lines[3].endswith("| no search | 1 |")
     assert "batch 500" not in SOURCES["claim-epoch"](record)
-    picture = next(one for one in pictures(record) if one.suffix == "-500")
-    assert len(picture.runs) == 2, "one setting a method, the same as in the table"
-    assert len(picture.grid) == 6, "all others of the grid, for the plane"
-
-
-def test_a_comparison_of_one_method_is_no_picture(tmp_path: Path) -> None:
-    put(tmp_path / "comparison" / "vgg11" / "seeds", 1.0, task="vgg11", optimizer="ekfac-default", dataset="cifar10")
-    assert not pictures(Record(tmp_path)) and SOURCES["picture-comparison"](Record(tmp_path)) == MISSING
 
 
 def test_a_method_that_diverged_is_listed_and_does_not_count_as_a_claim_that_held(tmp_path: Path) -> None:
@@ -223,7 +214,7 @@ def test_tries_are_settings_not_seeds_lengths_or_batches(record: Record) -> None
     assert tried(record.runs("mnist/finals", "mnist/seeds", "mnist/search"))["Adam + BN"] == 2
 
 
-def test_the_command_draws_what_there_is_and_fills_the_pages(record: Record, tmp_path: Path) -> None:
+def test_the_command_fills_the_pages(record: Record, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     for name in PAGES:
@@ -238,16 +229,6 @@ def test_a_folder_that_is_not_there_is_no_empty_record(record: Record, tmp_path:
     for words in (["--results", str(tmp_path / "nowhere")], ["--results", str(record.folder), "--docs", "nowhere"]):
         assert main(["tables", *words]) == 2
         assert "nowhere" in capsys.readouterr().err
-
-
-def test_pictures_are_drawn_from_runs_that_are_there(record: Record, tmp_path: Path) -> None:
-    assert SOURCES["picture-autoencoder-200"](record) == "![Autoencoder](images/autoencoder-200.png)"
-    assert SOURCES["picture-autoencoder-500"](record) == MISSING
-    # Kept, so that they are not measured for the picture of frequencies.
-    distances = {name: [1.0, 2.0] for name in ("KFAC", "EKFAC", "EKFAC-ra")}
-    record.measures.put("frequency", {"steps": [0, 50], "distances": distances, "norms": [1.0, 1.0]}, "mnist")
-    names = [file.name for file in draw(record, tmp_path / "images")]
-    assert names == ["autoencoder-200.png", "frequency.png", "sensitivity.png", "comparison.png"]
 
 
 def test_the_command_line_tells_timed_runs_and_batch_sizes(record: Record, tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from lab.suite.cases import record, tiny
 INF = math.inf
 
 
-def test_ratios_shares_and_scores_by_hand():
+def test_ratios_fractions_and_scores_by_hand():
     reached = {"a": [10, 20, INF, 40], "b": [20, 10, INF, INF], "c": [40, 80, INF, 10]}
     found = profile.ratios(reached)
     assert found == {"a": [1, 2, INF, 4], "b": [2, 1, INF, INF], "c": [4, 8, INF, 1]}
-    assert [profile.share(found["a"], r) for r in (1, 1.9, 2, 4)] == [0.25, 0.25, 0.5, 0.75]
-    assert [profile.share(found["b"], r) for r in (1, 2, 1e9)] == [0.25, 0.5, 0.5]
-    assert [profile.share(found["c"], r) for r in (1, 4, 8)] == [0.25, 0.5, 0.75]
+    assert [profile.fraction(found["a"], r) for r in (1, 1.9, 2, 4)] == [0.25, 0.25, 0.5, 0.75]
+    assert [profile.fraction(found["b"], r) for r in (1, 2, 1e9)] == [0.25, 0.5, 0.5]
+    assert [profile.fraction(found["c"], r) for r in (1, 4, 8)] == [0.25, 0.5, 0.75]
     # The area under the steps from 1 to 4, over 3: a is at 1/4 up to 2, then at 1/2.
     assert profile.score(found["a"]) == pytest.approx((1 * 0.25 + 2 * 0.5) / 3)
     assert profile.score(found["b"]) == pytest.approx((1 * 0.25 + 2 * 0.5) / 3)
@@ -33,7 +33,7 @@ def test_ratios_shares_and_scores_by_hand():
 @given(st.lists(st.floats(1, 20) | st.just(INF), min_size=1, max_size=8))
 def test_the_score_is_the_profiles_mean_height(found):
     ends = sorted({1.0, profile.MOST, *(r for r in found if r <= profile.MOST)})
-    area = sum((b - a) * profile.share(found, a) for a, b in itertools.pairwise(ends))
+    area = sum((b - a) * profile.fraction(found, a) for a, b in itertools.pairwise(ends))
     assert profile.score(found) == pytest.approx(area / (profile.MOST - 1))
 
 

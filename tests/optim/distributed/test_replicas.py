@@ -40,8 +40,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 # --- the same as one process --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method", worker.TRAJECTORIES)
+@pytest.mark.parametrize(
+    ("world", "method"), [*((2, method) for method in worker.TRAJECTORIES), *((4, method) for method in worker.FEW)]
+)
 def test_processes_train_as_one_does(method: str, world: int, request: pytest.FixtureRequest) -> None:
     ends = [end[method] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "trajectories")]
     expected = worker.eventful(method)

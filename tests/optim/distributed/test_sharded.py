@@ -32,7 +32,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 @pytest.mark.parametrize(
     ("world", "layout", "method"),
-    [*((2, "fsdp", method) for method in worker.base.TRAJECTORIES), *((4, "hsdp", method) for method in worker.FEW)],
+    [*((2, "fsdp", method) for method in worker.base.TRAJECTORIES), *((4, "hsdp", method) for method in worker.HYBRID)],
 )
 def test_ranks_train_as_one_process_does(world: int, layout: str, method: str, request: pytest.FixtureRequest) -> None:
     expected = worker.eventful(method)

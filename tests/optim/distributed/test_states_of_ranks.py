@@ -99,13 +99,13 @@ def test_state_dict_on_one_rank_says_who_is_missing(four: Ends) -> None:
 # --- a rank that dies ---------------------------------------------------------------------------------------------
 
 
-def survive(folder: Path, kills: int, steps: int) -> None:
+def survive(folder: Path, world: int, kills: int, steps: int) -> None:
     """Kill a rank in so many steps, each at some moment of it; torchrun starts all anew."""
     chance = random.Random(kills)
     for step in sorted(chance.sample(range(1, steps), kills)):
-        (folder / f"kill-{chance.randrange(4)}-{step}-{chance.randrange(60)}").touch()
+        (folder / f"kill-{chance.randrange(world)}-{step}-{chance.randrange(60)}").touch()
     worker_file = str(TESTS / "states_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
                f"--max-restarts={kills}", worker_file, "elastic", str(folder), str(steps)]  # fmt: skip
     path = os.pathsep.join([str(TESTS), *sys.path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -120,9 +120,9 @@ def survive(folder: Path, kills: int, steps: int) -> None:
 
 
 def test_a_rank_dies_and_training_goes_on_exactly(tmp_path: Path) -> None:
-    survive(tmp_path, kills=1, steps=8)
+    survive(tmp_path, world=2, kills=1, steps=8)
 
 
 @pytest.mark.slow
 def test_ranks_die_twenty_times(tmp_path: Path) -> None:
-    survive(tmp_path, kills=20, steps=60)
+    survive(tmp_path, world=4, kills=20, steps=60)

@@ -79,14 +79,17 @@ def test_clipping_is_undone_for_the_second_moment_alone() -> None:
 
 
 def test_nothing_set_is_the_oracles_with_the_built_in_course_and_decay() -> None:
-    """With ``deterministic``: the oracle knows no other schedule of refreshes than Algorithm 1's."""
+    """With ``deterministic``: the oracle knows no other schedule of refreshes than Algorithm 1's.
+
+    And without the average of the weights, of which step_size/test_averaging.py tells.
+    """
     model = mlp(4, 5, 3)
     steps = batches_for(model, (4,), n=40, steps=12)
     compare_with_oracle(
         model, mean_loss, steps, tolerance=1e-8, oracle_options={
-            "lr": lambda t: 0.004 * min(1, (t + 1) / 100) / math.sqrt(1 + t / 100), "weight_decay": 0.3,
+            "lr": lambda t: 0.02 * min(1, (t + 1) / 10) / math.sqrt(1 + t / 100), "weight_decay": 0.3,
             "decay_vectors": False, "betas": (0.95, 0.95),
-        }, scaling="belief", eps=1e-5, lr=None, weight_decay=None, anneal="auto", refresh_every=5,
+        }, scaling="belief", eps=1e-5, lr=None, weight_decay=None, anneal="auto", refresh_every=5, average=False,
     )  # fmt: skip
 
 
@@ -113,7 +116,8 @@ def test_where_gradients_agree_steps_are_longer_than_adams_and_where_they_do_not
     """On one coordinate: a gradient that stays gives 1 / sqrt(kappa), cut to 1; noise gives about what Adam does."""
     torch.manual_seed(0)
     quiet, noisy = nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False).double()
-    pre = [ekfac.Preconditioner(m, basis="identity") for m in (quiet, noisy)]
+    rule = ekfac.rules.Belief(cautious=False)
+    pre = [ekfac.Preconditioner(m, basis="identity", scaling=rule) for m in (quiet, noisy)]
     adam = ekfac.Preconditioner(copy.deepcopy(noisy), basis="identity", scaling="adam", betas=(0.95, 0.95))
     sizes, plain = [], []
     for _ in range(400):
@@ -129,6 +133,28 @@ def test_where_gradients_agree_steps_are_longer_than_adams_and_where_they_do_not
         sizes.append(float(noisy.weight.grad) ** 2)
         plain.append(float(adam.model.weight.grad) ** 2)
     assert sum(sizes[100:]) == pytest.approx(sum(plain[100:]), rel=0.25)
+
+
+def test_coordinates_wait_where_the_gradient_points_back_and_the_direction_stays_as_long() -> None:
+    """On eight coordinates without a basis: in two of them the gradient turns round against the mean."""
+    model = nn.Linear(8, 1, bias=False).double()
+    x = torch.tensor([[1.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.0, 1.0]], dtype=torch.float64)
+    pre = [
+        ekfac.Preconditioner(m, basis="identity", scaling=ekfac.rules.Belief(cautious=cautious))
+        for m, cautious in ((model, True), (copy.deepcopy(model), False))
+    ]
+    for t in range(12):
+        now = x.clone()
+        now[0, :2] *= -1 if t == 11 else 1
+        now += 0.3 * torch.randn(1, 8, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
+        for p in pre:
+            p.model.zero_grad()
+            p.model(now).mean().backward()
+            p.step()
+    cautious, plain = (p.model.weight.grad for p in pre)
+    assert cautious[0, :2].tolist() == [0.0, 0.0] and bool((plain[0, :2] != 0).all())
+    ratio = cautious[0, 2:] / plain[0, 2:]
+    assert float(ratio.max() - ratio.min()) < 1e-9 and float(ratio[0]) >= 1
 
 
 class LowRank(nn.Module):

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 import ekfac
+from ekfac.optim.step_size.rate import usual_rate, usual_warmup, width_of
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
 STEPS = 14
@@ -69,8 +70,13 @@ def direction(opt: ekfac.EKFAC, batch: Any, options: dict[str, Any]) -> dict[str
 
 
 @pytest.mark.over_a_second
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *((name, "belief") for name in SCHEDULERS),
+        *((name, rule) for name in ("one cycle", "sequence") for rule in RULES if rule != "belief"),
+    ],
+)
 @pytest.mark.parametrize("given", [True, False], ids=["lr given", "nothing set"])
 def test_every_update_is_what_the_scheduler_says_times_the_direction(name: str, rule: str, given: bool) -> None:
     if name == "plateau" and not given:
@@ -92,6 +98,10 @@ def test_every_update_is_what_the_scheduler_says_times_the_direction(name: str, 
         assert_same_weights(moved, {name: lr * d for name, d in expected.items()}, 1e-12, f"update at lr {lr}")
         advance(scheduler, 1.0)
     assert len(rates) > 2, "the scheduler moved it"
+
+
+#: The default of a network as narrow as those here.
+RATE = 0.02
 
 
 def first_steps(model: nn.Module, opt: ekfac.EKFAC, steps: int = 8) -> list[Tensor]:
@@ -126,13 +136,30 @@ def ratios(options: dict[str, Any], prepare: Callable[[ekfac.EKFAC], Any] = lamb
 
 
 def test_nothing_set_has_a_warm_up_and_a_slow_fall_of_its_own() -> None:
-    expected = [(t + 1) / 100 / (1 + t / 100) ** 0.5 for t in range(6)]
-    assert ratios({}) == pytest.approx(expected, rel=1e-9)
+    expected = [RATE / 0.004 * (t + 1) / 10 / (1 + t / 100) ** 0.5 for t in range(6)]
+    assert ratios({"average": False}) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("width", "rate", "warmup"), [(8, 0.02, 10), (64, 0.02, 10), (256, 0.01, 32), (4096, 0.0025, 100)]
+)
+def test_the_rate_falls_and_the_warm_up_grows_with_the_width(width: int, rate: float, warmup: int) -> None:
+    model = nn.Sequential(nn.Linear(width, width, device="meta"), nn.Conv1d(width, 3, 5, device="meta"))
+    assert usual_rate(width_of(model.parameters())) == pytest.approx(rate)
+    assert usual_warmup(width_of(model.parameters())) == warmup
+
+
+def test_frozen_weights_count_as_width_and_what_is_no_matrix_does_not() -> None:
+    lora = nn.ModuleList(
+        [nn.Linear(4096, 4096, device="meta").requires_grad_(False), nn.Linear(4096, 8, device="meta")]
+    )
+    assert width_of([*lora.parameters(), nn.Parameter(torch.zeros(5))]) == pytest.approx(4096)
+    assert usual_rate(width_of([nn.Parameter(torch.zeros(5))])) == RATE
 
 
 def test_a_known_end_has_a_warm_up_and_a_cosine() -> None:
     expected = [min(1, (t + 1) / 2) * (1 + math.cos(math.pi * t / 20)) / 2 for t in range(6)]
-    assert ratios({"total_steps": 20}) == pytest.approx(expected, rel=1e-9)
+    assert ratios({"total_steps": 20}) == pytest.approx([RATE / 0.004 * e for e in expected], rel=1e-9)
     assert ratios({"total_steps": 20, "lr": 0.008}) == pytest.approx([2 * e for e in expected], rel=1e-9)
     assert ratios({"total_steps": 3})[3:] == pytest.approx([0.0] * 3, abs=1e-15)
 
@@ -158,7 +185,8 @@ def test_a_rate_that_somebody_names_is_that_rate(who: str) -> None:
         torch.testing.assert_close(moved[0], moved[2], rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(moved[1], moved[2] / 2, rtol=1e-9, atol=1e-15)
         return
-    assert ratios(options, prepare) == pytest.approx([1.0 if who == "anneal=None" else 0.5] * 6, rel=1e-9)
+    usual = {"anneal=None": RATE / 0.004, "scheduler": 0.5 * RATE / 0.004}
+    assert ratios(options, prepare) == pytest.approx([usual.get(who, 0.5)] * 6, rel=1e-9)
 
 
 def test_a_plateau_takes_over_a_rate_that_nobody_named_when_it_acts() -> None:
@@ -167,14 +195,14 @@ def test_a_plateau_takes_over_a_rate_that_nobody_named_when_it_acts() -> None:
     scheduler = schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=0)
     scheduler.step(1.0)
     scheduler.step(2.0)
-    assert opt.param_groups[0]["lr"] == 0.002
+    assert opt.param_groups[0]["lr"] == RATE / 2
     batch = batches_for(model, (4,), n=20, steps=1)[0]
     expected = direction(opt, batch, {"weight_decay": 0.0})
     before = parameters_of(model)
     backward(model, mean_loss, batch)
     opt.step()
     moved = {name: before[name] - p for name, p in parameters_of(model).items()}
-    assert_same_weights(moved, {name: 0.002 * d for name, d in expected.items()}, 1e-12)
+    assert_same_weights(moved, {name: RATE / 2 * d for name, d in expected.items()}, 1e-12)
 
 
 @pytest.mark.parametrize("scaling", ["belief", "adam"])

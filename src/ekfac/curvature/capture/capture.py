@@ -6,7 +6,7 @@ examples. All calls of a layer within one record are positions of the same examp
 at once where there was one call and the graph is freed, else when the record is complete.
 
 Layers that are called without the model's own forward (``model.encode(x)``) share a record until a backward pass
-reaches it; ``batch(n)`` says which calls belong together, and how many examples they have.
+reaches it; ``batch(n)`` groups the calls that belong together, and gives their number of examples.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Capture:
         model: The model whose forward counts the examples.
         receive: Called with all calls of a block in one record.
         wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
-        before_forward: Called when a forward of the model is about to be captured; says whether to.
+        before_forward: Called when a forward of the model is about to be captured; returns whether to.
         reaches_parameters: Called within a backward pass: whether it brings a gradient to a block's parameters (for
             None: to any of the model), and not only to somebody who asks torch.autograd.grad for that of an input.
         batch_dim: The dimension of the model's input that counts examples.
-        count: Says how many examples a forward has, from its arguments; by default the first tensor does.
+        count: Returns the number of examples of a forward, from its arguments; by default the first tensor's.
         per_example: Whether statistics need each example's own gradient, so that positions of all layers must be
             assignable to examples. Otherwise they are sums over positions, whoever these belong to.
     """
@@ -235,7 +235,7 @@ class Capture:
         return None
 
     def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
-        """Keep ``x``, which a block's weight has turned into ``output``, until the gradient of the output comes."""
+        """Keep ``x``, the input of a block's product ``output``, until the gradient of the output comes."""
         record = self.forwards.record() if output.requires_grad else None
         if record is None:
             return

@@ -15,7 +15,7 @@ Count = Callable[..., int]
 
 @dataclass(frozen=True)
 class Counted:
-    """What the model's arguments say.
+    """The number of examples, from the model's arguments.
 
     Attributes:
         n: The number of examples; None where no argument tells, and the first layer that is reached has to.
@@ -28,7 +28,7 @@ class Counted:
 
 
 def count_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: int) -> Counted:
-    """Count by the first tensor that has the dimension of examples; a single number (a time, say) has none.
+    """Count by the first tensor that has the dimension of examples; a single number (a time, for example) has none.
 
     A packed sequence knows its number of examples.
     """

@@ -42,10 +42,10 @@ class Forwards:
 
     Args:
         model: The model.
-        before_forward: Called when a forward is about to be captured; says whether to.
+        before_forward: Called when a forward is about to be captured; returns whether to.
         hand_on: Called with a record that can receive no more.
         batch_dim: The dimension of the model's input that counts examples.
-        count: Says how many examples a forward has, from its arguments; by default the first tensor does.
+        count: Returns the number of examples of a forward, from its arguments; by default the first tensor's.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Forwards:
             record.waiting = {}
 
     def adopt_inner(self) -> int:
-        """Count batches whose gradients were differentiated, as there is no other: a penalty on gradients, say."""
+        """Count batches whose gradients were differentiated, where there are no others: a penalty on gradients."""
         inner = [record for record in self.records if record.inner and record.reached]
         for record in inner:
             record.inner = False

@@ -58,7 +58,7 @@ class Entered(threading.local):
             products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def leave_interrupted(self) -> None:
-        """Stop watching modules whose calls were broken off, by Ctrl-C say, which skips the hooks after them."""
+        """Stop watching modules whose calls were interrupted (by Ctrl-C), which skips the hooks after them."""
         while self.under_way and not calls_under_way(self.under_way[-1][0]):
             self.leave(self.under_way[-1][0])
 
@@ -126,7 +126,7 @@ class Products(TorchFunctionMode):
         if found is not None:
             capture.watch(*found, input, output, arrange)
         shift = self._find(bias, None) if isinstance(bias, Tensor) else None
-        # Where the weight is not the block's own (but a masked copy, say), neither is the product.
+        # Where the weight is not the block's own (but a masked copy, for example), neither is the product.
         if shift is not None and not (isinstance(shift[1], LinearLayer) and shift[1].widths) and shift != found:
             capture.watch(*shift, input, output, arrange)
 

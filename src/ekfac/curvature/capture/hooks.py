@@ -141,7 +141,7 @@ def inside_backward() -> bool:
 
 
 def inside_transform() -> bool:
-    """Tell whether a transform of torch.func is under way: its gradients are returned, and never land in ``.grad``."""
+    """Tell whether a transform of torch.func is under way: its gradients are returned, and never reach ``.grad``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

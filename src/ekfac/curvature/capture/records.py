@@ -92,7 +92,7 @@ class Record:
     def __init__(self, counted: Counted) -> None:
         self._counted = counted
         self.thread = threading.get_ident()
-        #: None until the first layer that is reached has said it, where the model's input does not.
+        #: None until the first layer that is reached has counted them, where the model's input cannot.
         self.n = None if counted.listed is not None else counted.n
         #: How often each block's layers were called; more calls than one must be summed before they are squared.
         self.calls: Counter[Block] = Counter()
@@ -128,7 +128,7 @@ class Record:
         n = self._counted.n if self.n is None else self.n
         if n is None:
             raise RuntimeError(
-                "the model's input has no tensor that counts examples, and no covered layer was called: say how many "
+                "the model's input has no tensor that counts examples, and no covered layer was called: tell how many "
                 "there are, by count=lambda *args, **kwargs: ... or with opt.batch(n)"
             )
         return n

@@ -1,4 +1,4 @@
-"""Modules that are read as a whole, once the gradients of all their outputs are there: recurrent ones, say."""
+"""Modules that are read as a whole, once the gradients of all their outputs are there: recurrent ones, for example."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Estimate:
         self.likelihood: Likelihood | None = likelihood_of(loss)
         if self.likelihood is None and kind != "empirical":
             raise ValueError(
-                f"estimate={kind!r} needs the distribution of labels, and loss={_described(loss)} does not say it. "
+                f"estimate={kind!r} needs the distribution of labels, and loss={_described(loss)} does not define it. "
                 "Allowed: loss='categorical', 'bernoulli', 'gaussian', or torch's CrossEntropyLoss, BCEWithLogitsLoss "
                 "(without class weights or label smoothing) or MSELoss"
             )

@@ -1,4 +1,4 @@
-"""What a model's output says about its label: categorical, Bernoulli and Gaussian, and losses that are plain functions.
+"""Distributions of the label given a model's output: categorical, Bernoulli, Gaussian; and plain loss functions.
 
 Every estimate of the Fisher is a list of gradients with respect to the model's output f. With g_n the gradient of
 example n's loss, G = mean over n of E[g_n g_n^T], and the expectation is over
@@ -137,7 +137,7 @@ class Categorical(Likelihood):
 def covariance_column(log_p: Tensor, k: int) -> Tensor:
     """Return column k of the C - 1 columns of the Cholesky factor of diag(p) - p p^T, along the last dimension.
 
-    Classes are decided in turn, k against those after it. With t_k = p_k+1 + ... + p_C the column is 0 above k,
+    Class k is decided against those after it. With t_k = p_k+1 + ... + p_C the column is 0 above k,
     sqrt(p_k t_k / t_k-1) at k, and -p_j / t_k times that below. Everything is formed from logarithms, as the t_k of
     a confident network are tiny.
     """

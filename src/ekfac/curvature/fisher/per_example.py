@@ -134,7 +134,7 @@ class ExampleGradients:
         if float((total - _flat(wanted, found).double()).norm()) > 1e3 * finest * length:
             raise ValueError(
                 "the gradients of single examples do not add up to the gradient of their batch: examples meet within "
-                "the model (batch normalisation without running statistics, say), so there is no Fisher of this kind"
+                "the model (as batch normalisation without running statistics), so there is no Fisher of this kind"
             )
 
 

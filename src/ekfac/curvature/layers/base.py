@@ -10,7 +10,7 @@ Every covered layer is brought into one form. Its gradient is a stack of matrice
 An example's gradient is the sum over positions ``s`` of ``delta_s h_s^T``, with ``h`` of shape ``[N, S, G, C]`` and
 ``delta`` of shape ``[N, S, G, O]``. A new kind of layer is one subclass of :class:`Layer` and one line in
 ``blocks.KINDS``. A module whose parameters make several blocks (attention, recurrent layers) has several *parts*; how
-capture gets at their h and delta is said by :attr:`Layer.reading` and :attr:`Layer.seen_through_linear`.
+capture gets at their h and delta is set by :attr:`Layer.reading` and :attr:`Layer.seen_through_linear`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reading(ABC):
 
     @abstractmethod
     def examples(self, kept: Sequence[Tensor]) -> int:
-        """Guess how many examples a call has; for models whose input does not say."""
+        """Guess how many examples a call has; for models whose input does not tell."""
 
     @abstractmethod
     def read(self, kept: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -152,7 +152,7 @@ class Layer(ABC):
         """Undo :meth:`stack`."""
 
     def describe(self) -> str:
-        """Say in a few words how the block is represented."""
+        """Describe in a few words how the block is represented."""
         s = self.shape
         inputs = f"{s.inputs}" + (f" (x {s.taps} taps)" if s.taps > 1 else "")
         return f"kronecker {inputs} x {s.out}" + (f", {s.groups} groups" if s.groups > 1 else "")

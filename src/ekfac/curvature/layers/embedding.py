@@ -81,7 +81,7 @@ class EmbeddingLayer(Layer):
 
 
 class OwnForwardEmbeddingLayer(EmbeddingLayer):
-    """A subclass of ``nn.Embedding`` whose own forward looks up by ``F.embedding``, and scales what it finds, say."""
+    """A subclass of ``nn.Embedding`` whose own forward looks up by ``F.embedding``, and may scale what it finds."""
 
     seen_through_linear = True
 
@@ -91,7 +91,7 @@ class OwnForwardEmbeddingLayer(EmbeddingLayer):
 
 
 class EmbeddingBagReading(Reading):
-    """Reads ``nn.EmbeddingBag``: every token of a bag is a position, with its share of the bag's gradient."""
+    """Reads ``nn.EmbeddingBag``: every token of a bag is a position, with its part of the bag's gradient."""
 
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tokens ``[N, L]`` or ``[1, M]``, each one's bag, and its weight within the bag."""

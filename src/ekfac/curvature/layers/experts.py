@@ -24,10 +24,10 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inputs_first(module: Any) -> bool:
-    """Tell whether the matrices are stored as (in, out): the module says so, or its hidden size shows it."""
-    said = getattr(module, "is_transposed", None)
-    if isinstance(said, bool):
-        return said
+    """Tell whether the matrices are stored as (in, out): by the module's own flag, or by its hidden size."""
+    declared = getattr(module, "is_transposed", None)
+    if isinstance(declared, bool):
+        return declared
     hidden = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
     first = next(iter(stacks(module).values()))
     return bool(first.shape[1] == hidden != first.shape[2])
@@ -43,7 +43,7 @@ class ExpertsLayer(Layer):
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
         (self.part,) = roles
-        self.turned = inputs_first(module)
+        self.stored_transposed = inputs_first(module)
         groups, out, inputs = self.matrices(stacks(module)[self.part]).shape
         self.shape = BlockShape(groups, out, inputs)
 
@@ -58,7 +58,7 @@ class ExpertsLayer(Layer):
 
     def matrices(self, tensor: Tensor) -> Tensor:
         """Return a stack as ``[E, out, in]``, and the inverse of that."""
-        return tensor.mT if self.turned else tensor
+        return tensor.mT if self.stored_transposed else tensor
 
     def free_dims(self, x: Tensor) -> int:
         return x.dim() - 1

@@ -1,7 +1,7 @@
 """Linear layers: ``nn.Linear``, GPT-2's ``Conv1D``, ``nn.Bilinear``, and whatever else is a product with a matrix.
 
 The matrix may be several parameters side by side, one below the other's outputs: the two weights and two biases of a
-recurrent cell, say.
+recurrent cell, for example.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_ones(h: Tensor, count: int = 1) -> Tensor:
 class LinearLayer(Layer):
     """``nn.Linear`` on input of any rank: the middle dimensions are positions.
 
-    A subclass says in :meth:`layout` which parameters make the matrix.
+    A subclass defines in :meth:`layout` which parameters make the matrix.
     """
 
     module: Any

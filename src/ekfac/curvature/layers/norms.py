@@ -21,7 +21,7 @@ from ekfac.curvature.layers.shapes import BlockShape
 
 
 class NormLayer(Layer):
-    """What all normalisation layers share; a subclass says what x̂ is and where its units lie."""
+    """What all normalisation layers share; a subclass defines what x̂ is and where its units lie."""
 
     module: Any
     rough_in_half = True

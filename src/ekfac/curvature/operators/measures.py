@@ -189,10 +189,10 @@ def _from_rows(one: RowsPart, two: Part | _Whole) -> Tensor:
 
 
 def _between_bases(g: EigenPart, h: EigenPart) -> Tensor:
-    """Return <g, h> = s_h . (R_B * R_B) s_g (R_A * R_A)^T, R turning one basis into the other."""
-    turned = carry_second_moment(g.s, g.basis, h.basis)
+    """Return <g, h> = s_h . (R_B * R_B) s_g (R_A * R_A)^T, R the rotation from one basis to the other."""
+    carried = carry_second_moment(g.s, g.basis, h.basis)
     # ||h - diag of g in h's basis||^2, and what of g lies off that diagonal.
-    return (turned - h.s).square().sum() + (g.s.square().sum() - turned.square().sum()).clamp(min=0)
+    return (carried - h.s).square().sum() + (g.s.square().sum() - carried.square().sum()).clamp(min=0)
 
 
 def _by_columns(g: Part | _Whole, h: Part | _Whole) -> Tensor:

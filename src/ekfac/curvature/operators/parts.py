@@ -164,16 +164,16 @@ class EigenPart(Part):
     def project(self, rows: Tensor) -> Tensor:
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        return self._turned(rows, self.basis.U_A, self.basis.U_B)
+        return self._rotated(rows, self.basis.U_A, self.basis.U_B)
 
     def unproject(self, rows: Tensor) -> Tensor:
         U_A, U_B = (None if U is None else U.mT for U in (self.basis.U_A, self.basis.U_B))
-        turned = self._turned(rows, U_A, U_B)
+        rotated = self._rotated(rows, U_A, U_B)
         if self.order is None:
-            return turned
-        return torch.empty_like(turned).index_copy_(1, self.order.long(), turned)
+            return rotated
+        return torch.empty_like(rotated).index_copy_(1, self.order.long(), rotated)
 
-    def _turned(self, rows: Tensor, U_A: Tensor | None, U_B: Tensor | None) -> Tensor:
+    def _rotated(self, rows: Tensor, U_A: Tensor | None, U_B: Tensor | None) -> Tensor:
         """Return ``U_B^T X U_A`` for a stack of X."""
         shape, k = self.basis.shape, len(rows)
         matrices = rows.reshape(k, shape.groups, shape.out, shape.columns)

@@ -85,7 +85,7 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> Dataset:
 
 
 def hold_out(y: Tensor, one_in: int) -> tuple[Tensor, Tensor]:
-    """Split indices into those to train on and those held out: of each class every so-manieth in file order.
+    """Split indices into those to train on and those held out: of each class every n-th in file order.
 
     Stratified and fixed, with no random numbers that could differ between versions.
     """

@@ -15,7 +15,7 @@ def autoencoder(width: int = 1000, batch_norm: bool = False) -> nn.Sequential:
     Weights are Xavier-uniform, biases zero; batch-norm stands before each hidden sigmoid. A smaller ``width``
     shrinks the layers in proportion, but the code keeps 30 units (or as many as its neighbour has left).
     """
-    hidden = [max(1, round(width * share)) for share in (1.0, 0.5, 0.25)]
+    hidden = [max(1, round(width * fraction)) for fraction in (1.0, 0.5, 0.25)]
     code = min(30, hidden[-1])
     return _sigmoid_net([784, *hidden, code, *reversed(hidden), 784], batch_norm)
 

@@ -58,7 +58,7 @@ class GPT(nn.Module):
         width: Width of the residual stream.
         layers: Number of blocks.
         heads: Heads of attention.
-        dropout: Share of activations that training sets to zero.
+        dropout: Fraction of activations that training sets to zero.
     """
 
     def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int, dropout: float) -> None:

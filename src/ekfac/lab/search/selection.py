@@ -260,5 +260,5 @@ def time_to_reach(curve: Curve, loss: float, x: str = "seconds", name: str = "tr
     index = int(reached[0])
     if index == 0 or not math.isfinite(values[index - 1]):
         return float(positions[index])
-    share = (values[index - 1] - loss) / (values[index - 1] - values[index])
-    return float(positions[index - 1] + share * (positions[index] - positions[index - 1]))
+    fraction = (values[index - 1] - loss) / (values[index - 1] - values[index])
+    return float(positions[index - 1] + fraction * (positions[index] - positions[index - 1]))

@@ -87,7 +87,7 @@ def _columns(points: Sequence[tuple[float, float]], x_low: float, x_high: float,
         x = x_low + span * column / (width - 1)
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if x0 <= x <= x1:
-                share = (x - x0) / (x1 - x0) if x1 > x0 else 0.0
-                found.append((column, y0 + share * (y1 - y0)))
+                fraction = (x - x0) / (x1 - x0) if x1 > x0 else 0.0
+                found.append((column, y0 + fraction * (y1 - y0)))
                 break
     return found

@@ -62,7 +62,7 @@ class TaskPlan:
         steps: Steps of training; ``None`` with ``epochs``.
         epochs: Passes over the training data.
         warmup: Steps of linear warm-up.
-        end: Share of the learning rate at which the cosine ends.
+        end: Fraction of the learning rate at which the cosine ends.
         clip: Largest norm of the gradient; ``None`` for any.
         weight_decay: Weight decay, as in AdamW.
         decay_vectors: Whether biases and norms decay too.
@@ -87,7 +87,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """What has to be reached: a method's final validation measure, to within a share of it."""
+    """What has to be reached: a method's final validation measure, to within a fraction of it."""
 
     method: str
     schedule: str = "cosine"

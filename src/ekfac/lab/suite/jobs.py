@@ -81,7 +81,7 @@ def cells(suite: Suite) -> Iterator[tuple[TaskPlan, Method, str]]:
 def factor(schedule: str, step: int, steps: int, warmup: int, end: float) -> float:
     """Return what the learning rate is multiplied by at a step, counted from 0.
 
-    Linear warm-up, then a cosine to the share ``end``, or nothing; ``"own"`` is 1 at all times.
+    Linear warm-up, then a cosine to the fraction ``end``, or nothing; ``"own"`` is 1 at all times.
     """
     if schedule == "own":
         return 1.0

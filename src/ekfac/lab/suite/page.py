@@ -11,7 +11,7 @@ from typing import Any
 from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config
-from ekfac.lab.suite.profile import MOST, ratios, score, share
+from ekfac.lab.suite.profile import MOST, fraction, ratios, score
 from ekfac.lab.suite.records import Records, read_config
 from ekfac.lab.suite.results import SETS, Result, Results, standing
 
@@ -180,9 +180,9 @@ def _profiles(results: Results) -> list[str]:
             lines += [
                 f"The target of a task is the final validation measure of {label} with the schedule "
                 f"{target.schedule!r} at its best learning rate, to within {100 * target.within:g} % (of the loss, or "
-                "of the share of errors). Shown is the share of tasks on which a method reaches the target within r "
-                f"times the best method's {what}, the median over seeds; the score is the mean share from r = 1 to "
-                f"{MOST:g}.",
+                "of the fraction of errors). Shown is the fraction of tasks on which a method reaches the target "
+                f"within r times the best method's {what}, the median over seeds; the score is the mean fraction "
+                f"from r = 1 to {MOST:g}.",
                 "",
             ]
         lines += [
@@ -193,7 +193,7 @@ def _profiles(results: Results) -> list[str]:
         ]
         for method in results.methods:
             mine = found[method.name]
-            heights = [f"{share(mine, r):.2f}" for r in (1, 1.5, 2, 4)]
+            heights = [f"{fraction(mine, r):.2f}" for r in (1, 1.5, 2, 4)]
             lines.append(f"| {method.label} | " + " | ".join(heights) + f" | {score(mine):.3f} |")
         lines.append("")
     return lines

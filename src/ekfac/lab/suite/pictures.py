@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from ekfac.lab.show.figures import style
-from ekfac.lab.suite.profile import MOST, ratios, share
+from ekfac.lab.suite.profile import MOST, fraction, ratios
 from ekfac.lab.suite.results import Result, Results
 from ekfac.lab.suite.selection import values
 
@@ -38,7 +38,7 @@ def draw(results: Results, place: Path) -> list[tuple[str, str]]:
 
 
 def profiles(results: Results) -> Figure | None:
-    """Draw the share of tasks over r: by steps, and by time where every method was timed."""
+    """Draw the fraction of tasks over r: by steps, and by time where every method was timed."""
     kinds = {"steps": results.steps(), "time": results.seconds()}
     shown = {name: reached for name, (tasks, reached) in kinds.items() if tasks}
     if not shown:
@@ -50,7 +50,7 @@ def profiles(results: Results) -> Figure | None:
         _profile(axis, found, looks)
         axis.set_xlabel(f"r: {name} to target, relative to the fastest method")
         axis.set_title(f"{style.letter(list(shown).index(name))} by {name}, {len(kinds[name][0])} tasks")
-    axes[0].set_ylabel("share of tasks at target")
+    axes[0].set_ylabel("fraction of tasks at target")
     target = results.suite.target
     figure.suptitle(
         f"Performance profiles, {SETS[results.schedule]}\n"
@@ -66,7 +66,7 @@ def _profile(axis: Axes, found: Mapping[str, Sequence[float]], looks: Mapping[st
     for place, label in enumerate(style.ordered(found)):
         mine = found[label]
         ends = sorted({1.0, MOST, *(ratio for ratio in mine if ratio <= MOST)})
-        heights = [share(mine, r) + spread * (place - len(found) / 2) for r in ends]
+        heights = [fraction(mine, r) + spread * (place - len(found) / 2) for r in ends]
         look = looks[label]
         axis.step(
             ends,
@@ -103,7 +103,7 @@ def curves(results: Results) -> Figure | None:
         axis.set_title(results.suite.tasks[name].label)
     for axis in axes[len(tasks) :]:
         axis.set_axis_off()
-    figure.suptitle(f"Validation by step, {SETS[results.schedule]}: loss, or share of errors; dotted: the target")
+    figure.suptitle(f"Validation by step, {SETS[results.schedule]}: loss, or fraction of errors; dotted: the target")
     style.share_legend(figure, axes, columns=4)
     return figure
 

@@ -25,8 +25,8 @@ def ratios(reached: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     }
 
 
-def share(found: Sequence[float], within: float) -> float:
-    """Return the share of tasks on which a method took at most ``within`` times as long as the best one."""
+def fraction(found: Sequence[float], within: float) -> float:
+    """Return the fraction of tasks on which a method took at most ``within`` times as long as the best one."""
     return sum(ratio <= within for ratio in found) / len(found)
 
 

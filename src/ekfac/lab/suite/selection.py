@@ -12,7 +12,7 @@ from ekfac.lab.suite.records import Record
 
 
 def values(record: Record) -> list[float]:
-    """Return a run's validation measure at each evaluation, lower being better: the loss, or the share of errors."""
+    """Return a run's validation measure at each evaluation, lower being better: the loss, or the fraction of errors."""
     accurate = record["measure"] == "accuracy"
     found = []
     for entry in record["history"]:

@@ -110,9 +110,9 @@ def _loop(
         if time.time() > deadline:
             raise OutOfTime(job.key)
         if job.schedule != "own":
-            share = factor(job.schedule, step, steps, settings["warmup"], settings["end"])
+            fraction = factor(job.schedule, step, steps, settings["warmup"], settings["end"])
             for group, lr in zip(optimizer.param_groups, base, strict=True):
-                group["lr"] = lr * share
+                group["lr"] = lr * fraction
         optimizer.zero_grad()
         loss = problem.loss(batch)
         loss.backward()

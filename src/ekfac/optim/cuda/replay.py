@@ -23,9 +23,9 @@ def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Record a CUDA graph: ``torch.cuda.graph``, made to stand what else goes on in the process.
 
     Python's collector stands still: models and optimizers of an earlier training are often left to it, and their
-    graphs, destroyed just now, would spoil this one. What other threads do, those that pin memory say, does not count.
-    When recording fails, torch leaves its stream the current one, and its last error says only that there was another:
-    the stream is put back, and the first error is raised.
+    graphs, destroyed just now, would spoil this one. Other threads (those that pin memory, for example) do not count.
+    When recording fails, torch leaves its stream the current one, and its last error hides the first: the stream is
+    put back, and the first error is raised.
     """
     stream, collects = torch.cuda.current_stream(), gc.isenabled()
     first: Exception | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 REPEATS = 2
 #: At most so many different steps are kept. They share their memory.
 LIMIT = 24
-#: And so many counted: steps that differ every time, by their damping say, are never recorded.
+#: And so many counted: steps that differ every time, for example by their damping, are never recorded.
 SEEN = 100
 
 

@@ -21,7 +21,7 @@ class OwnStream:
     """A stream that no other live graphs are recorded on, as long as somebody holds on to this.
 
     Graphs that are recorded on one stream share cuBLAS's workspace: two of them must not run at once, and when one is
-    destroyed torch frees it. And torch has but 32 streams, which it gives out in turns.
+    destroyed torch frees it. And torch has but 32 streams, which it gives out in rotation.
     """
 
     #: By device and address. Weakly to this, never to the stream: in some versions torch lets a stream go without

@@ -15,7 +15,7 @@ from ekfac.optim.distributed.processes import Processes
 #: Parameters are compared before every so many steps.
 COMPARE_EVERY = 100
 #: What stands for a warm refresh of which nothing is known yet.
-UNHEARD = 2.0
+UNKNOWN = 2.0
 
 REMEDY = (
     "Processes that share statistics train replicas of one model. Where each has a model of its own, as in a "
@@ -138,11 +138,11 @@ def roll_call(
     mine += [rank if there else size for there in gradients]
     mine += [float(there) for there in gradients]
     mine += [-float(was) for was in touched]
-    mine += [UNHEARD if n is None else float(n) for n in near]
+    mine += [UNKNOWN if n is None else float(n) for n in near]
     mine += [-x if finite else 0.0 for x in largest]
     found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
     count = len(gradients)
-    holders, complete, changed, heard = (found[5 + i * count : 5 + (i + 1) * count] for i in range(4))
+    holders, complete, changed, near = (found[5 + i * count : 5 + (i + 1) * count] for i in range(4))
     return RollCall(
         failed=int(found[0]),
         diverged=found[1] != -found[2],
@@ -151,6 +151,6 @@ def roll_call(
         holders=[int(h) if h < size else None for h in holders],
         complete=[bool(c) for c in complete],
         touched=[bool(t) for t in changed],
-        near=[None if n == UNHEARD else bool(n) for n in heard],
+        near=[None if n == UNKNOWN else bool(n) for n in near],
         largest=[-x for x in found[5 + 4 * count :]],
     )

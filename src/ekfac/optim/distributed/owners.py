@@ -47,12 +47,12 @@ class Owners:
         if self.size == 1 or not new:
             return
         costs = {b: (arithmetic(b), float(self._numbers(b) * b.dtype.itemsize)) for b in new}
-        # Shares of the whole, so that the two can be compared.
+        # Fractions of the whole, so that the two can be compared.
         totals = [sum(c[i] for c in costs.values()) + sum(load[i] for load in self._loads) or 1.0 for i in (0, 1)]
-        shares = {b: (c[0] / totals[0], c[1] / totals[1]) for b, c in costs.items()}
+        fractions = {b: (c[0] / totals[0], c[1] / totals[1]) for b, c in costs.items()}
         loads = [(a / totals[0], n / totals[1]) for a, n in self._loads]
-        for block in sorted(new, key=lambda b: -max(shares[b])):
-            after = [(a + shares[block][0], n + shares[block][1]) for a, n in loads]
+        for block in sorted(new, key=lambda b: -max(fractions[b])):
+            after = [(a + fractions[block][0], n + fractions[block][1]) for a, n in loads]
             owner = min(range(self.size), key=lambda r: (max(after[r]), sum(after[r]), r))
             loads[owner] = after[owner]
             self._loads[owner] = tuple(x + y for x, y in zip(self._loads[owner], costs[block], strict=True))  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch import distributed as dist
 #: Stands for torch's default group, if torch.distributed runs.
 DEFAULT = "default"
 
-#: Seconds after which a process says whom it waits for.
+#: Seconds after which a process warns for whom it waits.
 PATIENCE = 20.0
 #: How often these ranks have met for what.
 _MET: dict[str, int] = {}
@@ -86,15 +86,15 @@ class Processes:
         patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         began, warned, missing = time.monotonic(), False, ranks
         while missing := [r for r in missing if not store.check([f"{place}/{count}/{r}"])]:
-            said = (
+            message = (
                 f"{what} was called on rank {me}, not on ranks {missing}, which own parts of the state: call it on all"
             )
             if time.monotonic() > began + patience:
                 store.delete_key(f"{place}/{count}/{me}")
-                raise RuntimeError(f"{said}. Gave up after {patience:.0f} s")
+                raise RuntimeError(f"{message}. Gave up after {patience:.0f} s")
             if not warned and time.monotonic() > began + PATIENCE:
                 warned = True
-                warnings.warn(said, RuntimeWarning, stacklevel=5)
+                warnings.warn(message, RuntimeWarning, stacklevel=5)
             time.sleep(0.002)
         store.delete_key(f"{place}/{count - 1}/{me}")  # all have left it
         _MET[place] = count

@@ -52,7 +52,7 @@ class Replicas:
         self.processes = engine.options.processes
         self.owners = engine.partition.owners
         self.shards = Shards(self.owners)
-        #: What this process could not do since the last roll call: the others have to hear of it first.
+        #: What this process could not do since the last roll call, which the others must be told first.
         self.failure: Exception | None = None
         #: Flags of owners that failed, which the host has not read.
         self._flags: list[Tensor] = []
@@ -156,10 +156,10 @@ class Replicas:
                 f"taken {engine.schedule.applied_steps} steps and trains {len(partition.parameters)} parameters. "
                 + REMEDY
             )
-        heard = dict(zip(partition.offered, call.near, strict=True))
+        known = dict(zip(partition.offered, call.near, strict=True))
         for block in partition.covered:
-            if heard[block.key] is not None and not self.owners.mine(block):
-                partition.state(block).near = heard[block.key]
+            if known[block.key] is not None and not self.owners.mine(block):
+                partition.state(block).near = known[block.key]
         return call
 
     def _verify(self, inputs: StepInputs, call: RollCall) -> None:
@@ -246,7 +246,7 @@ class Replicas:
         return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
 
     def _run(self, function: Callable[[Block], T], blocks: list[Block]) -> dict[Block, T]:
-        """Call a function of each block; one that fails is left out, and all hear of it at the end of the step."""
+        """Call a function of each block; one that fails is left out, and all are told at the end of the step."""
 
         def guarded(block: Block) -> T | None:
             try:
@@ -366,4 +366,4 @@ class Replicas:
 
 
 def _failed_elsewhere(rank: int) -> RuntimeError:
-    return RuntimeError(f"rank {rank} of the process group could not do its part of this step; its own error says why")
+    return RuntimeError(f"rank {rank} of the process group could not do its part of this step; see its own error")

@@ -87,7 +87,7 @@ def whole_state(engine: Engine) -> WholeState:
 
 
 def keep_own(engine: Engine) -> None:
-    """Let go of what other processes own; this one has had all of it, from a checkpoint say."""
+    """Let go of what other processes own; this one has all of it, for example from a checkpoint."""
     partition, owners = engine.partition, engine.partition.owners
     partition.factors_elsewhere.clear()
     partition.ready_elsewhere.clear()

@@ -73,10 +73,10 @@ class EigenMethod:
     def _change_basis(self, state: EigenState, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
         rule, carried = self.rule, {}
         if old is not None:
-            turn = changes_of_basis(old, new)
-            carried = {name: carry_moment(state[name], old, new, turn) for name in rule.moments if name in state}
+            rotations = changes_of_basis(old, new)
+            carried = {name: carry_moment(state[name], old, new, rotations) for name in rule.moments if name in state}
             if not rule.restarts():
-                carried["s"] = carry_second_moment(state.s, old, new, turn)
+                carried["s"] = carry_second_moment(state.s, old, new, rotations)
         vectors = {"U_A": new.U_A, "U_B": new.U_B, "S_A": new.S_A, "S_B": new.S_B}
         for name, value in {**vectors, **carried}.items():
             if value is not None:

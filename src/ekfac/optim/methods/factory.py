@@ -34,7 +34,7 @@ def take_rule(arguments: MutableMapping[str, Any]) -> Rule:
     if isinstance(scaling, Rule):
         if given:
             name = next(iter(given))
-            raise ValueError(f"{name}={given[name]!r} beside scaling={scaling!r}: say it there")
+            raise ValueError(f"{name}={given[name]!r} beside scaling={scaling!r}: set it there")
         return scaling
     if isinstance(scaling, type) and issubclass(scaling, Rule):
         name = scaling.__name__

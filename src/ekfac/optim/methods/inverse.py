@@ -180,19 +180,19 @@ class InverseMethod:
 
 def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tensor | None) -> Tensor:
     """Return B X A, each side a vector where kept diagonal; SUA's bias column is multiplied by ``extra`` alone."""
-    turned = X * B[:, :, None] if block.diagonal_B else rotate_rows(X, B)
+    product = X * B[:, :, None] if block.diagonal_B else rotate_rows(X, B)
     if block.diagonal_A:
         columns = A.repeat(1, block.shape.taps)
         if block.shape.extra:
             columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1)], 1)
-        turned = turned * columns[:, None, :]
+        product = product * columns[:, None, :]
     else:
-        turned = rotate_columns(turned, A, block.shape)
+        product = rotate_columns(product, A, block.shape)
     if block.shape.extra and extra is not None:
         bias = X[..., -1:]
         bias = bias * extra[:, :, None] if block.diagonal_B else rotate_rows(bias, extra)
-        turned = torch.cat([turned[..., :-1], bias], -1)
-    return turned
+        product = torch.cat([product[..., :-1], bias], -1)
+    return product
 
 
 def pi_of(A: Tensor, B: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def damped_inverse(
         matrix: M.
         added: One number a group.
         old: The inverse in use and what was added to the factor that it is of; None if there is none yet.
-        wait: Whether to wait for the device to hear how it went.
+        wait: Whether to wait for the device, to learn whether it succeeded.
 
     Returns:
         The inverse, what was added to the factor that it is of, and whether that is this one.

@@ -128,6 +128,12 @@ def norms(x: Tensor, blocks: int, order: int = 2) -> Tensor:
     return lengths
 
 
+def square_of(x: Tensor) -> Tensor:
+    """Return x.x of all its numbers."""
+    flat = x.reshape(-1)
+    return torch.dot(flat, flat)
+
+
 def bounded(square: Tensor) -> Tensor:
     """Keep a second moment from overflowing, in place: infinity would never fade from a running average."""
     return square.clamp_(max=torch.finfo(square.dtype).max ** 0.75)
@@ -136,7 +142,7 @@ def bounded(square: Tensor) -> Tensor:
 def within_range(g: Tensor) -> Tensor:
     """Bound a gradient so that its square is within :func:`bounded`'s limit; what overflowed before is zero.
 
-    Otherwise g / sqrt(s) of an input of 1e20, a fill value say, would be as large as the input.
+    Otherwise g / sqrt(s) of an input of 1e20 (a fill value, for example) would be as large as the input.
     """
     limit = torch.finfo(g.dtype).max ** 0.375
     return g.clamp(-limit, limit).nan_to_num_(nan=0.0)
@@ -264,15 +270,17 @@ class Anchored(Running):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         if hasattr(state, "m"):  # m would hold on to a bad batch, and s begins anew in the next basis
-            usual = state.m.square().sum() + (state.s / as_scalar(step.n, state.s)).sum()
-            factor = shortening(step.seen.square().sum(), SPIKE**2 * usual)
-            step.g, step.seen = step.g * factor, step.seen * factor
+            usual = square_of(state.m) + state.s.sum() / as_scalar(step.n, state.s)
+            factor = shortening(square_of(step.seen), SPIKE**2 * usual)
+            same = step.seen is step.g
+            step.g = step.g * factor
+            step.seen = step.g if same else step.seen * factor
         super().observe(state, step)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         g, n = step.g, step.n
         root = step.damped(state.s).sqrt_()
-        if hasattr(state, "m"):
+        if step.rates.compares and hasattr(state, "m"):
             step.products = products(g, state.m, root)
         mean = mean_gradient(state, step, (step.rates.betas or self.betas)[0], counted(state, g, step.ok))
         return mean / root.div_(n.to(g).sqrt() if isinstance(n, Tensor) else n**0.5)

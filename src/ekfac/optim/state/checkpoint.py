@@ -31,7 +31,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
     return {
         "version": VERSION,
         "applied_steps": engine.schedule.applied_steps,
-        "skipped_steps": engine.skipped_steps,
+        "skipped_steps": engine.skipped.total,
         "refreshes": counters["refreshes"],
         "warm_refreshes": counters["warm_refreshes"],
         "residual_drift": whole.drift,
@@ -201,7 +201,7 @@ def _saved_blocks(
     if "blocks" in saved:
         entries = enumerate(_listed("'blocks'", saved["blocks"]))
         return [_block_named(engine, f"'blocks', entry {place}", entry, now) for place, entry in entries]
-    # Versions before did not say: those of today, and those that would be there if nothing were frozen.
+    # Earlier versions did not record it: those of today, and those that would be there if nothing were frozen.
     partition, keys = engine.partition, {block.key for block in now.values()}
     unfrozen = partition.blocks_of(partition.offered, frozen=True, silent=silent)
     return [*now.values(), *(block for block in unfrozen if block.key not in keys)]
@@ -283,7 +283,7 @@ def adopt(engine: Engine, loaded: Loaded) -> None:
         for (covered, key), state in loaded.put_away.items()
     }
     engine.schedule.applied_steps = saved["applied_steps"]
-    engine.skipped_steps = saved["skipped_steps"]
+    engine.skipped.total = saved["skipped_steps"]
     partition.generation += 1
     engine.schedule.pending = []
     first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum

@@ -16,7 +16,7 @@ def engine_stats(engine: Engine) -> dict[str, float]:
     refresher = engine.refresher
     stats = {
         "steps": float(engine.schedule.applied_steps),
-        "skipped_steps": float(engine.skipped_steps),
+        "skipped_steps": float(engine.skipped.total),
         "captured_bytes": float(engine.collector.capture.held.peak),
         "refreshes": float(refresher.refreshes),
         "warm_refreshes": float(engine.schedule.warm_refreshes),

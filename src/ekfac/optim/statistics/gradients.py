@@ -287,7 +287,7 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
 def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:
     """Tell for each number whether the processes hold different ones, as a mask that all of them agree on.
 
-    A process that has None has no say.
+    A process that has None does not count.
     """
     none = torch.full((), torch.inf, dtype=torch.float64, device=device)
     mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])

@@ -21,12 +21,12 @@ TAKEN_OVER = (
 
 
 def refuse(collector: Collector) -> NoReturn:
-    """Say why an optimizer has no hooks."""
+    """Raise an error that tells why an optimizer has no hooks."""
     raise RuntimeError(TAKEN_OVER if any(ref() is collector for ref in _LIVE) else CLOSED)
 
 
 def refuse_changed(problem: str) -> NoReturn:
-    """Say that the model is not the one that the optimizer was given."""
+    """Raise an error: the model is not the one that the optimizer was given."""
     raise RuntimeError(
         f"step(): {problem} since this optimizer was constructed, and would not be trained. Construct another one now; "
         "for parameters that were added, opt.add_param_group({'params': ...}) will do"

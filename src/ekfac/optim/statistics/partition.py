@@ -85,7 +85,7 @@ class Partition:
         #: The covered blocks, each with the number of its part, and how many parts there are: see :func:`in_parts`.
         self.covered: dict[Block, int] = {}
         self.parts = 1
-        #: Parameters whose layers turned out never to be called.
+        #: Parameters whose layers are never called.
         self.silent: set[nn.Parameter] = set()
         #: Blocks as they have been at some time, and the state of those that are frozen now.
         self._known: dict[Members, Block] = {}
@@ -205,12 +205,12 @@ class Partition:
         replaced = [name for name in fresh if name in lost]
         added = [name for name in fresh if self._all_trained and name not in lost]
         other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
-        said = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
-        self.problem = "; ".join(f"parameters {', '.join(names)} {what}" for what, names in said.items() if names)
+        changes = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
+        self.problem = "; ".join(f"parameters {', '.join(names)} {what}" for what, names in changes.items() if names)
         self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
 
     def give_up_on(self, silent: list[Block]) -> None:
-        """Give layers that have gradients but were never seen to fire the diagonal method, and say so."""
+        """Give layers that have gradients but were never called the diagonal method, with a warning."""
         warnings.warn(
             "these layers have gradients but their forward was never called, so they get the diagonal method: "
             + ", ".join(b.name for b in silent),
@@ -252,7 +252,7 @@ class Partition:
         if any(map(len, self.states.values())) or self.put_away:
             name = next(name for p, name in names.items() if now.get(name) is not p)
             raise RuntimeError(
-                f"parameter '{name}' was replaced after steps were taken, by fully_shard or tensor parallel say. Shard "
+                f"parameter '{name}' was replaced after steps were taken (by fully_shard or tensor parallel?). Shard "
                 "the model before the first step; or save state_dict() first and load it into a new optimizer"
             )
         if missing := [name for name in names.values() if name not in now]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from ekfac.curvature.eigensolvers import (
     rayleigh,
 )
 from ekfac.optim.executor import Executor
-from ekfac.optim.statistics.schedule import NOTHING, Schedule
+from ekfac.optim.stacks import Stacks
+from ekfac.optim.statistics.schedule import NOTHING, START, Schedule
+from ekfac.optim.types import Rates, factors_of
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
@@ -94,6 +96,23 @@ class Refresher:
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
+    def renewals(self, stacks: Stacks, due: Mapping[Block, tuple[int, int]], rates: Rates) -> Iterable[list[Renewal]]:
+        """Return the warm refreshes that are due, blocks of one shape as one; those of one device together.
+
+        Args:
+            stacks: The blocks of one shape.
+            due: The blocks, and how many iterations their two sides get.
+            rates: The numbers of this step.
+        """
+        found: dict[torch.device, list[Renewal]] = {}
+        for stack in stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
+            near = self._schedule.applied_steps >= START and not any(s.strayed for s in stacks.states(stack))
+            damping = rates.of(stack.first.key).damping
+            A, B = factors_of(stack.state)
+            renewal = Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near)
+            found.setdefault(A.device, []).append(renewal)
+        return found.values()
+
     def warm(self, renewals: Sequence[Renewal], ok: Tensor | None = None) -> list[Basis]:
         """Bring bases in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
 
@@ -102,8 +121,8 @@ class Refresher:
         """
         started = time.perf_counter()
         with factors.full_precision(renewals[0].A.device):
-            turned = iter(self._iterate_all([side for r in renewals for side in r.sides() if side.turns]))
-            warm = [[next(turned) if side.turns else None for side in r.sides()] for r in renewals]
+            iterated = iter(self._iterate_all([side for r in renewals for side in r.sides() if side.iterated]))
+            warm = [[next(iterated) if side.iterated else None for side in r.sides()] for r in renewals]
             new = [renewed(*pair) for pair in zip(renewals, warm, strict=True)]
             residuals = torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
         if ok is not None:
@@ -157,7 +176,7 @@ class Side(NamedTuple):
     passes: int
 
     @property
-    def turns(self) -> bool:
+    def iterated(self) -> bool:
         """Whether it is iterated at all."""
         return self.U is not None and self.iterations > 0
 
@@ -197,9 +216,9 @@ class Renewal:
 def renewed(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Basis:
     """Return the new basis of one or several blocks."""
     found: list[tuple[Tensor | None, Tensor]] = []
-    for side, turned in zip(renewal.sides(), warm, strict=True):
-        if turned is not None:
-            found.append((turned.U, turned.values))
+    for side, iterated in zip(renewal.sides(), warm, strict=True):
+        if iterated is not None:
+            found.append((iterated.U, iterated.values))
         elif side.U is None:
             found.append((None, side.matrix.clamp(min=0)))
         else:

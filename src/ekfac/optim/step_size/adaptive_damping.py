@@ -37,10 +37,10 @@ class AdaptiveDamping:
         \epsilon \leftarrow \omega \epsilon \; \text{ if } r > 3/4, \qquad
         \epsilon \leftarrow \epsilon / \omega \; \text{ if } r < 1/4
 
-    One batch says little, so both falls are averaged over comparisons before they are divided. Each is taken as a
-    fraction of |G d| + d^T C d / 2 and the actual one is bounded by that, so that all comparisons count alike. A step
-    after which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping rises
-    by more. The first steps, and those that follow such a one, are all compared.
+    One batch is noisy, so both falls are averaged over comparisons before they are divided. Each is taken as a
+    fraction of ``|G d| + d^T C d / 2`` and the actual one is bounded by that, so that all comparisons count alike. A
+    step after which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping
+    rises by more. The first steps, and those that follow such a one, are all compared.
 
     ``opt.step`` needs a closure, as for torch's LBFGS: a function that clears the gradients, computes the loss of this
     step's batch, calls backward and returns the loss. Its second call leaves gradients, buffers, captured statistics

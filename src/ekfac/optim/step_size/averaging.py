@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ekfac.optim.state.validation import check_tensor, refuse
+from ekfac.optim.state.validation import check_count, check_tensor, refuse
 
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
@@ -188,12 +188,15 @@ class WeightAverage:
             return None
         model = self._model()
         modules = {} if model is None else {module: name for name, module in model.named_modules()}
+        offsets = {names[p]: d for p, d in self.offsets.items() if p in names}
+        statistics = {f"{modules[m]}.{name}": d for (m, name), d in self.statistics.items() if m in modules}
         return {
             "possible": bool(self.possible),
             "trains_in_eval": self._trains_in_eval,
             "training": self.training,
-            "offsets": {names[p]: d for p, d in self.offsets.items() if p in names},
-            "statistics": {f"{modules[m]}.{name}": d for (m, name), d in self.statistics.items() if m in modules},
+            "offsets": offsets,
+            "statistics": statistics,
+            "entries": len(offsets) + len(statistics),
         }
 
     def load(self, saved: Mapping[str, Any] | None, parameters: Mapping[str, nn.Parameter]) -> Callable[[], None]:
@@ -211,7 +214,7 @@ class WeightAverage:
             if name not in parameters:
                 refuse("'average', 'offsets'", f"{name!r} is no parameter of this model")
             p = parameters[name]
-            check_tensor(f"parameter '{name}', offset", "offset", d, tuple(p.shape), p.dtype)
+            _check(f"parameter '{name}', 'average'", d, p)
             offsets[p] = d.detach().to(p, copy=True)
         model = self._model()
         modules = {} if model is None else dict(model.named_modules())
@@ -221,8 +224,12 @@ class WeightAverage:
             buffer = getattr(module, name, None) if name in STATISTICS else None
             if module is None or not isinstance(buffer, Tensor):
                 refuse("'average', 'statistics'", f"{place!r} is no running statistic of this model")
-            check_tensor(f"buffer '{place}', offset", "offset", d, tuple(buffer.shape), buffer.dtype)
+            _check(f"buffer '{place}', 'average'", d, buffer)
             statistics[module, name] = d.detach().to(buffer, copy=True)
+        found, entries = len(offsets) + len(statistics), saved.get("entries", 0)
+        check_count("'average', 'entries'", entries)
+        if found < entries:
+            refuse("'average'", f"lacks {entries - found} of {entries} entries")
 
         def take() -> None:
             self.offsets, self.statistics, self._shown = offsets, statistics, {}
@@ -230,3 +237,9 @@ class WeightAverage:
             self._trains_in_eval, self.training = flags["trains_in_eval"], flags["training"]
 
         return take
+
+
+def _check(where: str, offset: Any, like: Tensor) -> None:
+    check_tensor(where, "offset", offset, tuple(like.shape), like.dtype)
+    if not offset.is_floating_point():
+        refuse(where, f"is of {offset.dtype}. Allowed: floating point")

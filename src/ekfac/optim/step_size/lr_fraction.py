@@ -34,7 +34,7 @@ class LRFraction:
     shorter when gradients do: a network that fits all its examples would go on about the minimum at the same speed,
     until an example that it disturbs throws it out again.
 
-    A step that :mod:`~ekfac.optim.step_size.max_change` has shortened does not have the length that the fraction says.
+    A step that :mod:`~ekfac.optim.step_size.max_change` has shortened is shorter than the fraction of lr.
     So a block that was shortened is no reason for longer steps, however parallel its gradients are, and what no block
     could take is taken back from the fraction, as fully as alignments count at the time. Otherwise it would grow to 1
     while the other bound alone limits the steps, and would have settled by the time that it matters.
@@ -127,7 +127,7 @@ def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
 
     In the whitened cosine every coordinate counts alike; in the plain one the few directions of large curvature
     decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
-    even there say that steps are far too short.
+    even there mean that steps are far too short.
 
     Args:
         found: The :func:`~ekfac.optim.methods.rules.products` of any number of blocks, ``[..., 2, 3]``.

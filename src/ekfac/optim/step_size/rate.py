@@ -24,7 +24,7 @@ ANNEAL = 100.0
 
 def width_of(weights: Iterable[Tensor]) -> float:
     """Return how wide a network is: the geometric mean, over all its weights, of their layers' inputs (or channels)."""
-    matrices = [p for p in weights if p.requires_grad and p.dim() > 1 and p.numel()]
+    matrices = [p for p in weights if p.is_floating_point() and p.dim() > 1 and p.numel()]
     size = sum(p.numel() for p in matrices)
     return math.exp(sum(p.numel() / size * math.log(p.shape[1]) for p in matrices))
 

@@ -1,4 +1,4 @@
-"""From recorded runs to the pages: tables and claims between markers, and pictures.
+"""From recorded runs to the pages: tables and claims between markers.
 
 ``python -m ekfac.lab.show.evidence`` reads ``results/`` and writes into ``docs/``. None of its tables is typed.
 """

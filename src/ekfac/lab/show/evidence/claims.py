@@ -63,9 +63,9 @@ def by_time(record: Record) -> str:
             rival = best.get(name)
             if mine is None or rival is None:
                 continue
-            share = ratio(mine, rival)
-            held.append(share is not None and share < 1)
-            text = "never there" if share is None else f"{write(share)} of its time"
+            fraction = ratio(mine, rival)
+            held.append(fraction is not None and fraction < 1)
+            text = "never there" if fraction is None else f"{write(fraction)} of its time"
             words.append(f"batch {size}, {name.split(' freq')[0]}: {text}")
     return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
 
@@ -156,8 +156,8 @@ def defaults(record: Record) -> str:
         baseline = adamw(best)
         if baseline is not None and baseline.timed is not None and mine.timed is not None:
             timed += 1
-            share = ratio(mine.timed, baseline.timed, goal=lowest)
-            soonest += share is not None and share < 1
+            fraction = ratio(mine.timed, baseline.timed, goal=lowest)
+            soonest += fraction is not None and fraction < 1
     if not tasks:
         return MISSING
     return (

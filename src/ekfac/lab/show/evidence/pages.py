@@ -9,11 +9,12 @@ from pathlib import Path
 
 from ekfac.lab.registry import LabError
 from ekfac.lab.show.evidence import claims, networks, tables
-from ekfac.lab.show.evidence.pictures import CIFAR, link
-from ekfac.lab.show.evidence.record import Record, table
+from ekfac.lab.show.evidence.record import MISSING, Record, table
+from ekfac.lab.show.figures import FIGURES
 
 PAGES = ("mnist.md", "cifar.md", "claims.md", "comparison.md", "coverage.md")
 SIZES = (200, 500)
+CIFAR = ("vgg11", "resnet34", "schedule", "batch-size")
 TASKS = ("classifier", "vgg11", "resnet34", "charlm")
 
 Source = Callable[[Record], str]
@@ -32,6 +33,16 @@ def _claims(record: Record) -> str:
 
     rows = [[where, text, *answer] for where, text, answer in every_claim(record)]
     return table(["in the paper", "claim", "verdict", "numbers"], rows, words=4)
+
+
+def _picture(record: Record, name: str) -> str:
+    """Return a figure on CIFAR-10 as a page shows it, light and dark, if there are runs for it."""
+    if not any(FIGURES.get(name).takes(run) for run in record.cifar):
+        return MISSING
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="images/{name}-dark.png">\n'
+        f'  <img alt="{FIGURES.get(name).about}" src="images/{name}.png">\n</picture>'
+    )
 
 
 SOURCES: dict[str, Source] = {
@@ -67,10 +78,7 @@ SOURCES |= {f"epochs-{size}": partial(tables.epochs, batch_size=size) for size i
 SOURCES |= {f"times-{size}": partial(tables.times, batch_size=size) for size in SIZES}
 SOURCES |= {f"comparison-{task}": partial(tables.comparison, task=task) for task in TASKS}
 SOURCES |= {f"times-{task}": partial(tables.comparison_times, task=task) for task in TASKS}
-SOURCES |= {f"picture-autoencoder-{n}": partial(link, figure="autoencoder", suffix=f"-{n}") for n in SIZES}
-SOURCES |= {
-    f"picture-{name}": partial(link, figure=name) for name in ("frequency", "sensitivity", "comparison", *CIFAR)
-}
+SOURCES |= {f"picture-{name}": partial(_picture, name=name) for name in CIFAR}
 
 _BEGIN = re.compile(r"<!-- begin ([\w-]+) -->")
 

@@ -168,12 +168,13 @@ def _size(value: float) -> int:
 
 
 def percent(value: float, error: float | None = None) -> str:
-    """Write a share as a percentage, to one decimal."""
+    """Write a fraction as a percentage, to one decimal."""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "") + " %"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """Return a table in Markdown: the first columns are words, the others numbers."""
-    lines = [" | ".join(head), " | ".join("---" if n < words else "---:" for n in range(len(head)))]
+    """Return a table in Markdown: the first columns and settings are words, the others numbers."""
+    sides = ["---" if n < words or name == "setting" else "---:" for n, name in enumerate(head)]
+    lines = [" | ".join(head), " | ".join(sides)]
     lines += [" | ".join(row) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)

@@ -107,7 +107,7 @@ def lowest(curve: Curve) -> float:
 
 
 def ratio(curve: Curve, baseline: Curve, x: str = "seconds", goal: Goal = final) -> float | None:
-    """Return how long a setting takes to a baseline's loss, as a share of what the baseline takes itself."""
+    """Return how long a setting takes to a baseline's loss, as a fraction of what the baseline takes itself."""
     loss = goal(baseline)
     mine, own = (time_to_reach(each, loss, x) for each in (curve, baseline))
     return None if mine is None or not own else mine / own
@@ -221,7 +221,7 @@ def spectra(record: Record) -> str:
 
 
 def relative(spectra: Mapping[str, Any], name: str) -> list[float]:
-    """Return a spectrum's distances from the true one as shares of that one's norm."""
+    """Return a spectrum's distances from the true one as fractions of that one's norm."""
     pairs = zip(spectra["distances"][name], spectra["norms"], strict=True)
     return [distance / norm for distance, norm in pairs]
 

@@ -11,8 +11,8 @@ from ekfac.lab.show.figures import style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
 from ekfac.lab.tasks import TASKS
 
-_SUM_A = r"$A=\mathbb{E}\,[\sum_{(s,s')} h^{s} h^{s'\top}]$"
-_SUM_B = r"$B=\mathbb{E}\,[\sum_{(s,s')}\delta^{s}\delta^{s'\top}]$"
+_SUM_A = r"$A=\mathbb{E}\,[\frac{1}{S}\sum_{s} h^{s} h^{s\top}]$"
+_SUM_B = r"$B=\mathbb{E}\,[\sum_{s}\delta^{s}\delta^{s\top}]$"
 
 # How far a unit of depth moves right and up on the page.
 SLANT = (0.45, 0.38)
@@ -36,10 +36,10 @@ def draw(request: Request) -> Figure:
         (0.69, rf"$A$:  $(n_{{in}}\,k_w k_h + 1)^2 = {columns}^2 =$ {columns**2:,}", 9),
         (0.59, rf"$B$:  $(n_{{out}})^2 = {n_out}^2 =$ {n_out**2:,}", 9),
         (0.42, rf"{_SUM_A},   {_SUM_B}", 9),
-        (0.25, rf"$s, s'$: the {side * side:,} positions that the filter takes", 8),
+        (0.25, rf"$s$: one of the $S = {side * side:,}$ positions of the filter", 8),
         (0.16, rf"$h^s$: receptive field at $s$, flattened, and a one: {columns} numbers", 8),
         (0.07, rf"$\delta^s$: gradient of the loss at the output's position $s$: {n_out}", 8),
-        (-0.02, "sharing='reduce' is this double sum; the default 'expand' keeps $s = s'$", 8),
+        (-0.02, "the default, 'expand'; 'reduce' sums over pairs $(s, s')$ as the paper does", 8),
     ]  # fmt: skip
     for height, text, size in lines:
         right.text(0.0, height, text, fontsize=size, transform=right.transAxes, va="top")

@@ -67,7 +67,7 @@ class Subject:
         return Split(self.train.x[:examples], self.train.y[:examples])
 
     def layer(self, number: int) -> str:
-        """Return the name of the so-manieth linear layer, counted from one."""
+        """Return the name of the n-th linear layer, counted from one."""
         names: list[str] = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
         return names[number - 1]
 

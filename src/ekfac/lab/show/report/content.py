@@ -219,9 +219,9 @@ GOALS: dict[str, Goal] = {"final": final, "lowest": lowest}
 
 
 def times(group: Group) -> dict[str, Any] | None:
-    """Return how soon each timed method is where another one ends, as shares of that one's own epochs and time.
+    """Return how soon each timed method is where another one ends, as fractions of that one's own epochs and time.
 
-    Shares are there for each method as the baseline and for each goal; ``None`` where fewer than two methods have
+    Fractions are there for each method as the baseline and for each goal; ``None`` where fewer than two methods have
     seconds that count.
     """
     best = {name: curve for name, found in methods_of(group).items() if (curve := timed(found)) is not None}
@@ -245,7 +245,7 @@ def times(group: Group) -> dict[str, Any] | None:
 
 
 def _shares(curve: Curve, rival: Curve, loss: float) -> list[float | None]:
-    """Return the epochs and the time to a loss, as shares of what its rival takes; ``None`` if it never is there."""
+    """Return the epochs and the time to a loss, as fractions of what its rival takes; ``None`` if it never is there."""
     found: list[float | None] = []
     for x in ("epoch", "seconds"):
         mine, own = (time_to_reach(each, loss, x) for each in (curve, rival))

@@ -1,0 +1,99 @@
+"""Numbers that pages take by a name: computed from records, or long to write as a path (see ``cite.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from cite import RESULTS, load, pick
+
+from ekfac.lab.search.selection import curves
+from ekfac.lab.show.evidence import Record, tables
+from ekfac.lab.show.evidence.record import LOSS, at_end
+from ekfac.lab.training.gather import find_runs
+
+
+def speed(task: str, method: str, what: str) -> float:
+    """Return milliseconds, MiB or the seconds of the first 300 steps, of the last timing."""
+    times = pick(load(RESULTS / "step/speed/times.jsonl"), f"[0={task},1={method}].2")
+    parts = {"0-20": 20, "20-100": 80, "100-300": 200}
+    if what == "first_300":
+        return sum(times[part] * steps for part, steps in parts.items()) / 1e3
+    return float(times[{"ms": "300-400", "ms_300": "100-300"}.get(what, what)])
+
+
+def slower(task: str) -> float:
+    """Return how many of AdamW's steps one of EKFAC's takes."""
+    return speed(task, "ekfac", "ms") / speed(task, "adamw", "ms")
+
+
+def trial(measure: str, **wanted: Any) -> float:
+    """Return how a trial of the default's prototype ended."""
+    rows = load(RESULTS / "step/trials.jsonl")
+    (found,) = [row for row in rows if wanted.items() <= {**row, **row["opt"]}.items()]
+    return float(found["hist"][-1][measure])
+
+
+def share(mine: str, baseline: str, lowest: bool = False) -> float:
+    """Return the time of one run to another's loss, as a share of what the other takes."""
+    pair = [next(iter(curves(find_runs([*RESULTS.glob(each)])))) for each in (mine, baseline)]
+    found = tables.ratio(*pair, goal=tables.lowest if lowest else tables.final)
+    return float("nan") if found is None else found
+
+
+def decayed(strength: float) -> float:
+    """Return the mean accuracy of version 0.1's VGG11 with a weight decay."""
+    files = RESULTS.glob("start/decay/vgg11-ekfac-default-*/config.json")
+    those = [file for file in files if load(file)["config"]["options"]["weight_decay"] == strength]
+    found = [float(load(file.with_name("metrics.jsonl"))[-1]["validation_accuracy"]) for file in those]
+    return sum(found) / len(found)
+
+
+@cache
+def mnist() -> dict[str, float]:
+    """Return the auto-encoder's losses above their floor: ``mnist.BATCH.METHOD.mean``, ``.full``, ``.validation``."""
+    measures = {"mean": LOSS, "full": "train_loss", "validation": "validation_loss"}
+    record = Record(RESULTS)
+    return {
+        f"mnist.{size}.{name}.{short}": at_end(curve, measure)[0]
+        for size in record.batch_sizes
+        for name, curve in record.autoencoder(size).items()
+        for short, measure in measures.items()
+    }
+
+
+NAMED: dict[str, Callable[[], float]] = {
+    f"{task}.{method}.{what}": partial(speed, task, method, what)
+    for task in ("gpt", "ae", "vit", "resnet18")
+    for method in ("adamw", "ekfac")
+    for what in ("ms", "ms_300", "peak", "first_300")
+}
+NAMED |= {f"{task}.ratio": partial(slower, task) for task in ("gpt", "ae", "vit", "resnet18")}
+NAMED |= {
+    "trial.shakespeare": partial(trial, "val", task="char"),
+    "trial.gpt": partial(trial, "val", task="gpt", sched="cosine", belief=0.05),
+    "trial.gpt.muon": partial(trial, "val", task="gpt", opt="muon", adj="original"),
+    "trial.autoencoder": partial(trial, "train", task="ae_paper", belief=0.05),
+    "trial.resnet18": partial(trial, "val_acc", task="resnet18", sched="cosine", belief=0.05),
+    "trial.depthwise": partial(trial, "val_acc", task="depthwise", sched="cosine", belief=0.05),
+    "trial.vit": partial(trial, "val_acc", task="vit"),
+    "vgg11.decay_6": partial(decayed, 6.0),
+}
+NAMED |= {
+    f"earlier.{task}": partial(
+        share,
+        f"h200/earlier/2487c8998a39/{task}-ekfac-default-*",
+        f"h200/earlier/2487c8998a39/{task}-adamw-*",
+        lowest=True,
+    )
+    for task in ("classifier", "vgg11", "resnet34", "charlm")
+}
+NAMED |= {
+    f"earlier.autoencoder.{size}": partial(
+        share,
+        f"mnist/finals/autoencoder-ekfac-ra-lr0.01-d0.001-b{size}-*",
+        f"h200/earlier/8ea3835498c2/*adam-bn*-b{size}-*",
+    )
+    for size in (200, 500)
+}

@@ -1,0 +1,245 @@
+"""With nothing set the model shows the average of its weights, and trains at the weights themselves."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ekfac
+from ekfac import StepSize
+from ekfac.optim.step_size.averaging import average_weight
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return layers.double()
+
+
+def batches(steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    chance = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(16, 6, generator=chance, dtype=torch.float64), torch.randint(3, (16,), generator=chance))
+        for _ in range(steps)
+    ]
+
+
+def train(model: nn.Module, opt: ekfac.EKFAC, batch: tuple[Tensor, Tensor]) -> float:
+    opt.zero_grad()
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+
+def shown(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -> bool:
+    return a.keys() == b.keys() and all(bool((a[n] - b[n]).abs().max() <= tolerance) for n in a)
+
+
+def test_the_model_shows_the_average_of_the_weights_that_it_would_have() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    opt, plain = ekfac.EKFAC(model), ekfac.EKFAC(twin, step_size=StepSize(average=False))
+    expected: dict[str, Tensor] = {}
+    for t, batch in enumerate(batches(30)):
+        assert train(model, opt, batch) == pytest.approx(train(twin, plain, batch), abs=1e-9)
+        c, z = average_weight(t), shown(twin)
+        expected = {n: z[n] if t == 0 else expected[n] + c * (z[n] - expected[n]) for n in z}
+        assert close(shown(model), expected)
+    assert not close(shown(model), shown(twin), 1e-4)
+
+
+def test_evaluation_sees_the_average_and_training_does_not() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(20):
+        train(model, opt, batch)
+    x, before = batches(1)[0][0], shown(model)
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model(x)  # and where no_grad is forgotten
+    assert close(shown(model), before, 0.0)
+    model.train()
+    model(x)
+    assert not close(shown(model), before, 1e-6)
+
+
+def test_a_rate_of_ones_own_a_scheduler_or_a_known_end_averages_nothing() -> None:
+    def last(**options: object) -> tuple[nn.Module, ekfac.EKFAC]:
+        model = network()
+        return model, ekfac.EKFAC(model, **options)  # type: ignore[arg-type]
+
+    for options in ({"lr": 0.01}, {"total_steps": 12}, {"scaling": "running"}):
+        model, opt = last(**options)
+        twin = copy.deepcopy(model)
+        off = ekfac.EKFAC(twin, step_size=StepSize(average=False), **options)  # type: ignore[arg-type]
+        for batch in batches(12):
+            train(model, opt, batch)
+            train(twin, off, batch)
+        assert close(shown(model), shown(twin), 0.0)
+    model, opt = last()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 12)
+    for batch in batches(12):
+        train(model, opt, batch)
+        scheduler.step()
+    assert not opt.average.offsets
+
+
+def test_a_scheduler_that_comes_later_goes_on_from_the_weights() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(20):
+        train(model, opt, batch)
+    model(batches(1)[0][0])
+    at_training = {n: p.detach().clone() for n, p in model.named_parameters()}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 0.0)
+    train(model, opt, batches(1)[0])
+    scheduler.step()
+    assert all(torch.allclose(p, at_training[n], atol=1e-12) for n, p in model.named_parameters())
+
+
+def test_a_checkpoint_goes_on_exactly() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    steps = batches(24)
+    for batch in steps[:12]:
+        train(model, opt, batch)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin = network()
+    twin.load_state_dict(saved["model"])
+    other = ekfac.EKFAC(twin)
+    other.load_state_dict(saved["opt"])
+    for batch in steps[12:]:
+        assert train(model, opt, batch) == train(twin, other, batch)
+    assert close(shown(model), shown(twin), 0.0)
+
+
+@pytest.mark.parametrize("damage", ["name", "shape", "nan", "flag", "kind"])
+def test_a_damaged_average_is_refused_and_nothing_changes(damage: str) -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(4):
+        train(model, opt, batch)
+    state = copy.deepcopy(opt.state_dict())
+    average = state["ekfac"]["average"]
+    if damage == "name":
+        average["offsets"]["other"] = average["offsets"].pop("0.weight")
+    elif damage == "shape":
+        average["offsets"]["0.weight"] = torch.zeros(2, dtype=torch.float64)
+    elif damage == "nan":
+        average["statistics"]["1.running_mean"].fill_(torch.nan)
+    elif damage == "flag":
+        average["training"] = "yes"
+    else:
+        state["ekfac"]["average"] = [1]
+    before, offsets = shown(model), {p: d.clone() for p, d in opt.average.offsets.items()}
+    with pytest.raises(ValueError, match=r"average|offset"):
+        opt.load_state_dict(state)
+    assert close(shown(model), before, 0.0)
+    assert all(torch.equal(d, offsets[p]) for p, d in opt.average.offsets.items())
+
+
+def test_a_step_that_is_skipped_changes_nothing() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(8):
+        train(model, opt, batch)
+    before = shown(model)
+    x, y = batches(1)[0]
+    model[1].eval()  # batch-norm would take NaN into its running statistics, as it does with any optimizer
+    train(model, opt, (x * torch.nan, y))
+    assert close(shown(model), before, 1e-12)
+
+
+def test_what_somebody_does_to_the_weights_between_steps_stays() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(8):
+        train(model, opt, batch)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    weight_decay_and_rate = opt.param_groups[0]["lr"]
+    train(model, opt, batches(1)[0])
+    assert float(model[0].weight.abs().max()) < 20 * weight_decay_and_rate
+
+
+def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    steps = batches(20)
+    for batch in steps[:10]:
+        train(model, opt, batch)
+    frozen = model[0].weight.clone()
+    model[0].requires_grad_(False)
+    for batch in steps[10:]:
+        train(model, opt, batch)
+        assert torch.equal(model[0].weight, frozen)
+
+
+def test_training_in_evaluation_mode_is_averaged_too() -> None:
+    model = network().eval()
+    twin = copy.deepcopy(model)
+    opt, plain = ekfac.EKFAC(model), ekfac.EKFAC(twin, step_size=StepSize(average=False))
+    for batch in batches(12):
+        assert train(model, opt, batch) == pytest.approx(train(twin, plain, batch), abs=1e-9)
+    assert not close(shown(model), shown(twin), 1e-6)
+
+
+def test_a_model_that_is_trained_by_another_method_is_not_averaged() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+            self.net = network()
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.net(x * self.scale)  # type: ignore[no-any-return]
+
+    model = Encoder()
+    opt = ekfac.EKFAC(model)
+    for x, y in batches(6):
+        opt.zero_grad()
+        F.cross_entropy(model.encode(x), y).backward()
+        opt.step()
+    assert not opt.average.offsets
+
+
+def test_closing_shows_the_average() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(8):
+        train(model, opt, batch)
+    before = shown(model)
+    F.cross_entropy(model.eval()(batches(1)[0][0]), batches(1)[0][1])
+    model.train()[0].register_forward_hook(lambda *args: None)
+    with torch.enable_grad():
+        model[1].eval()
+        model(batches(1)[0][0])
+    opt.close()
+    assert close(shown(model), before, 1e-12)
+
+
+def test_it_can_be_asked_for_beside_a_rate() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    opt = ekfac.EKFAC(model, lr=0.01, step_size=StepSize(average=True))
+    plain = ekfac.EKFAC(twin, lr=0.01)
+    for batch in batches(12):
+        train(model, opt, batch)
+        train(twin, plain, batch)
+    assert not close(shown(model), shown(twin), 1e-6)
+    with pytest.raises(ValueError, match="average"):
+        StepSize(average="yes")  # type: ignore[arg-type]
