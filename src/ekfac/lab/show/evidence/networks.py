@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy
 
-from ekfac.lab.labels import counted, describe
+from ekfac.lab.labels import counted
 from ekfac.lab.search.selection import Curve, Envelope, best_validation, by_method, curves, per_epoch
 from ekfac.lab.show.evidence.claims import UNKNOWN, verdict
 from ekfac.lab.show.evidence.record import LOSS, MISSING, Record, percent, table, tried, write
@@ -262,10 +262,15 @@ def training(record: Holder, task: str, scheduled: bool = False) -> str:
         error = float(final.standard_error("train_loss")[-1]) if len(final.runs) > 1 else None
         losses[-1] = write(float(envelope.value[-1]), error) if envelope.x[-1] >= last else ""
         each = None if timed is None else float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
-        setting = describe(final.config, ("lr", "damping"))
         marked = name + (DAGGER if paper.added(task, [name]) else "")
-        rows.append([marked, *losses, write(each), setting or "nothing set", str(counts[name]), str(len(final.runs))])
+        rows.append([marked, *losses, write(each), _setting(final), str(counts[name]), str(len(final.runs))])
     return table(["", *map(str, shown), "seconds an epoch", "setting", "tried", "seeds"], rows)
+
+
+def _setting(curve: Curve) -> str:
+    """Return what was searched; all else is the same for all of a method's runs."""
+    values = {name: getattr(curve.config, name) for name in ("lr", "damping")}
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None) or "nothing set"
 
 
 def accuracy(record: Holder, task: str) -> str:
@@ -281,7 +286,7 @@ def accuracy(record: Holder, task: str) -> str:
             cells = [percent(float(best.mean(n)[place]), e) for n, e in zip(names, errors, strict=True)]
             marked = name + (DAGGER if paper.added(task, [name]) else "")
             epoch = f"{int(best.mean('epoch')[place])}"
-            rows.append([marked, *cells, epoch, describe(best.config, ("lr", "damping")) or "nothing set"])
+            rows.append([marked, *cells, epoch, _setting(best)])
     return table(["", "training", "validation", "test", "at epoch", "setting"], rows) if rows else MISSING
 
 
