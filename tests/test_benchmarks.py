@@ -12,6 +12,7 @@ import ekfac
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import bench_networks
 import bench_step
 import clock
 import contenders
@@ -106,3 +107,12 @@ def test_cost_at_scale_reads_what_was_measured():
     pieces = cost_at_scale.Pieces()
     assert pieces.widest == 2048 and pieces.solve == 26.238 and pieces.product == 0.346
     assert pieces.scaled(pieces.solve, 4096) == pytest.approx(8 * 0.026238)
+
+
+def test_networks_are_measured_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt29", "vit", "resnet18", "resnet34", "autoencoder", "--tiny", "--steps", "2", "--device", "cpu"]
+    bench_networks.main([*words, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "networks.json").read_text())["rows"]
+    ours = [row for row in rows if row["optimizer"] == "EKFAC(model)"]
+    assert len(ours) == 5 and all(row["mean"] > 0 and row["use"] > 0 for row in ours)
+    assert "| autoencoder | EKFAC(model) |" in capsys.readouterr().out

@@ -3,8 +3,8 @@
 `EKFAC` and `KFAC` are torch optimizers, and `AdaptiveDamping` a damping that they find by themselves; `Preconditioner`
 leaves the step to another one. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` hold their less common
 options, and `rules` what may be done in the basis. `fisher` gives the curvature of a model over a dataset as an
-operator, a `Curvature`; `summary` tells which block covers each parameter of a model; `doctor` tries a model for some
-fifty steps and says what to set.
+operator, a `Curvature`; `summary` tells which block covers each parameter of a model, and `plan` what that takes, in
+bytes and in arithmetic; `doctor` tries a model for some fifty steps and says what to set.
 """
 
 from importlib import import_module
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ekfac.optim.ekfac import EKFAC
     from ekfac.optim.kfac import KFAC
     from ekfac.optim.options import PAPER, Batch, Coverage, Numerics, Refresh, StepSize
+    from ekfac.optim.plan import plan
     from ekfac.optim.preconditioner import Preconditioner
     from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 
@@ -40,6 +41,7 @@ __all__ = [
     "correlation",
     "doctor",
     "fisher",
+    "plan",
     "relative_error",
     "rules",
     "spectrum_distance",
@@ -63,6 +65,7 @@ _PLACES = {
     "correlation": "curvature.operators",
     "doctor": "diagnosis.doctor",
     "fisher": "curvature.fisher",
+    "plan": "optim.plan",
     "relative_error": "curvature.operators",
     "spectrum_distance": "curvature.operators",
     "summary": "curvature.summary",

@@ -134,8 +134,8 @@ def constructs(who: str, args: tuple[Any, ...], given: Iterable[str]) -> None:
         raise TypeError(f"{who}(model, {second}): only the model is positional, name the rest: params=, lr=")
 
 
-def model(value: Any) -> None:
-    """Require a module with at least one trainable number, all of them real and there."""
+def model(value: Any, there: bool = True) -> None:
+    """Require a module with at least one trainable number, all of them real and, if so asked, there."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"model={shown(value)} must be a torch.nn.Module. {THE_MODEL}")
     if isinstance(value, torch.jit.ScriptModule):
@@ -149,7 +149,7 @@ def model(value: Any) -> None:
             raise ValueError(
                 f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
             )
-        if p.is_meta:
+        if p.is_meta and there:
             raise ValueError(
                 f"parameter '{name}' is on the device 'meta', where it has no values: materialize it first"
             )

@@ -12,8 +12,10 @@ from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import ROWS, FactorSums, factor_sums, stride
 from ekfac.optim.executor import Executor
-from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.sums import factor_sums as taken_sums
+from ekfac.optim.options import EngineOptions, Refresh
+from ekfac.optim.statistics.samples import alike, sample_of, sums_of_samples
+from ekfac.optim.statistics.samples import factor_sums as factor_sums_of_sample
+from ekfac.optim.statistics.samples import factor_sums_by as taken_sums
 
 MEMORY = 2**28
 
@@ -88,3 +90,63 @@ def test_random_rows_give_factors_within_their_noise() -> None:
     whole, found = means(sums(block, x, d, False), rows), means(sums(block, x, d, True), rows)
     for one, two in zip(whole, found, strict=True):
         assert float((one - two).norm() / one.norm()) < 0.1
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_half_precision_is_summed_as_it_was_multiplied(half: torch.dtype, bias: bool, wide: bool) -> None:
+    """Autocast has turned the input into half precision: A is that of what the layer has multiplied."""
+    (block,) = find_blocks(nn.Linear(5, 7, bias=bias))
+    block.diagonal_B = wide
+    torch.manual_seed(0)
+    x, d = torch.randn(40, 3, 5), torch.randn(40, 3, 7).to(half)
+    found = sums(block, x, d, sampled=True)
+    expected = sums(block, x.to(half).double(), d.double(), sampled=False)
+    assert found.A.dtype == found.B.dtype == torch.float32 and found.terms == expected.terms
+    torch.testing.assert_close(found.A, expected.A.float(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.B, expected.B.float(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_layers_of_one_shape_are_summed_at_once(half: torch.dtype | None, bias: bool, wide: bool) -> None:
+    """To the same sums as each by itself; one of another shape stays apart."""
+    torch.manual_seed(0)
+    options = EngineOptions()
+    blocks = find_blocks(nn.Sequential(*(nn.Linear(5, 7, bias=bias) for _ in range(3)), nn.Linear(7, 5, bias=bias)))
+    samples = {}
+    for block in blocks:
+        block.diagonal_B = wide
+        x, d = torch.randn(20 * ROWS, block.layer.module.in_features), torch.randn(20 * ROWS, block.shape.out)
+        call = Call(block.layer, x, d if half is None else d.to(half))
+        samples[block] = [sample_of(options, block, [call], len(x))]
+    executor = Executor(options, whole_steps=False)
+    assert [len(of.blocks) for of in alike(options, samples)] == [3, 1]
+    for block, found in sums_of_samples(executor, options, samples).items():
+        expected = factor_sums_of_sample(options, block, samples[block][0])
+        assert found.factors is not None and found.factors.terms == expected.terms
+        torch.testing.assert_close(found.factors.A, expected.A, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(found.factors.B, expected.B, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [(), (3,), (2, 2)])
+def test_of_batch_norm_some_examples_are_taken_with_the_statistics_of_all(
+    training: bool, size: tuple[int, ...]
+) -> None:
+    """Every seventh of seven times the same 32 examples is each of them once."""
+    torch.manual_seed(0)
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[len(size)]
+    module = kind(4).train(training)
+    module.running_mean.normal_()
+    (block,) = find_blocks(module)
+    x, d = (torch.randn(32, 4, *size).repeat(7, *(1 for _ in (4, *size))) for _ in range(2))
+    sample = sample_of(EngineOptions(), block, [Call(block.layer, x, d)], len(x))
+    assert sample.n == 32 and sample.more == 7 and sample.step == 7
+    found, whole = sums(block, x, d, sampled=True), sums(block, x, d, sampled=False)
+    torch.testing.assert_close(found.A / found.terms, whole.A / whole.terms)
+    torch.testing.assert_close(found.B, whole.B, rtol=1e-4, atol=1e-4)
+    exact = EngineOptions(refresh=Refresh(deterministic=True))
+    assert sample_of(exact, block, [Call(block.layer, x, d)], len(x)).n == len(x)

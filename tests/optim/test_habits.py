@@ -480,11 +480,18 @@ def branched(by: str, hook_all: bool = False) -> tuple[list[Tensor], list[int]]:
     examples = []
     for step in range(12):
         opt.zero_grad()
-        for part in {"output": "o", "branch": "ob"[step > 0], "turns": "ob"[step % 2], "both": "ob"}[by]:
+        for part in {
+            "output": "o",
+            "branch": "ob"[step > 0],
+            "turns": "ob"[step % 2],
+            "both": "ob",
+            "other way round": "bo",
+        }[by]:
             if hook_all:
                 opt.engine.collector.capture.fired.clear()
             output = model(x)
             (output if part == "o" else model.kept).square().sum((1, 2)).mean().backward()
+        opt.engine.collector.watch.catch_up()  # as the step does
         examples.append(opt.engine.collector.capture.examples)
         if hook_all:
             opt.engine.collector.capture.fired.update(opt.engine.partition.blocks)
@@ -493,10 +500,10 @@ def branched(by: str, hook_all: bool = False) -> tuple[list[Tensor], list[int]]:
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("by", ["output", "branch", "turns", "both"])
+@pytest.mark.parametrize("by", ["output", "branch", "turns", "both", "other way round"])
 def test_steps_that_want_nothing_of_their_layers_count_all_examples(by: str) -> None:
     """Wherever in the model the backward pass begins."""
     (found, examples), (expected, _) = branched(by), branched(by, hook_all=True)
-    assert examples == [16 if by == "both" else 8] * 12
+    assert examples == [16 if by in ("both", "other way round") else 8] * 12
     for p, q in zip(found, expected, strict=True):
         assert torch.equal(p, q)

@@ -19,6 +19,12 @@ from torch import Tensor
 
 from ekfac.curvature.layers.shapes import BlockShape
 
+#: What tensor cores multiply fastest.
+HALF = (torch.bfloat16, torch.float16)
+#: Whether torch gives the product of such matrices in float32.
+TAKES_HALF = hasattr(torch.ops.aten.bmm, "dtype")
+#: Products of so few columns are not worth a call of cuBLAS for every group.
+FEW = 2
 #: Devices on which a product over very many rows is taken example by example, and summed.
 BY_EXAMPLE = ("cuda",)
 
@@ -67,8 +73,18 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
     Added to ``into`` where that is given; then only the upper half is sure to be right until :func:`mirror` is called.
     """
     if diagonal:
-        squares = rows.square().sum(0)
+        squares = (
+            rows.square().sum(0)
+            if rows.dtype not in HALF
+            else torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square()
+        )
         return squares if into is None else into.add_(squares)
+    if rows.dtype in HALF:
+        total = half_products(rows)
+        return total if into is None else into.add_(total)
+    if rows.shape[2] <= FEW and rows.is_cuda:
+        total = (rows[..., :, None] * rows[..., None, :]).sum(0)
+        return total if into is None else into.add_(total)
     if rows.shape[1] == 1:
         flat = rows[:, 0]
         if into is None:
@@ -78,6 +94,15 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
         return into
     by_group = rows.transpose(0, 1).contiguous()  # one copy here, or two inside the product
     return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
+
+
+def half_products(rows: Tensor) -> Tensor:
+    """Sum r r^T over half-precision rows ``[M, G, D]`` in float32: products of two such numbers are exact there."""
+    by_group = rows.transpose(0, 1)
+    if rows.is_cuda and TAKES_HALF:
+        return torch.bmm(by_group.mT, by_group, out_dtype=torch.float32)
+    by_group = by_group.float()
+    return by_group.mT @ by_group
 
 
 def by_example(positions: int, columns: int, device: torch.device) -> bool:

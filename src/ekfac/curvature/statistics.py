@@ -67,7 +67,9 @@ def factor_sums(
     if sharing != "expand":
         for call in calls:
             refuse_unaligned(block, call.layer, call.x, n)
-    half = half and all(call.d.dtype in (torch.bfloat16, torch.float16) for call in calls)
+    half = half and all(call.d.dtype in factors.HALF for call in calls)
+    as_is = half and takes_half(calls) and not further
+    direct = len(calls) == 1 and (calls[0].layer.direct_inputs or (as_is and calls[0].layer.reads_whole_inputs))
     with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
         if block.layer.scattered:
             sides = block.dtype, block.diagonal_A, block.diagonal_B
@@ -77,9 +79,9 @@ def factor_sums(
             A = new_A if A is None else A.add_(new_A)
             B = new_B if B is None else B.add_(new_B)
             terms += found
-        elif sharing == "expand" and len(calls) == 1 and not block.diagonal_A and calls[0].layer.direct_inputs:
+        elif sharing == "expand" and direct and not block.diagonal_A:
             layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
-            for cut, count in cuts(block, calls, n, memory, further, unfolded=False):
+            for cut, count in cuts(block, calls, n, memory, further, unfolded=False, as_is=as_is):
                 for (one,) in (calls, *further):
                     B = factors.output_sum(layer.deltas(cut(one.x), cut(one.d), count), sharing, block.diagonal_B, B)
                 A, found = layer.input_sum_directly(cut(calls[0].x), count, A)
@@ -100,22 +102,42 @@ def factor_sums(
     return sums
 
 
-def sampled(block: Block, calls: list[Call], n: int) -> tuple[list[Call], int]:
-    """Return as much of a batch as factors of that width need, and of how many examples that is.
+def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) -> list[FactorSums]:
+    """Return the sums of one call each of linear layers of one shape, by the same products for all.
 
-    What is left out is made up for by the number of examples: B is a mean over these.
+    Args:
+        block: One of them.
+        calls: The calls, of one shape too.
+        more: What B is multiplied by.
+        half: See :func:`factor_sums`.
     """
-    step = 1 if block.layer.scattered else stride(block, calls, n)
-    if step == 1:
-        return calls, n
-    calls = [Call(c.layer, c.x[::step], c.d[::step]) for c in calls]
-    return calls, len(calls[0].d)
+    layer = calls[0].layer
+    with (factors.tensor_cores if half else factors.full_precision)(block.key.device):
+        x, d = (
+            torch.stack([t.reshape(-1, t.shape[-1]) for t in of])
+            for of in zip(*((c.x, c.d) for c in calls), strict=True)
+        )
+        if not (half and takes_half(calls)):
+            x, d = x.to(block.dtype), d.to(block.dtype)
+        elif x.dtype != d.dtype:
+            x = x.to(d.dtype)
+        A = layer.inputs_of_alike(x)
+        B = factors.outer_sum(d.transpose(0, 1), block.diagonal_B)
+    if more != 1:
+        B.mul_(more)
+    return [FactorSums(A[i : i + 1], x.shape[1], B[i : i + 1]) for i in range(len(calls))]
+
+
+def takes_half(calls: Sequence[Call]) -> bool:
+    """Tell whether calls ran in half precision, so that their sums can be taken of what they have multiplied."""
+    return all(c.layer.takes_half and c.d.dtype in factors.HALF for c in calls)
 
 
 def stride(block: Block, calls: Sequence[Call], n: int) -> int:
     """Choose the stride over a batch that is enough for A and B: a few thousand positions, twice the width.
 
-    Odd, so that entries that alternate in kind are all met.
+    Odd, so that entries that alternate in kind are all met. What is left out is made up for by the number of examples:
+    B is a mean over these.
     """
     lengths = {len(t) for call in calls for t in (call.x, call.d)}
     if len(lengths) > 1 or not all(call.layer.splittable for call in calls):
@@ -217,11 +239,18 @@ def positions(
 
 
 def cuts(
-    block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = (), unfolded: bool = True
+    block: Block,
+    calls: Sequence[Call],
+    n: int,
+    memory: int,
+    further: Passes = (),
+    unfolded: bool = True,
+    as_is: bool = False,
 ) -> Iterator[tuple[Cut, int]]:
     """Split the examples so that h and delta, with one copy of each, fit into ``memory`` bytes.
 
-    Where h is not written out (``unfolded=False``) the input stands in its place.
+    Where h is not written out (``unfolded=False``) the input stands in its place. Tensors come in the block's dtype, or
+    as they are: then inputs that autocast has turned into half precision before the product come so.
     """
     numbers = 0
     for call in calls:
@@ -233,7 +262,7 @@ def cuts(
     for start, stop in chunks(n, each, memory) if splittable else [(0, n)]:
 
         def cut(tensor: Tensor, start: int = start, stop: int = stop) -> Tensor:
-            return _examples(tensor, start, stop, n, block.dtype)
+            return _examples(tensor, start, stop, n, calls[0].d.dtype if as_is else block.dtype)
 
         yield cut, stop - start
 

@@ -37,11 +37,11 @@ class Base:
 
     def batch(self, n: int) -> AbstractContextManager[None]:
         """Take all layers called inside to see the same ``n`` examples, even if the model's forward is not called."""
-        return self.engine.collector.capture.batch(n)
+        return self.engine.collector.capture.forwards.batch(n)
 
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing of forwards and backwards inside."""
-        return self.engine.collector.capture.paused()
+        return self.engine.collector.capture.forwards.paused()
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Take a GradScaler that was made later, for example by a framework, to unscale statistics by."""

@@ -100,14 +100,15 @@ class Engine:
         Returns:
             Whether it was done: False if a gradient is not finite, None if there is none.
         """
-        if self._shares():
+        if self.shares():
             return self.replicas.step(rates, apply)
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        plain = not (inputs.solves or inputs.warm or any(sums.factors is not None for sums in inputs.sums.values()))
+        plain = not (inputs.solves or inputs.warm or inputs.factors)
         if plain and self.executor.replay(self, inputs, rates, apply):
             return True
+        tried = plain and not inputs.samples
         if not self.check_finite(inputs):
             return False
         self.collector.collect(inputs)
@@ -116,10 +117,10 @@ class Engine:
         # Factors and, where they are due, bases; then scalings and directions.
         blocks = self.trained(inputs)
         if inputs.sums:
-            self.collector.update_factors(inputs)
+            self.collector.update_factors(inputs, inputs.factors)
         if inputs.solves or inputs.warm:
             self.compute_eigenbases(blocks, inputs, rates)
-        if plain or not self.executor.replay(self, inputs, rates, apply):
+        if tried or not self.executor.replay(self, inputs, rates, apply):
             apply(inputs, self.precondition(blocks, inputs, rates), rates)
         return True
 
@@ -159,7 +160,7 @@ class Engine:
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
         if rows is None:
-            step = block_step(stack.blocks, inputs, rates, method.squares_penalty)
+            step = block_step(stack.blocks, inputs, rates, method.squares_penalty, method.bounds_gradients)
         else:
             step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok)
         method.project(block, state, step)
@@ -173,11 +174,11 @@ class Engine:
         P = method.project_back(method.rescale(block, state, step), step)
         if len(stack.blocks) > 1:
             self.stacks.hand_down(stack)
-        return stack.directions(P, step, inputs.gradients)
+        return stack.directions(P, step, inputs.gradients, rates.keeps_gradients)
 
     # --- whether to go on -----------------------------------------------------------------------------------------
 
-    def _shares(self) -> bool:
+    def shares(self) -> bool:
         """Tell whether other processes take part in this step."""
         running = dist.is_available() and dist.is_initialized()
         return (running or self.partition.owners.size > 1) and self.replicas.together()
@@ -202,7 +203,7 @@ class Engine:
             self.schedule.applied_steps -= 1
             self.skipped.count(self.schedule.applied_steps)
         if self.schedule.pending:
-            self.schedule.poll(wait or self._shares())
+            self.schedule.poll(wait or self.shares())
         return skipped
 
     def skip(self) -> None:
@@ -217,7 +218,7 @@ class Engine:
         self.collector.drop()
         if not due:
             return
-        if self._shares():
+        if self.shares():
             self.replicas.refresh(due, rates)
             return
         with self.executor.beside(self.partition.device, sum(sum(block.factor_numbers()) for block in due)):

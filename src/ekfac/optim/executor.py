@@ -45,20 +45,36 @@ class Executor:
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
     """
 
+    #: Whether there are places for what backward leaves.
+    keeps = False
+    #: Whether it is better taken in by the step than when it comes, as every call costs more than what it computes.
+    waits = False
+
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
         self.whole_steps = whole_steps
+        #: What is at places now; whoever puts it there knows it by a key.
+        self.kept: dict[Hashable, Any] = {}
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
+
+    def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        """Return places, of these dtypes, where a replay will find copies of tensors; None where there is no room."""
+        return None
 
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
         """Call a function of each part, which do not depend on each other; returns what it returns, in their order."""
         return [function(part) for part in parts]
 
     def call(
-        self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
+        self,
+        what: str,
+        key: Hashable,
+        function: Callable[..., tuple[Any, ...]],
+        *tensors: Tensor,
+        fixed: Sequence[Tensor] = (),
     ) -> tuple[Any, ...]:
         """Call a function of tensors that returns tensors, and what does not change from call to call.
 
@@ -67,6 +83,7 @@ class Executor:
             key: All that it depends on besides the tensors.
             function: The function.
             *tensors: Its arguments.
+            fixed: Other tensors that it reads and writes, where they are.
         """
         return function(*tensors)
 

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,22 +112,33 @@ class Optimizer(Base, Joinable, Grouped):
         with no_autocast(device) if casts else nullcontext():
             if comparison is not None:
                 comparison.before(loss)
-            rates = self._rates()
-            averaged = self.average.begin_step(self._averaged())
-            try:
-                done = engine.step(rates, self._apply)
-            except BaseException:
-                self.average.abandon_step(averaged)
-                raise
+            averaged, weight = self.average.begin_step(self._averaged()), 0.0
+            if averaged:
+                weight = average_weight(engine.schedule.applied_steps)
+            rates = self._rates(averaged, weight)
+            done = self._take(rates)
         if done and comparison is not None:
             comparison.after()
         if averaged:
-            weight = average_weight(engine.schedule.applied_steps) if done else 0.0
-            self.average.end_step(averaged, weight, engine.executor.last_mask() if done else None)
+            self.average.end_step(weight if done else 0.0, engine.executor.last_mask() if done else None)
         if done:
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
         return loss
+
+    def _take(self, rates: Rates) -> bool | None:
+        """Take a step; where others have a part in the update, its average is taken when they have done it."""
+        engine, averaged = self.engine, rates.averaged
+        if not (averaged and engine.shares()):
+            return engine.step(rates, self._apply)
+        self.average.before_update(averaged)
+        done = None
+        try:
+            done = engine.step(replace(rates, averaged=()), self._apply)
+        finally:
+            weight, ok = (rates.average_weight, engine.executor.last_mask()) if done else (0.0, None)
+            self.average.after_update(averaged, weight, ok)
+        return done
 
     def _only_to_initialise(self) -> bool:
         """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
@@ -173,7 +185,7 @@ class Optimizer(Base, Joinable, Grouped):
             "opt.attach_scaler(scaler) before the first backward pass"
         )
 
-    def _rates(self) -> Rates:
+    def _rates(self, averaged: list[nn.Parameter], average_weight: float) -> Rates:
         """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
         factor = self.course.factor(self.engine.schedule.applied_steps)
         groups, fixed, compares = [], [], self.lr_fraction.start is not None
@@ -193,7 +205,10 @@ class Optimizer(Base, Joinable, Grouped):
         if at != self._indexed:
             self._index()
             self._indexed = at
-        return Rates(groups, self._group_of, (tuple(fixed), self.step_size))
+        offsets = tuple(self.average.offsets[p].data_ptr() for p in averaged)
+        everything = tuple(fixed), self.step_size, offsets
+        clips = self.kl_clip.bound is not None
+        return Rates(groups, self._group_of, everything, tuple(averaged), average_weight, clips)
 
     def _averaged(self) -> list[nn.Parameter]:
         """Return the parameters whose average the model shows."""
@@ -226,8 +241,10 @@ class Optimizer(Base, Joinable, Grouped):
             self.lr_fraction.follow(directions, factors, inputs.ok)
         if self.kl_clip.bound is not None:
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
+        self.average.before_update(rates.averaged)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs)
+        self.average.after_update(rates.averaged, rates.average_weight, inputs.ok)
 
     def _update_parameters(
         self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, inputs: StepInputs

@@ -43,9 +43,11 @@ class Stack:
             return [stacked]
         return list(stacked.unbind() if stacked.dim() == 1 else stacked.split(len(stacked) // len(self.blocks)))
 
-    def directions(self, P: Tensor, step: BlockStep, gradients: Mapping[nn.Parameter, Tensor]) -> list[Direction]:
+    def directions(
+        self, P: Tensor, step: BlockStep, gradients: Mapping[nn.Parameter, Tensor], keeps_gradients: bool
+    ) -> list[Direction]:
         """Return each block's part of the preconditioned gradients."""
-        G = step.gradient if isinstance(step.gradient, Tensor) else None
+        G = step.gradient if keeps_gradients and isinstance(step.gradient, Tensor) else None
         of_each = [None] * len(self.blocks) if G is None else self.parts(G)
         found = []
         for block, p, g in zip(self.blocks, self.parts(P), of_each, strict=True):

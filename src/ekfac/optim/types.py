@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.statistics.factored_gradient import Rows
+from ekfac.optim.statistics.samples import Sample
 from ekfac.optim.statistics.sums import BlockSums
 
 #: Calls of a block that are kept for the step, by forward pass, each with its number of examples.
@@ -151,11 +153,17 @@ class Rates:
         groups: One for each parameter group.
         group_of: The place of each trained parameter's group.
         fixed: What else the update depends on: steps that differ in it are different steps.
+        averaged: Parameters whose average takes the step in.
+        average_weight: The weight of the newest ones in it.
+        keeps_gradients: Whether the update reads what was preconditioned.
     """
 
     groups: list[GroupRates]
     group_of: Mapping[nn.Parameter, int]
     fixed: Hashable = None
+    averaged: tuple[nn.Parameter, ...] = ()
+    average_weight: float | Tensor = 0.0
+    keeps_gradients: bool = True
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
         """Return the numbers of a parameter's group; those of a block are its first parameter's."""
@@ -179,6 +187,7 @@ class StepInputs:
         processes: How many processes train together.
         batches: How many batches they have: under tensor parallel several share one.
         mean: What gradients are multiplied by to be those of a mean over examples.
+        samples: Samples whose sums are taken in the step itself; of blocks that have none in ``sums``.
         sizes: The largest magnitude of every gradient.
         left: The same as backward left it.
         touched: Parameters whose gradient was changed since.
@@ -197,6 +206,7 @@ class StepInputs:
     processes: int = 1
     batches: int = 1
     mean: float | Tensor = 1.0
+    samples: dict[Block, list[Sample]] = field(default_factory=dict)
     sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     left: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     touched: list[nn.Parameter] = field(default_factory=list)
@@ -205,6 +215,11 @@ class StepInputs:
     ok: Tensor | None = None
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> dict[Block, FactorSums]:
+        """The sums that A and B are to take in."""
+        return {block: sums.factors for block, sums in self.sums.items() if sums.factors is not None}
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros in a step that must change nothing."""
@@ -254,7 +269,7 @@ class Direction:
         block: The block.
         steps: The preconditioned gradient of each of its parameters that has a gradient; none where another process
             updates them.
-        gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place.
+        gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place, or nobody reads it.
         products: See :class:`BlockStep`.
     """
 

@@ -85,6 +85,19 @@ def test_the_third_call_is_captured_and_later_ones_are_replayed(function: Doubli
     assert [t.tolist() for t in kept] == [[2.0 * value, 2.0] for value in range(6)], "each has its own"
 
 
+def test_what_is_read_where_it_is_must_still_be_there(function: Doubling) -> None:
+    of = function.of = replays()
+    fixed, elsewhere = on_gpu(1.0), on_gpu(1.0)
+    for _ in range(4):
+        of("key", function, on_gpu(1.0), fixed=[fixed])
+    assert function.calls == 3 and len(of._graphs) == 1
+    of("key", function, on_gpu(1.0), fixed=[elsewhere])
+    assert function.calls == 4 and not of._graphs, "recorded anew when it has been seen often enough"
+    for _ in range(3):
+        of("key", function, on_gpu(1.0), fixed=[elsewhere])
+    assert function.calls == 6 and len(of._graphs) == 1
+
+
 @pytest.mark.parametrize("other", [lambda n: ("key", on_gpu(*range(n + 1))), lambda n: (n, on_gpu(1.0))])
 def test_other_forms_and_keys_are_other_graphs(function: Doubling, other: Callable[[int], tuple[Any, Tensor]]) -> None:
     of = replays()

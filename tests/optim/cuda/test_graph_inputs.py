@@ -146,7 +146,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr("ekfac.optim.statistics.collector.may_use_rows", lambda block, options: False)  # not on a GPU
     monkeypatch.setattr(CudaExecutor, "graphs_possible", lambda self, device: self.options.numerics.cuda_graphs)
     monkeypatch.setattr(CudaExecutor, "check_finite", lambda self, sizes, wait: (True, self.mask.mask(sizes)))
-    monkeypatch.setattr("ekfac.optim.engine.make_executor", lambda options, whole, of: CudaExecutor(options, whole))
+    monkeypatch.setattr(
+        "ekfac.optim.engine.make_executor", lambda *given: CudaExecutor(*given[:2], torch.device("cpu"))
+    )
     return stood_in
 
 
@@ -202,28 +204,39 @@ def test_captured_steps_share_memory_and_are_captured_again_after_a_checkpoint(r
     assert replayed(model, opt, 40) == 40 - 1 - REPEATS, "whether bases turn or not: all but the first and two"
     opt.param_groups[0]["weight_decay"] = 0.1
     assert replayed(model, opt, 10) == 10 - REPEATS, "another step"
-    graphs = opt.engine.executor.step_graphs
-    assert len(recording.pools) == 1 and recording.pools[0].graphs == len(graphs._recorded) == 2
-    gradients = [list(tensors_of(step.inputs)) for step in graphs._recorded.values()]
-    assert all(a is b for a, b in zip(*gradients, strict=True)), "gradients at one place"
+    recorded = list(opt.engine.executor.step_graphs._recorded.values())
+    assert len(recording.pools) == 1 and recording.pools[0].graphs == len(recorded)
+    assert len([step for step in recorded if not step.inputs.samples]) == 2
+    assert any(step.inputs.samples for step in recorded), "a step that takes its batch in is one as well"
+    gradients = [list(tensors_of(step.inputs)) for step in recorded]
+    assert all(len(set(map(id, same))) == 1 for same in zip(*gradients, strict=True)), "gradients at one place"
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert replayed(model, opt, 10) == 10 - REPEATS and len(recording.pools) == 2
 
 
-def test_batches_of_all_sizes_are_one_step(recording: Torch) -> None:
+def test_batches_of_all_sizes_are_one_step_where_nothing_is_taken_in_of_them(recording: Torch) -> None:
     model, opt = small(refresh_every=16)
     assert replayed(model, opt, 40, (16, 12, 8)) == 40 - 1 - REPEATS
-    assert len(opt.engine.executor.step_graphs._recorded) == 1
+    recorded = opt.engine.executor.step_graphs._recorded.values()
+    assert len([step for step in recorded if not step.inputs.samples]) == 1
+
+
+def test_batches_of_which_too_much_would_be_kept_have_no_place(recording: Torch) -> None:
+    model, opt = small(refresh_every=16, numerics=ekfac.Numerics(memory_limit=16 * 6 * 8 * 15 // 2))
+    assert replayed(model, opt, 40) == 40 - 1 - REPEATS
+    assert opt.engine.executor.waits and not (opt.engine.executor.keeps or opt.engine.executor.kept)
+    recorded = opt.engine.executor.step_graphs._recorded.values()
+    assert len(recorded) == 1 and not any(step.inputs.samples for step in recorded)
 
 
 def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
     model, opt = small(deterministic=True, factor_every=1, refresh_every=100)
     assert replayed(model, opt, 40, (12,)) >= 10
     opt.param_groups[0]["weight_decay"] = 0.1
-    recording.spoilt.append("no kernel for this")
+    recording.spoilt += ["no kernel for this"] * 2  # with the batch that is taken in, and without
     with pytest.warns(RuntimeWarning, match="cannot be recorded and runs without: no kernel for this") as told:
         assert replayed(model, opt, 40) == 0
-    assert len([w for w in told if "recorded" in str(w.message)]) == 1 and not opt.engine.executor.step_graphs._places
+    assert len([w for w in told if "recorded" in str(w.message)]) == 2 and not opt.engine.executor.step_graphs._places
     assert gc.isenabled()
     opt.param_groups[0]["weight_decay"] = 0.3
     assert replayed(model, opt, 40, (12,)) >= 20, "steps of the other kind, captured again"

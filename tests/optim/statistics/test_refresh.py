@@ -13,7 +13,7 @@ from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import schedule
 from ekfac.optim.statistics.refresh import Renewal
 from ekfac.optim.statistics.schedule import BATCHES, DENSE, EARLY, START, TRIES, Intervals, early_steps
-from ekfac.optim.types import BlockStep, EigenState, GroupRates, factors_of
+from ekfac.optim.types import BlockStep, EigenState, GroupRates
 
 
 def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
@@ -33,7 +33,7 @@ def trained(steps: int, ask: bool = False, **options: object) -> ekfac.EKFAC:
 def refresh_warm(opt: ekfac.EKFAC, iterations: tuple[int, int], ok: Tensor | None = None) -> None:
     engine, block = opt.engine, opt.engine.partition.blocks[0]
     state = engine.partition.state(block)
-    renewal = Renewal((block,), state, *factors_of(state), iterations, 1e-8)
+    renewal = Renewal((block,), state, iterations, 1e-8)
     engine.method.warm_refresh([renewal], engine.refresher, ok)
 
 

@@ -22,5 +22,5 @@ def unseen(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for capture in list(ATTACHED):
             if not modules.isdisjoint(capture.uses):
-                stack.enter_context(capture.paused())
+                stack.enter_context(capture.forwards.paused())
         yield

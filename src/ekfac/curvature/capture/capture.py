@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from ekfac.curvature.capture.hooks import (
     EnterHook,
     ForwardHook,
     LeaveHook,
+    Mutable,
     inside_backward,
     inside_transform,
     keeps_graph,
@@ -53,7 +54,7 @@ class Capture:
     Args:
         model: The model whose forward counts the examples.
         receive: Called with all calls of a block in one record.
-        wanted: Whether a block's tensors are needed at this step; otherwise only examples are counted.
+        wanted: Whether a block's tensors (for None: any block's) are needed now; else only examples are counted.
         before_forward: Called when a forward of the model is about to be captured; returns whether to.
         reaches_parameters: Called within a backward pass: whether it brings a gradient to a block's parameters (for
             None: to any of the model), and not only to somebody who asks torch.autograd.grad for that of an input.
@@ -67,7 +68,7 @@ class Capture:
         self,
         model: nn.Module,
         receive: Receiver,
-        wanted: Callable[[Block], bool] = lambda block: True,
+        wanted: Callable[[Block | None], bool] = lambda block: True,
         before_forward: Callable[[], bool] = lambda: True,
         reaches_parameters: Callable[[Block | None], bool] = lambda block: True,
         batch_dim: int = 0,
@@ -84,6 +85,8 @@ class Capture:
         self.per_example = per_example
         #: Who computes the layers together with this process.
         self.mesh = Mesh()
+        #: Told that a forward is quiet, and that a backward pass has come to its output.
+        self.on_quiet: Callable[[bool], None] = lambda come: None
         #: Told each tensor whose gradient is waited for.
         self.on_output: Callable[[Tensor], None] | None = None
         #: Inside ``statistics()``: backward passes that are not the training loss's.
@@ -97,6 +100,10 @@ class Capture:
         weakref.finalize(self, remove_hooks, self._handles)
         weakref.finalize(self, self.forwards.forget).atexit = False
         self.uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
+        self._blocks: set[Block] = set()
+        self._layer_hooks = Mutable([])
+        #: Whether the compiler has come by a hook: what it has made of the model depends on there being hooks.
+        self.compiled = False
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered = Entered()
@@ -109,12 +116,14 @@ class Capture:
 
     def attach(self, blocks: Iterable[Block]) -> None:
         """Put the hooks on; a module copied from the model carries them too, and they ignore it."""
+        self._layer_hooks.restore()
         remove_hooks(self._handles)
         self.uses = {}
         for block in blocks:
             for module, layer in block.uses.items():
                 self.uses.setdefault(module, []).append((block, layer))
-        self.fired &= {block for uses in self.uses.values() for block, _ in uses}
+        self._blocks = {block for uses in self.uses.values() for block, _ in uses}
+        self.fired &= self._blocks
         if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
             run_hooks_in_compiled_models()
         ATTACHED.add(self)
@@ -132,24 +141,24 @@ class Capture:
                 self._readings[module] = layer.reading(module)
             pieces = layer.reading is None and gives_out_pieces(module, self.model)
             self._handles.append(module.register_forward_hook(ForwardHook(me), with_kwargs=True, prepend=pieces))
+        self._layer_hooks = Mutable(list(self._handles))
         self._handles.append(self.model.register_forward_pre_hook(BeginHook(me), with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
     def close(self) -> None:
         """Remove the hooks and let go of what was captured; graphs that are still there are of no interest."""
         self.forwards.closed = True
+        self._layer_hooks.restore()
         remove_hooks(self._handles)
         ATTACHED.discard(self)
         self.drop()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Capture nothing of this thread: forwards inside count no examples."""
-        return self.forwards.paused()
 
     def drop(self) -> None:
         """Forget what was captured and not used, a forward that somebody interrupted too."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
+        if self._layer_hooks.away:
+            self._layer_hooks.restore()
         forwards, here = self.forwards, self.forwards.here
         for record in forwards.records:
             if record.reached:
@@ -174,18 +183,18 @@ class Capture:
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 
-    def batch(self, n: int) -> AbstractContextManager[None]:
-        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
-        return self.forwards.batch(n)
-
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that a forward of the model starts."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
-        self.forwards.here.quiet = record is not None and record.n is not None and self._nothing_to_learn()
+        quiet = record is not None and record.n is not None and self._nothing_to_learn()
+        self.forwards.here.quiet = quiet
         if record is not None:
-            record.quiet = self.forwards.here.quiet
+            record.quiet = quiet
+        self._layer_hooks.mute(quiet and not self.compiled)
+        if quiet:
+            self.on_quiet(False)
 
     def passed(self) -> None:
         """Note that a backward pass has brought gradients: one that came to no record began inside the last forward."""
@@ -196,14 +205,13 @@ class Capture:
 
     def _nothing_to_learn(self) -> bool:
         """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
-        if not self.by_outputs or self.separate or self.on_output is not None:
-            return False
-        blocks = {block for uses in self.uses.values() for block, _ in uses}
-        return blocks <= self.fired and not any(map(self.wanted, blocks))
+        elsewhere = not self.by_outputs or self.separate or self.on_output is not None
+        return not elsewhere and self._blocks <= self.fired and not self.wanted(None)
 
     def end(self, output: Any) -> None:
         """Note that a forward of the model has ended, well or by an exception."""
         self.forwards.here.quiet = False
+        self._layer_hooks.restore()
         record = self.forwards.end()
         if record is None:
             return
@@ -328,6 +336,8 @@ class Capture:
         if self.counts(None):
             record.by_output = True
             self._reach(record)
+            if record.quiet:
+                self.on_quiet(True)
 
     def _reach(self, record: Record) -> None:
         """Count the examples of a record that a backward pass has come to, once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,8 @@ class _Hook(ABC):
 
 def _outside(hook: _Hook, args: tuple[Any, ...]) -> Any:
     """Run a hook where the compiler does not see it; :func:`run_hooks_in_compiled_models` keeps it out of here."""
+    if hook.capture is not None:
+        hook.capture.compiled = True
     return hook.run(*args)
 
 
@@ -101,6 +104,38 @@ class EndHook(_Hook):
     def run(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None and module is self.capture.model:
             self.capture.end(output)
+
+
+class Mutable:
+    """Hooks that can be taken away for a while: one that is not there costs nothing.
+
+    Args:
+        handles: Of the hooks.
+    """
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+        #: Those that are away, with where they belong.
+        self.away: list[tuple[dict[int, Any], int, Any]] = []
+        #: The threads that have asked.
+        self._threads: set[int] = set()
+
+    def mute(self, muted: bool) -> None:
+        """Take them away, where no other hook is beside one and no other thread may need them; or put them back."""
+        self._threads.add(threading.get_ident())
+        if not muted or len(self._threads) > 1:
+            self.restore()
+        elif not self.away:
+            for handle in self._handles:
+                there = handle.hooks_dict_ref()
+                if there is not None and len(there) == 1 and handle.id in there:
+                    self.away.append((there, handle.id, there.pop(handle.id)))
+
+    def restore(self) -> None:
+        """Put them back."""
+        while self.away:
+            hooks, key, hook = self.away.pop()
+            hooks[key] = hook
 
 
 @functools.cache

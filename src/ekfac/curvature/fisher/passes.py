@@ -118,7 +118,7 @@ class Data:
                         continue
                     waiting.append(current)
                     if last or rows.enough(waiting):
-                        with capture.paused():
+                        with capture.forwards.paused():
                             for piece in rows.rows(batch, waiting):
                                 receive_rows(piece)
                         waiting = []

@@ -82,6 +82,8 @@ class Layer(ABC):
     transposed: ClassVar[bool] = False
     #: The output is the product of the weight with the input, or with windows of it, and a bias.
     linear: ClassVar[bool] = False
+    #: Sums for A and B can be taken of half-precision inputs and output gradients as they are.
+    takes_half: ClassVar[bool] = False
     #: torch sums this kind's gradients in half precision where its parameters are, so that they are only roughly right.
     rough_in_half: ClassVar[bool] = False
     #: Examples can be read a few at a time (not where they meet in the batch's statistics).
@@ -170,9 +172,22 @@ class Layer(ABC):
         """Whether :meth:`input_sum_directly` knows a way to A without forming h."""
         return False
 
+    @property
+    def reads_whole_inputs(self) -> bool:
+        """Whether it knows a way that is worth it for half-precision inputs alone."""
+        return False
+
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum h h^T over examples, positions and taps, from the input itself; return the number of terms too."""
         raise NotImplementedError(f"{type(self).__name__} has direct_inputs, so it must have input_sum_directly")
+
+    def thinned(self, x: Tensor, d: Tensor, n: int) -> tuple[int, Call] | None:
+        """Return every so many-th example of a call that is not splittable, and its stride; None for all of them."""
+        return None
+
+    def inputs_of_alike(self, x: Tensor) -> Tensor:
+        """Sum h h^T over the rows of several layers' inputs, ``[layers, rows, in]``."""
+        raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have inputs_of_alike")
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum h h^T over examples (and positions and taps), added to ``into``; return the number of terms too."""

@@ -34,6 +34,7 @@ class LinearLayer(Layer):
 
     module: Any
     linear = True
+    takes_half = True
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)
@@ -72,22 +73,43 @@ class LinearLayer(Layer):
     def direct_inputs(self) -> bool:
         return self._whole and bool(self.biases)
 
+    @property
+    def reads_whole_inputs(self) -> bool:
+        return self._whole
+
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Compute A, with the biases' rows and columns last, without writing columns of ones beside x."""
         rows = x.reshape(-1, x.shape[-1])
-        sums, w = rows.sum(0), self.weight_columns
+        w, dtype = self.weight_columns, torch.promote_types(x.dtype, torch.float32)
+        sums = rows.sum(0, dtype=dtype)
         if into is not None:
             factors.outer_sum(rows[:, None], into=into[:, :w, :w])
             into[0, :w, w:] += sums[:, None]
             into[0, w:, :w] += sums
             into[0, w:, w:] += len(rows)
             return into, len(rows)
-        A = x.new_empty(1, self.shape.inputs, self.shape.inputs)
-        torch.mm(rows.T, rows, out=A[0, :w, :w])
+        A = x.new_empty(1, self.shape.inputs, self.shape.inputs, dtype=dtype)
+        if rows.dtype == dtype:
+            torch.mm(rows.T, rows, out=A[0, :w, :w])
+        else:
+            A[:, :w, :w] = factors.half_products(rows[:, None])
         A[0, :w, w:] = sums[:, None]
         A[0, w:, :w] = sums
         A[0, w:, w:].fill_(len(rows))  # an assignment would copy a number from the host
         return A, len(rows)
+
+    def inputs_of_alike(self, x: Tensor) -> Tensor:
+        products = factors.outer_sum(x.transpose(0, 1))
+        if not self.biases:
+            return products
+        w, d = self.weight_columns, self.shape.inputs
+        A = products.new_empty(len(x), d, d)
+        A[:, :w, :w] = products
+        sums = x.sum(1, dtype=A.dtype)
+        A[:, :w, w:] = sums[:, :, None]
+        A[:, w:, :w] = sums[:, None]
+        A[:, w:, w:].fill_(x.shape[1])
+        return A
 
     def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
         return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
@@ -234,6 +256,7 @@ class BilinearLayer(LinearLayer):
 
     reading = BilinearReading
     linear = False
+    takes_half = False
 
     def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
         m = self.module

@@ -7,6 +7,7 @@ eigenvalues and s* all agree with the block itself.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ekfac.curvature.layers.base import Layer
+from ekfac.curvature.layers.base import Call, Layer
 from ekfac.curvature.layers.recognise import behaves_like, takes_one_tensor
 from ekfac.curvature.layers.shapes import BlockShape
 
@@ -137,6 +138,10 @@ class GroupNormLayer(ChannelNormLayer):
         return F.group_norm(x, self.module.num_groups, eps=self.module.eps)
 
 
+#: So many examples of a batch tell enough of batch-norm's units.
+EXAMPLES = 32
+
+
 class BatchNormLayer(ChannelNormLayer):
     """``nn.BatchNorm1d``, ``nn.BatchNorm2d``, ``nn.BatchNorm3d``; examples still meet in the batch's statistics."""
 
@@ -147,3 +152,33 @@ class BatchNormLayer(ChannelNormLayer):
         if m.training or m.running_mean is None:
             return F.batch_norm(x, None, None, training=True, eps=m.eps)
         return F.batch_norm(x, m.running_mean.to(x), m.running_var.to(x), training=False, eps=m.eps)
+
+    @functools.cached_property
+    def reads_normalised(self) -> Layer:
+        """The same for inputs that have been normalised."""
+        return NormalisedLayer(self.module, self.roles)
+
+    def thinned(self, x: Tensor, d: Tensor, n: int) -> tuple[int, Call] | None:
+        """Take the batch's statistics of all examples, and normalise those that are kept."""
+        m, step = self.module, n // EXAMPLES
+        step = step - 1 + step % 2
+        if step < 3 or len(x) != n or len(d) != n:
+            return None
+        wide = x[::step].to(torch.promote_types(x.dtype, torch.float32))
+        shape = 1, -1, *(1 for _ in x.shape[2:])
+        if not (m.training or m.running_mean is None):
+            mean, invstd = m.running_mean.to(wide), (m.running_var.to(wide) + m.eps).rsqrt()
+        elif x.is_cuda:
+            mean, invstd = torch.batch_norm_stats(x, m.eps)
+        else:
+            var, mean = torch.var_mean(x.to(wide.dtype), [0, *range(2, x.dim())], correction=0)
+            invstd = (var + m.eps).rsqrt()
+        normalised = (wide - mean.view(shape)) * invstd.view(shape)
+        return step, Call(self.reads_normalised, normalised.to(x.dtype), d[::step])
+
+
+class NormalisedLayer(ChannelNormLayer):
+    """Batch-norm whose inputs come normalised."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return x

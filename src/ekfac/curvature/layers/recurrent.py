@@ -180,6 +180,7 @@ class RecurrentLayer(LinearLayer):
     """A part of ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` or one of their cells."""
 
     reading = RecurrentReading
+    takes_half = False
     rough_in_half = True
     unsupported_form = "dropout between its layers, so that no call can be computed again"
 

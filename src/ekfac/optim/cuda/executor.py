@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
-from ekfac.optim.cuda.replay import Replays
+from ekfac.optim.cuda.replay import Places, Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.executor import Answer, Executor
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from ekfac.optim.types import Rates, StepInputs
 
 #: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
-#: some eight float64 copies of them.
-LARGE = {"a refresh": 2**22, "taking statistics": 2**25}
+#: some eight float64 copies of its factors, which are a quarter of what it reads.
+LARGE = {"a refresh": 2**25, "taking statistics": 2**25}
+#: A refresh of factors with more numbers does not run beside the next step.
+BESIDE = 2**22
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -38,10 +40,12 @@ class CudaExecutor(Executor):
     Args:
         options: The engine's options.
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
+        device: Where the parameters are.
     """
 
-    def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
+    def __init__(self, options: EngineOptions, whole_steps: bool, device: torch.device) -> None:
         super().__init__(options, whole_steps)
+        self._device = device
         self.mask = NonFiniteMask()
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
@@ -49,6 +53,7 @@ class CudaExecutor(Executor):
         #: Whether a whole step is being recorded.
         self.records = False
         n = options.numerics
+        self.places = Places(2 * n.memory_limit)
         self.replays = {
             "a refresh": Replays("a refresh", n.cuda_graphs),
             "taking statistics": Replays("taking statistics", n.cuda_graphs, n.memory_limit),
@@ -83,16 +88,42 @@ class CudaExecutor(Executor):
                 return super().parallel(function, parts)
             return self.streams([partial(function, part) for part in parts], list(map(widest, parts)))
 
+    @property
+    def keeps(self) -> bool:  # type: ignore[override]
+        """Whether a replay could read what backward leaves."""
+        return self.waits and self.places.open
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self.whole_steps and self.graphs_possible(self._device)
+
+    def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        found = self.places.of(tensors, dtypes)
+        if found is None:
+            self.kept.clear()
+        return found
+
+    def forget_kept(self) -> None:
+        """Let go of all places."""
+        self.places.clear()
+        self.kept.clear()
+
     def call(
-        self, what: str, key: Hashable, function: Callable[..., tuple[Any, ...]], *tensors: Tensor
+        self,
+        what: str,
+        key: Hashable,
+        function: Callable[..., tuple[Any, ...]],
+        *tensors: Tensor,
+        fixed: Sequence[Tensor] = (),
     ) -> tuple[Any, ...]:
-        large = sum(t.numel() for t in tensors) > LARGE[what]
-        if self.records or large or (what != "a refresh" and not self.graphs_possible(tensors[0].device)):
+        read = (*tensors, *fixed)
+        large = sum(t.numel() for t in read) > LARGE[what]
+        if self.records or large or (what != "a refresh" and not self.graphs_possible(read[0].device)):
             return function(*tensors)
-        return self.replays[what](key, function, *tensors)
+        return self.replays[what](key, function, *tensors, fixed=fixed)
 
     def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
-        return nullcontext() if numbers > LARGE["a refresh"] else self.side.work(device)
+        return nullcontext() if numbers > BESIDE else self.side.work(device)
 
     def join(self) -> None:
         self.side.join()
@@ -118,13 +149,15 @@ class CudaExecutor(Executor):
 
     def close(self) -> None:
         self.step_graphs.forget()
+        self.forget_kept()
         for replays in self.replays.values():
             replays.clear()
 
 
 def make_executor(options: EngineOptions, whole_steps: bool, parameters: Sequence[nn.Parameter]) -> Executor:
     """Return the executor for parameters where they are."""
-    return (CudaExecutor if parameters[0].device.type == "cuda" else Executor)(options, whole_steps)
+    device = parameters[0].device
+    return CudaExecutor(options, whole_steps, device) if device.type == "cuda" else Executor(options, whole_steps)
 
 
 def blocks_of(part: Any) -> Sequence[Block]:

@@ -50,6 +50,31 @@ def form(tensor: Tensor) -> Hashable:
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
+class Places:
+    """Where what a backward pass leaves waits for the step: at the same addresses every time, for a graph to read.
+
+    Args:
+        limit: Bytes that they may take. Where they would take more there are none at all, from then on.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        #: Whether there are any.
+        self.open = True
+
+    def of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        """Return new places for copies of tensors, of these dtypes; None if there is no room."""
+        pairs = list(zip(tensors, dtypes, strict=True))
+        self._taken += sum(t.numel() * dtype.itemsize for t, dtype in pairs)
+        self.open = self.open and self._taken <= self._limit
+        return [torch.empty_like(t, dtype=dtype) for t, dtype in pairs] if self.open else None
+
+    def clear(self) -> None:
+        """Begin again: nobody uses them any more."""
+        self._taken = 0
+
+
 class Replays:
     """Functions of tensors as CUDA graphs: many small kernels, slow to launch, become one.
 
@@ -68,6 +93,8 @@ class Replays:
         self._memory = memory
         self._seen: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, ...]]] = {}
+        #: Where each finds tensors that are not copied.
+        self._fixed: dict[Hashable, list[int]] = {}
         self._places: dict[Hashable, Tensor] = {}
         self._record_on: dict[torch.device, tuple[OwnStream, tuple[int, int]]] = {}
         #: Where one was replayed last.
@@ -77,33 +104,47 @@ class Replays:
         """Let go of all graphs and their memory."""
         if self._graphs:
             torch.cuda.synchronize()
-        for kept in (self._graphs, self._places, self._record_on):
+        for kept in (self._graphs, self._places, self._record_on, self._fixed):
             kept.clear()
         self._stream = None
 
-    def __call__(self, key: Hashable, function: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
+    def __call__(
+        self, key: Hashable, function: Callable[..., tuple[Any, ...]], *given: Tensor, fixed: Sequence[Tensor] = ()
+    ) -> tuple[Any, ...]:
         """Return what the function returns: tensors, and what does not change from call to call.
 
         Args:
             key: All that it does besides depends on.
             function: Is given the tensors.
             *given: The tensors.
+            fixed: Others that it reads and writes where they are. Once one of them has moved, everything is recorded
+                anew.
         """
-        if not (self.enabled and given[0].is_cuda) or torch.cuda.is_current_stream_capturing():
+        first = (given or fixed)[0]
+        if not (self.enabled and first.is_cuda) or torch.cuda.is_current_stream_capturing():
             return function(*given)
-        key = key, *map(form, given)
-        if key not in self._graphs and not self._record(key, function, given):
+        device = first.device
+        key = key, *map(form, (*given, *fixed))
+        at = [t.data_ptr() for t in fixed]
+        if self._fixed.setdefault(key, at) != at:
+            self.clear()
+            self._seen.clear()
+            self._fixed[key] = at
+        if key not in self._graphs and not self._record(key, function, given, device):
             return function(*given)
-        stream = torch.cuda.current_stream(given[0].device)
+        stream = torch.cuda.current_stream(device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
         graph, places, returned = self._graphs[key]
-        torch._foreach_copy_(places, list(given))
+        if places:
+            torch._foreach_copy_(places, list(given))
         graph.replay()
         return tuple(r.clone() if isinstance(r, Tensor) else r for r in returned)
 
-    def _record(self, key: Hashable, function: Callable[..., tuple[Any, ...]], given: Sequence[Tensor]) -> bool:
+    def _record(
+        self, key: Hashable, function: Callable[..., tuple[Any, ...]], given: Sequence[Tensor], device: torch.device
+    ) -> bool:
         """Record a function that was called often enough; returns whether that was done."""
         if key in self._seen or len(self._seen) < MOST:
             self._seen[key] += 1
@@ -114,7 +155,6 @@ class Replays:
             return False
         self._places.update({place: torch.empty_like(t) for place, t in new.items()})
         places = [self._places[place] for place, _ in _numbered("given", given)]
-        device = given[0].device
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:

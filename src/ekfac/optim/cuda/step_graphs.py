@@ -2,8 +2,9 @@
 
 It is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as the device runs them.
 They are the same from step to step, so they are recorded once and replayed: gradients, and squared gradients of
-examples where a rule needs them, are copied to fixed places first, and numbers that change live in tensors. Factors
-and bases are brought up to date before, without a graph: few steps do much of that.
+examples where a rule needs them, are copied to fixed places first, and numbers that change live in tensors. Batches
+that A and B take in are part of it where what is needed of them is small enough to be kept until then. Bases are
+brought up to date without this graph.
 
 A step is recorded when the same one has been run twice; one that differs in what a graph has built in (clipped
 gradients, a frozen layer, new options in a group) runs as it always does, and is recorded when it repeats.
@@ -23,6 +24,7 @@ from torch import Tensor
 from ekfac.optim.cuda.replay import form, recording
 from ekfac.optim.cuda.streams import OwnStream
 from ekfac.optim.statistics.gradients import largest_magnitudes
+from ekfac.optim.statistics.samples import sums_of_samples
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import Rates, StepInputs
 
@@ -69,6 +71,7 @@ class StepGraphs:
         if engine.partition.generation != self._generation:
             # The tensors that recorded steps read were replaced.
             self.forget()
+            self._executor.forget_kept()
             self._seen.clear()
             self._refused.clear()
             self._generation = engine.partition.generation
@@ -105,6 +108,9 @@ class StepGraphs:
         """Do the second half of a step: what is recorded."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
+        if inputs.samples:
+            sums = sums_of_samples(self._executor, engine.options, inputs.samples)
+            engine.collector.update_factors(inputs, {block: of.factors for block, of in sums.items() if of.factors})
         apply(inputs, engine.precondition(engine.trained(inputs), inputs, rates), rates)
 
     @torch.no_grad()
@@ -157,6 +163,8 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
         not collector.separate
         and not (inputs.calls or inputs.unknown or any(map(collector.watch.touched, partition.parameters)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
+        and all(s.placed for kept in inputs.samples.values() for s in kept)
+        and all(hasattr(partition.states.get(b.key), "A") for b in inputs.samples)
         and not any(b in collector.fingerprints.unverified for b in partition.covered)
         and all(p in inputs.gradients for p in partition.parameters)
         and all(b in collector.capture.fired for b in partition.covered)
@@ -177,7 +185,9 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
     groups = tuple((None if free else g.damping, g.l2, g.maximize) for g in rates.groups)
     scalings = tuple((block.name, s.scaling is None) for block, s in inputs.sums.items())
     places = tuple((p.data_ptr(), g.stride(), g.dtype) for p, g in inputs.gradients.items())
-    return groups, rates.fixed, scalings if engine.method.needs_examples else None, places, inputs.mean == 1.0
+    samples = tuple((block, *(s.at_place for s in kept)) for block, kept in inputs.samples.items())
+    by_examples = scalings if engine.method.needs_examples else None
+    return groups, rates.fixed, by_examples, places, inputs.mean == 1.0, samples
 
 
 def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
@@ -188,7 +198,7 @@ def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
 
 def numbers_of(inputs: StepInputs, rates: Rates) -> list[float | Tensor]:
     """Return the numbers of a step that change from one to the next, in a fixed order."""
-    found = [inputs.n, inputs.n_statistics, inputs.mean]
+    found = [inputs.n, inputs.n_statistics, inputs.mean, rates.average_weight]
     for group in rates.groups:
         found += [group.lr, group.damping, 0.0 if group.betas is None else group.betas[0]]
     return found
@@ -209,15 +219,16 @@ def at_places(
     places = iter([_place(known, (i, form(t)), t) for i, t in enumerate(tensors_of(inputs))])
     gradients = {p: next(places) for p in inputs.gradients}
     scalings = {block: None if s.scaling is None else next(places) for block, s in inputs.sums.items()}
-    n, n_statistics, mean = next(numbers), next(numbers), next(numbers)
+    n, n_statistics, mean, average_weight = (next(numbers) for _ in range(4))
     sums = {block: BlockSums(scaling=scaling) for block, scaling in scalings.items()}
     placed = StepInputs(gradients, {}, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
+    placed.samples = inputs.samples  # which lie where they always do
     groups = []
     for group in rates.groups:
         lr, damping, beta = next(numbers), next(numbers), next(numbers)
         betas = None if group.betas is None else (beta, group.betas[1])
         groups.append(replace(group, lr=lr, damping=damping if damping_is_free else group.damping, betas=betas))
-    return placed, replace(rates, groups=groups)
+    return placed, replace(rates, groups=groups, average_weight=average_weight)
 
 
 def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor:

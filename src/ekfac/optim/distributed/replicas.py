@@ -104,7 +104,7 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        engine.collector.update_factors(inputs)
+        engine.collector.update_factors(inputs, inputs.factors)
         apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
         whole_steps = engine.executor.whole_steps
         self._hand_round_results(

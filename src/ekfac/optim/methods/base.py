@@ -29,6 +29,7 @@ class Method(Protocol[S]):
         damping_is_free: Whether a change of damping needs nothing to be computed anew.
         masks_refreshes: Whether a warm refresh changes nothing where ``ok`` is 0.
         stacks: Whether it can take several blocks of one shape at once.
+        bounds_gradients: Whether it bears a gradient that is not finite, where ``ok`` is 0.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Method(Protocol[S]):
     damping_is_free: bool
     masks_refreshes: bool
     stacks: bool
+    bounds_gradients: bool
 
     @property
     def state_class(self) -> type[BlockState]:

@@ -60,6 +60,7 @@ class Belief(TorchRule):
     weight_decay = 0.3
     warms_up = True
     moments = ("m",)
+    bounds_gradients = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

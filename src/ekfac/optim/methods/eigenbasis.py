@@ -40,6 +40,7 @@ class EigenMethod:
         self.squares_penalty = rule.squares_penalty
         self.compares_gradients = rule.compares_gradients
         self.stacks = rule.stacks
+        self.bounds_gradients = rule.bounds_gradients
 
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
@@ -67,8 +68,7 @@ class EigenMethod:
         """Bring bases nearer to the factors' own and carry the rule's state along."""
         values = self.rule.reads_eigenvalues
         renewals = [replace(r, old=self.basis(r.blocks[0], r.state), values=values) for r in renewals]
-        for renewal, new in zip(renewals, refresher.warm(renewals, ok), strict=True):
-            self._change_basis(renewal.state, renewal.old, new, ok)
+        refresher.warm(renewals, lambda r, new: self._change_basis(r.state, r.old, new, ok), ok)
 
     def _change_basis(self, state: EigenState, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
         rule, carried = self.rule, {}

@@ -44,6 +44,7 @@ class InverseMethod:
     compares_gradients = False
     damping_is_free = False
     masks_refreshes = False
+    bounds_gradients = False
     stacks = False
 
     def __init__(self, pi_correction: bool, exact: bool = False) -> None:
@@ -70,7 +71,7 @@ class InverseMethod:
         """Invert without waiting to know whether it worked: where it did not, the old inverse stays."""
         for r in renewals:
             if r.iterations[0]:
-                self._invert(r.blocks[0], r.state, r.A, r.B, float(r.damping), refresher, wait=False)
+                self._invert(r.blocks[0], r.state, *factors_of(r.state), float(r.damping), refresher, wait=False)
 
     def _invert(
         self, block: Block, state: InverseState, A: Tensor, B: Tensor, damping: float,

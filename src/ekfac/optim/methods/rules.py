@@ -49,6 +49,8 @@ class Rule(ABC):
     reads_eigenvalues: ClassVar[bool] = True
     #: Whether the rule can take several blocks of one shape at once, ``step.blocks`` of them one below the other.
     stacks: ClassVar[bool] = False
+    #: Whether all that becomes of a finite gradient, however large, is finite before it is masked by ``step.ok``.
+    bounds_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -309,6 +311,9 @@ class TorchRule(Rule):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         n = step.n if isinstance(step.n, Tensor) else torch.full((), step.n, dtype=torch.float64, device=step.g.device)
+        if step.ok is not None and hasattr(state, "examples"):  # one kernel, where there are hundreds of such
+            state.examples.lerp_(n.to(state.examples).expand_as(state.examples), step.ok.to(state.examples))
+            return
         overwrite(state, "examples", n if step.blocks == 1 else n.expand(step.blocks).clone(), step.ok)
 
     def second_moment(self, state: EigenState) -> Tensor:

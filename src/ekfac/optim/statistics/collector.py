@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,19 +20,22 @@ from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.stacks import Stacks
 from ekfac.optim.statistics import ownership
+from ekfac.optim.statistics.averages import take_in
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
+from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import Addition, BlockSums, Expected, alike, factor_sums, reduce_over_processes, weigh
+from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes
 from ekfac.optim.types import KeptCalls, StepInputs
 
 
@@ -75,6 +78,8 @@ class Collector:
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
+        #: Samples whose sums the step takes, by itself or by a replay.
+        self.samples: dict[Block, list[Sample]] = {}
         #: Blocks that are called several times in a forward, so that their gradient is no product of few rows.
         self._several: set[Block] = set()
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
@@ -92,7 +97,7 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
-        self.watch.on_end = self.capture.me
+        self.watch.on_end, self.capture.on_quiet = self.capture.me, self.watch.quiet
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -108,7 +113,9 @@ class Collector:
         if self.active:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
-        self.sums = {b: s for b, s in self.sums.items() if b in set(self._partition.blocks)}
+        known = set(self._partition.blocks)
+        self.sums = {b: s for b, s in self.sums.items() if b in known}
+        self.samples = {b: s for b, s in self.samples.items() if b in known}
 
     def _replaced(self) -> None:
         """Go on with the parameters that have been put in the place of those that were offered."""
@@ -146,22 +153,22 @@ class Collector:
             return False
         if not self._partition.is_current() and not self._partition.is_exchanged():
             self.set_parameters(self.offered)
-        if self._partition.problem:
-            return False  # which the step will tell
-        if self.capture.forwards.busy_elsewhere():
-            return True  # what another thread has under way is its own affair
+        if self._partition.problem:  # which the step will tell
+            return False
+        if self.capture.forwards.busy_elsewhere():  # what another thread has under way is its own affair
+            return True
         self.watch.before_forward()
         if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
         return True
 
-    def _wanted(self, block: Block) -> bool:
-        return (
-            self._method.needs_examples
-            or self._schedule.takes_factors(block)
-            or block in self.fingerprints.unverified
-            or (self.may_use_rows(block) and block not in self._several)
-        )
+    def _wanted(self, block: Block | None) -> bool:
+        if block is None:
+            needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
+            return bool(needed) or any(self.may_use_rows(b) and b not in self._several for b in self._partition.covered)
+        if self._method.needs_examples or block in self.fingerprints.unverified:
+            return True
+        return self._schedule.takes_factors(block) or (self.may_use_rows(block) and block not in self._several)
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -181,31 +188,40 @@ class Collector:
             for earlier, count in self.calls.pop(block, []):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 self.capture.held.remove_calls(earlier)
-        self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
+        if not self._keeps_sample(block, calls, n):
+            self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
+
+    def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
+        """Keep what the factors need until the step, which takes the sums of all blocks at once."""
+        needed = self._method.needs_examples or block in self.fingerprints.unverified
+        if not self.executor.waits or self.separate or needed or block.layer.scattered or block in self.sums:
+            return False
+        if self._schedule.renews(block) or not self._schedule.takes_factors(block):
+            return False
+        sample = kept_sample(self.executor, self.options, block, calls, n, len(self.samples.get(block, ())))
+        self.samples.setdefault(block, []).append(sample)
+        return True
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
-        return may_use_rows(block, self.options) and not self.capture.separate
+        return not self.capture.separate and may_use_rows(block, self.options)
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
         if self.capture.separate or len(calls) > 1:
             return False
-        if self.may_use_rows(block):
-            if block in self.calls or block in self.sums:
-                return False
-            count = calls[0].d.numel() // calls[0].d.shape[-1]
-            return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
-        return False
+        if not self.may_use_rows(block) or block in self.calls or block in self.sums:
+            return False
+        count = calls[0].d.numel() // calls[0].d.shape[-1]
+        return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
 
     def _take(
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
     ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
-        gathered = sums.setdefault(block, BlockSums())
-        memory = self.options.numerics.memory_limit
+        gathered, memory = sums.setdefault(block, BlockSums()), self.options.numerics.memory_limit
         if self._schedule.takes_factors(block):
-            gathered.add_factors(factor_sums(self.executor, self.options, block, calls, n, replay))
+            gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.separate:
             self._take_fingerprint(sums, block, calls, n)
         if self._method.needs_examples:
@@ -230,7 +246,7 @@ class Collector:
         for p, _ in saved:
             p.grad = None
         if not self.separate:
-            self.sums, self.calls, self.separate = {}, {}, True
+            self.sums, self.calls, self.samples, self.separate = {}, {}, {}, True
         self.watch.enabled = False
         try:
             with self.capture.separate_statistics():
@@ -245,7 +261,7 @@ class Collector:
         self.capture.drop()
         self.watch.forget()
         self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
-        self.sums, self.calls, self.separate = {}, {}, False
+        self.sums, self.calls, self.samples, self.separate = {}, {}, {}, False
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
@@ -258,6 +274,7 @@ class Collector:
         """Return what the host can know before anything is computed; None if there is no gradient."""
         if not self.active:
             ownership.refuse(self)
+        self.watch.catch_up()
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         doubtful = self._partition.problem or not gradients or not self.capture.examples
         if doubtful and not self._partition.is_current():
@@ -267,14 +284,13 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        for p, gradient in gradients.items():
-            if gradient.layout != torch.strided:
+        for p, grad in gradients.items():
+            if grad.layout != torch.strided:
                 name = self._partition.names[p]
-                raise ValueError(f"parameter '{name}': its gradient is {gradient.layout}. Allowed: dense gradients")
-        if not self._told_coverage:
-            self._told_coverage = True
-            if text := low_coverage(self._partition.blocks):
-                warnings.warn(text, UserWarning, stacklevel=2)
+                raise ValueError(f"parameter '{name}': its gradient is {grad.layout}. Allowed: dense gradients")
+        if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
+            warnings.warn(text, UserWarning, stacklevel=2)
+        self._told_coverage = True
         self.capture.finish()
         processes, covered = self._partition.owners.size, self._partition.covered
         n, mean = float(self.examples()), 1.0
@@ -290,7 +306,7 @@ class Collector:
         if self.options.batch.reduction == "sum" and n:
             mean = batches / n
         solves, warm = self._schedule.due()
-        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean)
+        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean, self.samples)
 
     def examples(self) -> int:
         """Return the number of examples of the gradient, or of the last statistics if it comes from elsewhere."""
@@ -304,6 +320,9 @@ class Collector:
         """
         if inputs.calls:
             self.take_calls(inputs)
+        if inputs.samples:
+            inputs.sums.update(sums_of_samples(self.executor, self.options, inputs.samples))
+            inputs.samples = {}
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
@@ -371,27 +390,7 @@ class Collector:
             return 1 / (n * scale * scale)
         return n / (w * w * scale * scale)
 
-    def update_factors(self, inputs: StepInputs) -> None:
-        """Take a step's sums into A and B, which average over steps, each batch weighted by its N.
-
-        Numerators and denominator are kept apart.
-        """
-        sums = {block: gathered.factors for block, gathered in inputs.sums.items() if gathered.factors is not None}
-        if not sums:
-            return
-        stacks = self._stacks.of(sums, lambda block: isinstance(sums[block].terms, Tensor))
-        additions = [Addition(stack, [sums[block] for block in stack.blocks]) for stack in stacks]
-        n, square = inputs.n_statistics, self.delta_square(inputs)
-        for of in alike(additions):
-            weigh(of, n, square, inputs.bad, bounded=not self.options.refresh.deterministic)
-        known = [a for a in additions if a.old is not None]
-        if known:
-            decay, ok = self.options.refresh.factor_decay, inputs.ok
-            totals = [total for a in known for total in a.totals()]
-            torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
-            torch._foreach_add_(totals, [new for a in known for new in (a.A, a.B, a.weight)])
-        for a in additions:
-            if a.old is None:
-                a.stack.state.A, a.stack.state.B, a.stack.state.factor_weight = a.A, a.B, a.weight.clone()
-                if len(a.stack.blocks) > 1:
-                    self._stacks.hand_down(a.stack)
+    def update_factors(self, inputs: StepInputs, sums: Mapping[Block, FactorSums]) -> None:
+        """Take a step's sums into A and B."""
+        r, n, square = self.options.refresh, inputs.n_statistics, self.delta_square(inputs)
+        take_in(self._stacks, sums, n, square, r.factor_decay, not r.deterministic, inputs.ok)

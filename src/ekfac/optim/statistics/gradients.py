@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
-from ekfac.curvature.capture.hooks import remove_hooks
+from ekfac.curvature.capture.hooks import Mutable, remove_hooks
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
@@ -55,6 +55,7 @@ class GradientWatch:
         #: Whether ranks hold pieces of them.
         self._sharded = False
         self._handles: list[RemovableHandle] = []
+        self._hooks = Mutable(self._handles)
         #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
         self.lengths_wanted = False
         self._lengths: dict[nn.Parameter, Tensor] = {}
@@ -63,6 +64,7 @@ class GradientWatch:
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch these parameters."""
+        self._hooks.restore()
         remove_hooks(self._handles)
         self._parameters = list(parameters)
         self._sharded = any_sharded(self._parameters)
@@ -76,11 +78,30 @@ class GradientWatch:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._hooks.restore()
         remove_hooks(self._handles)
         self.forget()
 
+    def quiet(self, come: bool) -> None:
+        """Do without the hooks: after a forward whose output tells of the backward pass (``come``) all the same."""
+        if come:
+            self.backward_runs()
+        elif not self._sharded and self._processes.size == 1:
+            self._hooks.mute(True)
+
+    def catch_up(self) -> None:
+        """Note a backward pass that has come by no output while the hooks were away, by what it has left."""
+        if not self._hooks.away:
+            return
+        self._hooks.restore()
+        there = [p for p in self._parameters if p.grad is not None and (p not in self._left or self.touched(p))]
+        if any(bool(p.grad.any()) for p in there if p.grad is not None):
+            self._backward_ended()
+
     def forget(self) -> None:
         """Drop what was noted."""
+        if self._hooks.away:
+            self._hooks.restore()
         self._left = {}
         self._lengths = {}
         self._task = -1
@@ -89,6 +110,7 @@ class GradientWatch:
 
     def before_forward(self) -> None:
         """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
+        self.catch_up()
         self.nothing_there = all(p.grad is None for p in self._parameters) or self._zeroed()
 
     def _zeroed(self) -> bool:
@@ -118,6 +140,7 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
+        self._hooks.restore()
         if (capture := self.on_end()) is not None:
             capture.passed()
         self.single_pass, self.nothing_there = self.nothing_there, False
@@ -221,13 +244,16 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
     return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
-def block_step(blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool) -> BlockStep:
+def block_step(
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool, bounded: bool = False
+) -> BlockStep:
     """Return what is preconditioned, ``[G, O, C]`` of each block, and how it differs from what backward left.
 
     The first is ``.grad`` as it stands, as that of a mean over examples, with L2 penalty and sign. If it was rescaled
     as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient as
     backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules square
-    the penalty too (``squares_penalty``).
+    the penalty too (``squares_penalty``). In a step that must change nothing both are zero, unless whoever is given
+    them bears what is not finite (``bounded``).
     """
     found = [_gradient_of(block, inputs, rates, squares_penalty) for block in blocks]
     gradients, ratios, lefts = zip(*found, strict=True)
@@ -237,7 +263,7 @@ def block_step(blocks: Sequence[Block], inputs: StepInputs, rates: Rates, square
         if any(r is not None for r in (*ratios, *lefts)):
             whole = [g if r is None else g * r for g, r, _ in found]
             left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
-    if inputs.bad is not None:
+    if inputs.bad is not None and not bounded:
         G = G.masked_fill(inputs.bad, 0.0)
         ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
     own = rates.groups[rates.group_of[blocks[0].key]]

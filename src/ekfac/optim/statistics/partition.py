@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
@@ -92,7 +94,7 @@ class Partition:
         self.put_away: dict[Members, BlockState] = {}
         #: Parameters that are whole, and where they are.
         self._whole: list[tuple[nn.Parameter, nn.Module, str]] = []
-        self._layout: tuple[object, ...] = ()
+        self._layout = Layout([], [])
         self._modules: list[nn.Module] = []
         #: The kind of device that the parameters were on when they were assigned.
         self.kind = ""
@@ -124,19 +126,7 @@ class Partition:
         """
         if silent is None:
             silent = () if frozen else self.silent
-        c = self._coverage
-        return find_blocks(
-            self.model,
-            parameters,
-            include=c.include,
-            exclude=c.exclude,
-            sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
-            max_factor_dim=c.max_factor_dim,
-            identity=c.basis == "identity",
-            unsupported="diagonal" if frozen else c.unsupported,
-            silent=silent,
-            frozen=frozen,
-        )
+        return blocks_under(self._coverage, self.model, parameters, silent, frozen)
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
         """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
@@ -183,7 +173,7 @@ class Partition:
         # Where ranks gather parameters when these are used, modules hold now the one, now the other.
         modules = () if self.gathers else self.model.modules()
         self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        self._layout = layout_of(offered, self._modules)
+        self._layout = Layout(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()
         forms, kind = before
@@ -268,7 +258,7 @@ class Partition:
 
     def is_current(self) -> bool:
         """Tell whether parameters are frozen, cast and placed as when they were assigned, in the same modules."""
-        return layout_of(self.offered, self._modules) == self._layout
+        return self._layout.holds()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -316,6 +306,28 @@ class Partition:
         return state
 
 
+def blocks_under(
+    c: Coverage,
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    silent: Collection[nn.Parameter] = (),
+    frozen: bool = False,
+) -> list[Block]:
+    """Return the blocks of a model's parameters under what is to be covered; see :func:`find_blocks`."""
+    return find_blocks(
+        model,
+        parameters,
+        include=c.include,
+        exclude=c.exclude,
+        sua=False if c.sua is None and c.sharing == "reduce" else c.sua,
+        max_factor_dim=c.max_factor_dim,
+        identity=c.basis == "identity",
+        unsupported="diagonal" if frozen else c.unsupported,
+        silent=silent,
+        frozen=frozen,
+    )
+
+
 def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
     """Return the parts of a network whose bases are refreshed together, by number, and how many there are.
 
@@ -327,11 +339,30 @@ def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
     return {b: shapes[b.form] * parts // len(shapes) for b in blocks}, parts
 
 
-def layout_of(parameters: list[nn.Parameter], modules: list[nn.Module]) -> tuple[object, ...]:
-    """Return what the assignment of parameters to blocks takes for granted."""
-    found = [(p.requires_grad, p.dtype, p.shape) for p in parameters]
-    inside = [id(part) for m in modules for parts in (m._parameters, m._modules) for part in parts.values()]
-    return (*(p.device for p in parameters[:1]), *found, *inside)
+class Layout:
+    """What the assignment of parameters to blocks takes for granted: asked for at every forward pass, so it is quick.
+
+    Args:
+        parameters: Those that are trained or frozen.
+        modules: All that hold parameters.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], modules: list[nn.Module]) -> None:
+        self._parameters = parameters
+        self._parts: list[Any] = [part for m in modules for part in (m._parameters, m._modules)]
+        self._forms, self._inside = self._now()
+
+    def _now(self) -> tuple[list[object], list[object]]:
+        parameters = self._parameters
+        forms = [p.requires_grad for p in parameters], [p.dtype for p in parameters], [p.shape for p in parameters]
+        where = [p.device for p in parameters[:1]]
+        return [*forms, where], list(itertools.chain.from_iterable(part.values() for part in self._parts))
+
+    def holds(self) -> bool:
+        """Tell whether all is as it was."""
+        forms, inside = self._now()
+        same = len(inside) == len(self._inside) and all(map(operator.is_, inside, self._inside))
+        return same and forms == self._forms
 
 
 def members(block: Block) -> Members:

@@ -52,8 +52,19 @@ class Reach:
             if known is not None and torch._C._will_engine_execute_node(known):
                 return True
             # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
-            found = self.accumulators[parameter] = get_gradient_edge(used).node
+            found = self.accumulators[parameter] = accumulator_of(used)
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
             # torch.autograd.grad of the parameter itself: for .grad, unless it is to be differentiated.
             return not torch.is_grad_enabled()
+
+
+def accumulator_of(parameter: nn.Parameter) -> Node:
+    """Return what adds to a parameter's gradient."""
+    if not parameter.is_leaf:
+        return get_gradient_edge(parameter).node
+    with torch.enable_grad():  # what get_gradient_edge does, in a third of its time
+        view = parameter.view_as(parameter).grad_fn
+    node = None if view is None else view.next_functions[0][0]
+    assert node is not None
+    return node

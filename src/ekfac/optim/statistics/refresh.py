@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,10 +89,15 @@ class Refresher:
         return solved.U, solved.values, solved.rung == "kept"
 
     def _drifted(self, residual: Tensor) -> None:
+        drift = self._drift_on(residual.device)
         # In place: a warm refresh may run on a side stream, and memory that is freed there is not waited for.
-        if self.drift is None or self.drift.device != residual.device:
-            self.drift = residual.clone() if self.drift is None else self.drift.to(residual)
-        self.drift.copy_(torch.maximum(self.drift.to(residual), residual))
+        drift.copy_(torch.maximum(drift, residual))
+
+    def _drift_on(self, device: torch.device) -> Tensor:
+        if self.drift is None:
+            self.drift = torch.zeros((), dtype=torch.float64, device=device)
+        self.drift = self.drift.to(device)
+        return self.drift
 
     # --- warm -------------------------------------------------------------------------------------------------------
 
@@ -108,30 +113,53 @@ class Refresher:
         for stack in stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
             near = self._schedule.applied_steps >= START and not any(s.strayed for s in stacks.states(stack))
             damping = rates.of(stack.first.key).damping
-            A, B = factors_of(stack.state)
-            renewal = Renewal(stack.blocks, stack.state, A, B, due[stack.first], damping, near)
-            found.setdefault(A.device, []).append(renewal)
+            renewal = Renewal(stack.blocks, stack.state, due[stack.first], damping, near)
+            found.setdefault(stack.first.key.device, []).append(renewal)
         return found.values()
 
-    def warm(self, renewals: Sequence[Renewal], ok: Tensor | None = None) -> list[Basis]:
+    def warm(
+        self, renewals: Sequence[Renewal], change: Callable[[Renewal, Basis], None], ok: Tensor | None = None
+    ) -> None:
         """Bring bases in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
 
         A side without iterations keeps its basis; its eigenvalues follow the factor all the same, where somebody reads
         them. Where ``ok`` is 0 the new bases will not be used, and do not count.
+
+        Args:
+            renewals: What is due; all on one device.
+            change: Writes a new basis over the one in use, and what goes with it.
+            ok: 0 on the device where nothing is to change; None where that is known not to be so.
         """
         started = time.perf_counter()
-        with factors.full_precision(renewals[0].A.device):
-            iterated = iter(self._iterate_all([side for r in renewals for side in r.sides() if side.iterated]))
-            warm = [[next(iterated) if side.iterated else None for side in r.sides()] for r in renewals]
-            new = [renewed(*pair) for pair in zip(renewals, warm, strict=True)]
-            residuals = torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
-        if ok is not None:
-            residuals = torch.where(ok > 0, residuals, torch.nan)
-        self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max())
+        drift = self._drift_on(renewals[0].old.S_A.device)
+
+        def renew() -> tuple[Tensor]:
+            new, residuals = self._turned(renewals)
+            if ok is not None:
+                residuals = torch.where(ok > 0, residuals, torch.nan)
+            for renewal, basis in zip(renewals, new, strict=True):
+                change(renewal, basis)
+            self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max().to(drift))
+            return (residuals,)
+
+        if ok is None:
+            fixed = [drift, *(t for r in renewals for _, t in sorted(r.state.items()) if isinstance(t, Tensor))]
+            key = tuple((r.blocks, r.iterations, r.near, r.values) for r in renewals)
+            (residuals,) = self.executor.call("a refresh", key, renew, fixed=fixed)
+        else:
+            (residuals,) = renew()
         blocks = [block for renewal in renewals for block in renewal.blocks]
         self._schedule.pending.append((blocks, self.executor.answer(residuals)))
         self.seconds += time.perf_counter() - started
-        return new
+
+    def _turned(self, renewals: Sequence[Renewal]) -> tuple[list[Basis], Tensor]:
+        """Return new bases, and what they leave of each block's factors off the diagonal."""
+        with factors.full_precision(renewals[0].old.S_A.device):
+            sides = [r.sides() for r in renewals]
+            turned = iter(self._iterate_all([side for pair in sides for side in pair if side.iterated]))
+            warm = [[next(turned) if side.iterated else None for side in pair] for pair in sides]
+            new = [renewed(r, pair, of) for r, pair, of in zip(renewals, sides, warm, strict=True)]
+            return new, torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
 
     def _iterate_all(self, sides: list[Side]) -> list[WarmBasis]:
         """Iterate all sides of one width together, so many at a time that they fit into memory."""
@@ -151,11 +179,8 @@ class Refresher:
         return [found[i] for i in range(len(sides))]
 
     def _iterate(self, matrix: Tensor, U: Tensor, iterations: int, passes: int) -> WarmBasis:
-        def iterate(matrix: Tensor, U: Tensor) -> tuple[Tensor, ...]:
-            return fields_of(orthogonal_iteration(matrix, U, iterations, passes))
-
         try:
-            return WarmBasis(*self.executor.call("a refresh", (iterations, passes), iterate, matrix, U))
+            return orthogonal_iteration(matrix, U, iterations, passes)
         except RuntimeError:  # torch.linalg.LinAlgError is one
             if len(matrix) > 1:  # of which the others may be good
                 each = zip(matrix.split(1), U.split(1), strict=True)
@@ -187,9 +212,7 @@ class Renewal:
 
     Attributes:
         blocks: The blocks.
-        state: Their state.
-        A: A of each, one below the other.
-        B: B of each.
+        state: Their state, with A and B of each, one below the other.
         iterations: How many iterations sides A and B get.
         damping: The group's damping.
         near: Whether the basis in use is known to be near the factors' own.
@@ -199,8 +222,6 @@ class Renewal:
 
     blocks: tuple[Block, ...]
     state: Any
-    A: Tensor
-    B: Tensor
     iterations: tuple[int, int]
     damping: float | Tensor
     near: bool = False
@@ -210,15 +231,16 @@ class Renewal:
     def sides(self) -> tuple[Side, Side]:
         """Return A and B."""
         o, (n_A, n_B), passes = self.old, self.iterations, 1 if self.near else 2
-        return Side(self.A, o.U_A, o.S_A, n_A, passes), Side(self.B, o.U_B, o.S_B, n_B, passes)
+        A, B = factors_of(self.state)
+        return Side(A, o.U_A, o.S_A, n_A, passes), Side(B, o.U_B, o.S_B, n_B, passes)
 
 
-def renewed(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Basis:
+def renewed(renewal: Renewal, sides: Sequence[Side], warm: Sequence[WarmBasis | None]) -> Basis:
     """Return the new basis of one or several blocks."""
     found: list[tuple[Tensor | None, Tensor]] = []
-    for side, iterated in zip(renewal.sides(), warm, strict=True):
-        if iterated is not None:
-            found.append((iterated.U, iterated.values))
+    for side, turned in zip(sides, warm, strict=True):
+        if turned is not None:
+            found.append((turned.U, turned.values))
         elif side.U is None:
             found.append((None, side.matrix.clamp(min=0)))
         else:
@@ -234,7 +256,7 @@ def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
     """
     count = len(renewal.blocks)
     known = [torch.where(w.good, w.residual, torch.inf).view(count, -1).amax(1) for w in warm if w is not None]
-    return torch.stack(known).amax(0) if known else renewal.A.new_full((count,), NOTHING)
+    return torch.stack(known).amax(0) if known else renewal.old.S_A.new_full((count,), NOTHING)
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

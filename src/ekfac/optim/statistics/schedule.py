@@ -186,6 +186,13 @@ class Schedule:
             return True
         return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
 
+    def takes_any(self) -> bool:
+        """Tell whether this step takes its batch into any A and B."""
+        decay = self._refresh.factor_decay
+        if decay > 0 and self.intervals.takes_factors(self.applied_steps, self._refresh.factor_every):
+            return True
+        return any(self.due()) or (decay == 0 and any(map(self.takes_factors, self._partition.covered)))
+
     def iterations_after(self, block: Block) -> tuple[int, int]:
         """Return how many iterations the two sides of the block's basis get after this step."""
         if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
@@ -220,14 +227,16 @@ class Schedule:
         Returns:
             The blocks to refresh after this step, warm, and the iterations of their two sides.
         """
-        found = []
-        for block in self._partition.covered:
-            state = self._partition.states.get(block.key, NOTHING_YET)
-            if hasattr(state, "near"):
-                state.strayed = 0 if state.near else state.strayed + 1
-                del state.near
-            iterations = self.iterations_after(block)
-            if any(iterations) and (hasattr(state, self._method.derived) or self._ready_elsewhere(block)):
+        found, states, derived = [], self._partition.states, self._method.derived
+        known: dict[object, tuple[int, int]] = {}  # most blocks are alike
+        for block, index in self._partition.covered.items():
+            state: dict[str, Any] = getattr(states.get(block.key), "__dict__", {})
+            if "near" in state:
+                state["strayed"] = 0 if state.pop("near") else state.get("strayed", 0) + 1
+            kind = index, self._stretches.get(block), state.get("strayed", 0)
+            if (iterations := known.get(kind)) is None:
+                iterations = known[kind] = self.iterations_after(block)
+            if any(iterations) and (derived in state or self._ready_elsewhere(block)):
                 found.append((block, iterations))
         self.applied_steps += 1
         return found

@@ -265,7 +265,7 @@ class Comparison:
         try:
             for p in gradients:
                 p.grad = None
-            with torch.random.fork_rng(self._devices), torch.enable_grad(), collector.capture.paused():
+            with torch.random.fork_rng(self._devices), torch.enable_grad(), collector.capture.forwards.paused():
                 torch.set_rng_state(self._random[0])
                 for device, state in zip(self._devices, self._random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)

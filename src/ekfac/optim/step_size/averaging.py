@@ -103,10 +103,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Make sure that the parameters hold z, and prepare to see by how much the step moves them.
+        """Make sure that the parameters hold z.
 
         Returns:
-            Those that are averaged; for :meth:`end_step`, or :meth:`abandon_step` after an exception.
+            Those that are averaged, for the other methods.
         """
         wanted = dict.fromkeys(parameters)
         if not (wanted or self.offsets):
@@ -124,34 +124,35 @@ class WeightAverage:
         for p in averaged:
             if p not in self.offsets:
                 self.offsets[p] = torch.zeros_like(p)
-        if averaged:
-            torch._foreach_sub_([self.offsets[p] for p in averaged], list[Tensor](averaged))
         return averaged
 
     @torch.no_grad()
-    def abandon_step(self, averaged: Sequence[nn.Parameter]) -> None:
-        """Undo :meth:`begin_step`: nothing has moved."""
+    def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
+        """Prepare to see by how much the step moves the parameters."""
         if averaged:
-            torch._foreach_add_([self.offsets[p] for p in averaged], list(averaged))
+            torch._foreach_sub_([self.offsets[p] for p in averaged], list[Tensor](averaged))
 
     @torch.no_grad()
-    def end_step(self, averaged: Sequence[nn.Parameter], weight: float, ok: Tensor | None) -> None:
-        """Take the new z into the average, and show it.
+    def after_update(
+        self, averaged: Sequence[nn.Parameter], weight: float | Tensor = 0.0, ok: Tensor | None = None
+    ) -> None:
+        """Take the new z into the average.
 
         Args:
             averaged: What :meth:`begin_step` returned.
-            weight: c; 0 for a step that was skipped.
+            weight: c.
             ok: 0 on the device in a step that changed nothing; None where that is known.
         """
-        if not averaged:
-            return
-        offsets = [self.offsets[p] for p in averaged]
-        torch._foreach_add_(offsets, list(averaged))
-        remaining: float | Tensor = 1 - weight
-        if ok is not None:
-            remaining = (1 - weight * ok).to(offsets[0])
-        torch._foreach_mul_(offsets, remaining)
-        self._average_statistics(remaining)
+        if averaged:
+            offsets = [self.offsets[p] for p in averaged]
+            torch._foreach_add_(offsets, list(averaged))
+            remaining = 1 - weight if ok is None else 1 - weight * ok
+            torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
+
+    @torch.no_grad()
+    def end_step(self, weight: float, ok: Tensor | None) -> None:
+        """Take the new running statistics into their average, and show everything; 0 for a step that was skipped."""
+        self._average_statistics(1 - weight if ok is None else 1 - weight * ok)
         self.rest()
 
     def _average_statistics(self, remaining: float | Tensor) -> None:

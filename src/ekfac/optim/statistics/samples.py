@@ -1,0 +1,181 @@
+"""As much of a batch as A and B need: taken at once, or kept until the step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ekfac.curvature import factors, statistics
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Call
+from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.executor import Executor
+from ekfac.optim.options import EngineOptions
+from ekfac.optim.statistics.sums import BlockSums
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """As much of a batch as a block's factors need.
+
+    Attributes:
+        calls: The calls, of some of the examples or of all.
+        n: How many examples these are.
+        more: What B is multiplied by to make up for those that are left out.
+        step: Every so many-th is taken.
+        placed: Whether its tensors lie where they always do.
+    """
+
+    calls: tuple[Call, ...]
+    n: int
+    more: float = 1.0
+    step: int = 1
+    placed: bool = False
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """All that sums depend on besides the tensors."""
+        return self.n, self.more, *((c.layer, c.layer.mode) for c in self.calls)
+
+    @functools.cached_property
+    def at_place(self) -> Hashable:
+        """The same of sums that are taken again and again of tensors at the same addresses."""
+        return self.key, *((t.data_ptr(), t.shape) for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return inputs and output gradients of the calls."""
+        return [t for call in self.calls for t in (call.x, call.d)]
+
+    def at(self, tensors: Sequence[Tensor], placed: bool = False) -> Sample:
+        """Return the same with its :meth:`tensors` at other places."""
+        calls = (Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(self.calls))
+        return Sample(tuple(calls), self.n, self.more, self.step, placed)
+
+
+def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
+    """Take out of a batch of n examples what the factors of a block need."""
+    if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
+        return Sample(tuple(calls), n)
+    if len(calls) == 1 and (thin := calls[0].layer.thinned(calls[0].x, calls[0].d, n)) is not None:
+        step, call = thin
+        return Sample((call,), len(call.d), n / len(call.d), step)
+    step = statistics.stride(block, calls, n)
+    if step == 1:
+        return Sample(tuple(calls), n)
+    some = tuple(Call(c.layer, c.x[::step], c.d[::step]) for c in calls)
+    return Sample(some, len(some[0].d), len(calls[0].d) / len(some[0].d), step)
+
+
+def _inexact(options: EngineOptions, block: Block) -> bool:
+    return not options.refresh.deterministic and block.dtype == torch.float32
+
+
+def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorSums:
+    """Take A and B of a sample."""
+    sharing, limit = options.coverage.sharing, options.numerics.memory_limit
+    sums = statistics.factor_sums(block, sample.calls, sample.n, sharing, limit, half=_inexact(options, block))
+    if sample.more != 1:
+        sums.B.mul_(sample.more)
+    return sums
+
+
+def factor_sums_by(
+    executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, replay: bool = True
+) -> FactorSums:
+    """Take A and B of a batch.
+
+    Args:
+        executor: Runs it.
+        options: The engine's.
+        block: The block.
+        calls: Its calls.
+        n: The number of examples.
+        replay: Whether an earlier run may be replayed.
+    """
+    sample = sample_of(options, block, calls, n)
+    if not replay or block.layer.scattered:
+        return factor_sums(options, block, sample)
+
+    def taken(*tensors: Tensor) -> tuple[Any, ...]:
+        sums = factor_sums(options, block, sample.at(tensors))
+        return sums.A, sums.terms, sums.B
+
+    return FactorSums(*executor.call("taking statistics", (block, sample.key), taken, *sample.tensors()))
+
+
+def kept_sample(
+    executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, index: int
+) -> Sample:
+    """Return a sample that will be there in the step, of this number among the block's; at a place if there is room."""
+    forms = ((t.shape, t.stride(), t.dtype) for c in calls for t in (c.x, c.d))
+    key = block, index, n, *((c.layer, c.layer.mode) for c in calls), *forms
+    if key in executor.kept:  # all is as it was: only the numbers are other ones
+        kept: Sample = executor.kept[key]
+        if not calls[0].layer.splittable:
+            calls = sample_of(options, block, calls, n).calls
+            torch._foreach_copy_(kept.tensors(), [t for c in calls for t in (c.x, c.d)])
+            return kept
+        for to, call in zip(kept.calls, calls, strict=True):
+            to.x.copy_(call.x if kept.step == 1 else call.x[:: kept.step])
+            to.d.copy_(call.d if kept.step == 1 else call.d[:: kept.step])
+        return kept
+    sample = sample_of(options, block, calls, n)
+    tensors = sample.tensors()
+    half = _inexact(options, block) and statistics.takes_half(calls)  # inputs as the products had them
+    dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
+    places = executor.places_of(tensors, dtypes) if executor.keeps else None
+    if places is None:
+        whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and nobody else's
+        copies = (t if whole else t.to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True))
+        return sample.at(list(copies))
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    executor.kept[key] = sample = sample.at(places, placed=True)
+    return sample
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Samples of blocks that are alike, so that their sums can be taken at once; or one block's, however many."""
+
+    blocks: tuple[Block, ...]
+    samples: tuple[Sequence[Sample], ...]
+
+
+def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> list[Alike]:
+    """Put together linear layers of one shape with inputs of one shape, where all positions count alike."""
+    expands = options.coverage.sharing == "expand"
+    found: dict[Hashable, list[Block]] = {}
+    for block, kept in samples.items():
+        (first, *others), layer = kept, block.layer
+        single = not others and len(first.calls) == 1 and first.calls[0].layer is layer and layer.reads_whole_inputs
+        x, d = first.calls[0].x, first.calls[0].d
+        form = block.form, type(layer), first.n, first.more, x.shape, x.dtype, d.shape, d.dtype
+        found.setdefault(form if expands and single and not block.diagonal_A else block, []).append(block)
+    return [Alike(tuple(blocks), tuple(samples[b] for b in blocks)) for blocks in found.values()]
+
+
+def sums_of_samples(
+    executor: Executor, options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]
+) -> dict[Block, BlockSums]:
+    """Return the sums of samples that were kept."""
+
+    def taken(of: Alike) -> list[BlockSums]:
+        if len(of.blocks) > 1:
+            calls = [sample.calls[0] for (sample,) in of.samples]
+            ((first, *_), *_) = of.samples
+            half = _inexact(options, of.blocks[0]) and calls[0].d.dtype in factors.HALF
+            return [BlockSums(sums) for sums in statistics.sums_of_alike(of.blocks[0], calls, first.more, half)]
+        sums = BlockSums()
+        for sample in of.samples[0]:
+            sums.add_factors(factor_sums(options, of.blocks[0], sample))
+        return [sums]
+
+    groups = alike(options, {block: kept for block, kept in samples.items() if kept})
+    found = executor.parallel(taken, groups) if groups else []
+    return {b: one for of, sums in zip(groups, found, strict=True) for b, one in zip(of.blocks, sums, strict=True)}
