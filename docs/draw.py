@@ -18,8 +18,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ekfac.lab.search.selection import Curve
+from ekfac.lab.show.evidence.pages import CIFAR
 from ekfac.lab.show.evidence.record import LOSS, Record, chosen
-from ekfac.lab.show.figures import make
+from ekfac.lab.show.figures import FIGURES, make
 from ekfac.lab.show.figures.sensitivity import NEAR, grids
 from ekfac.lab.show.picture import COLOURS, label_ends, save
 
@@ -253,6 +254,11 @@ def main(names: Sequence[str]) -> None:
     if wanted:
         measures = record().measures.file
         for made in make(wanted, IMAGES, dataset="mnist", measures=measures, formats=("png",)):
+            darken(made.files[0])
+    for name in CIFAR:
+        runs = [run for run in record().cifar if FIGURES.get(name).takes(run)]
+        if runs and (not names or name in names):
+            (made,) = make([name], IMAGES, runs=runs, formats=("png",))
             darken(made.files[0])
 
 

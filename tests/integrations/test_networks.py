@@ -28,9 +28,9 @@ def batches(steps: int) -> Iterator[Tensor]:
         yield texts[torch.randint(0, 32, (8 if i % 7 else 5,), generator=generator)]
 
 
-def trained(model: nn.Module, opt: torch.optim.Optimizer, name: str) -> list[float]:
+def trained(model: nn.Module, opt: torch.optim.Optimizer, name: str, steps: int = STEPS) -> list[float]:
     losses = []
-    for tokens in batches(STEPS):
+    for tokens in batches(steps):
         opt.zero_grad()
         value = NETWORKS[name].loss(model, tokens)
         value.backward()
@@ -70,6 +70,17 @@ def test_it_trains_as_it_comes(name: str) -> None:
         }  # fmt: skip
         with Path(RECORD).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def test_lora_needs_nothing_set() -> None:
+    """After 150 steps at or below AdamW's best of three rates; the weights of the adapters start at zero."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    model = built("LoRA on Llama")
+    ours = sum(trained(model, EKFAC(model), "LoRA on Llama", 150)[-10:]) / 10
+    for lr in (3e-4, 1e-3, 3e-3):
+        model = built("LoRA on Llama")
+        adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+        assert ours <= sum(trained(model, adamw, "LoRA on Llama", 150)[-10:]) / 10
 
 
 def test_a_layer_of_no_examples_is_refused_where_each_ones_gradient_is_needed() -> None:

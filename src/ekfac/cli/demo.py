@@ -60,6 +60,9 @@ def demo(
         return
     display.show_verdict(console, runs)
     if recorded:
+        note = replay.older(runs)
+        if note:
+            console.print(note, highlight=False, markup=False)
         return
     console.print(settings, highlight=False, markup=False)
     if busy:

@@ -6,17 +6,23 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import LabError
+from ekfac.lab.reproduce import reproduce as reproduce_for
 from ekfac.lab.search.plan import Outcome, run_all, tell
 from ekfac.lab.show import display
 from ekfac.lab.show.duration import duration, parse_duration
-from ekfac.lab.training.gather import had_the_machine
+from ekfac.lab.training import paces
+from ekfac.lab.training.gather import find_runs, had_the_machine
 from ekfac.lab.training.runs import Run
+
+if TYPE_CHECKING:
+    from ekfac.lab.show.reproduce import Result
 
 _NAME = typer.Argument(None, help="A figure or table: ekfac reproduce --list names them.")
 
@@ -27,8 +33,9 @@ def reproduce(
     level: str | None = typer.Option(None, help="full, grid, known or quick [default: known, or what fits --budget]."),
     plan_only: bool = typer.Option(False, "--plan", help="Say what it would do and cost, and stop."),
     every: bool = typer.Option(False, "--list", help="List what can be reproduced."),
-    workers: int = typer.Option(1, help="Runs at a time; with several, times do not count."),
+    workers: int = typer.Option(1, help="Runs at a time; what a step costs alone is timed before."),
     out: str | None = typer.Option(None, help="Folder of runs, figure and verdict [default: runs/reproduce-NAME]."),
+    judge: bool = typer.Option(False, "--judge", help="Run nothing: draw and judge the runs that are in --out."),
     again: bool = typer.Option(False, "--again", help="Make a new plan instead of going on; finished runs are kept."),
     data_dir: str | None = typer.Option(None, help="Folder of the data files."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
@@ -53,7 +60,15 @@ def reproduce(
         if not json:
             print(line, flush=True)
 
+    if judge:
+        runs = find_runs([folder])
+        spent = sum(run.history[-1]["seconds"] for run in runs if run.history)
+        there = steps.Plan(name, "recorded", tuple(run.config for run in runs), spent, "")
+        _tell(finish(there, runs, folder, data_dir), json)
+        return
     plan = None if again or plan_only else steps.kept(name, folder)
+    if plan is not None and plan.level == "search" and seconds is not None:
+        plan = None  # it goes on with whatever time there is now
     if plan is None:
         plan = make_plan(name, level=level, budget=seconds, data_dir=data_dir, say=say)
     else:
@@ -66,8 +81,16 @@ def reproduce(
         return
     with interruptible(f"what was done by then is kept in {folder}; the same command goes on"):
         steps.keep(plan, folder)
-        runs = _run(plan.configs, folder / "runs", workers, data_dir, say)
+        if plan.level == "search":
+            runs, _ = reproduce_for([name], folder, plan.seconds, workers=workers, data_dir=data_dir, say=say)
+        else:
+            runs = _run(plan.configs, folder, workers, data_dir, say)
         result = finish(plan, runs, folder, data_dir)
+    _tell(result, json)
+
+
+def _tell(result: Result, json: bool) -> None:
+    """Print what came of it."""
     if json:
         display.show_json(result.to_dict())
         return
@@ -76,17 +99,22 @@ def reproduce(
         print(f"  missing: {part}")
     for claim, verdict, numbers in result.verdicts:
         print(f"{claim}: {verdict}\n  {numbers}" if numbers else f"{claim}: {verdict}")
-    if plan.level in ("short", "quick"):
+    if result.plan.level in ("short", "quick"):
         print("With fewer epochs or smaller networks than the paper's, this verdict is a first look, not the paper's.")
 
 
 def _run(
     configs: Sequence[TrainConfig], folder: Path, workers: int, data_dir: str | None, say: Callable[[str], None]
 ) -> list[Run]:
-    """Run what is not done yet, one line each; what is there already is only read."""
+    """Run what is not done yet, one line each; what is there already is only read.
+
+    Several at a time share the machine, so that a few steps of each kind are timed before, alone.
+    """
     done: list[Run] = []
+    if workers > 1:
+        paces.measure_all(configs, folder, data_dir, say=say)
     started = time.monotonic()
-    free = shutil.disk_usage(folder.parent).free
+    free = shutil.disk_usage(folder).free
     if configs and free < 2**28:
         raise LabError(f"{folder} has {free >> 20} MiB of disk left, too little for runs and their checkpoints")
 
@@ -99,7 +127,8 @@ def _run(
         left = spent / len(done) * (len(configs) - len(done))
         say(f"{tell(outcome, len(done), len(configs))}; {duration(spent)} so far, about {duration(left)} left")
 
-    run_all(configs, folder, workers=workers, data_dir=data_dir, on_outcome=on_outcome)
+    run_all(configs, folder / "runs", workers=workers, data_dir=data_dir, on_outcome=on_outcome)
+    paces.apply_all(done)
     return done
 
 

@@ -116,7 +116,11 @@ class Optimizer(Base, Joinable, Grouped):
             if averaged:
                 weight = average_weight(engine.schedule.applied_steps)
             rates = self._rates(averaged, weight)
-            done = self._take(rates)
+            try:
+                done = self._take(rates)
+            except BaseException:
+                self.average.rest()
+                raise
         if done and comparison is not None:
             comparison.after()
         if averaged:

@@ -133,6 +133,12 @@ def test_the_recorded_race_is_the_records_and_is_replayed_in_order():
         kept = resources.files("ekfac.lab.show").joinpath(replay.FILE).read_text()
         assert json.loads(kept) == replay.extract(results)
     seen, slept = [], []
+    recorded = runs[replay.DEFAULTS].about["source"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "source_digest", lambda: "of today")
+        assert "as it was when this was recorded" in replay.older(runs)
+        patch.setattr(replay, "source_digest", lambda: recorded)
+        assert replay.older(runs) == "" == replay.older({})
     found = replay.replay(runs, lambda name, run: seen.append(run.history[-1]["seconds"]), 3.0, slept.append)
     assert seen == sorted(seen) and len(seen) == sum(len(run.history) for run in runs.values())
     assert sum(slept) == pytest.approx(3.0) and found == runs

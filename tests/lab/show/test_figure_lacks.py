@@ -7,7 +7,6 @@ import pytest
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.files import DataError
-from ekfac.lab.search.selection import curves
 from ekfac.lab.show.figures import make, paper
 from ekfac.lab.show.figures.base import FIGURES, Request
 from lab.show.test_figures import drawn, made_up
@@ -45,7 +44,7 @@ def test_missing_batch_sizes_networks_intervals_and_epochs_are_named() -> None:
 def test_a_run_of_another_length_never_wins_a_selection() -> None:
     runs = [made_up(replace(NETWORK, optimizer=name), 0.8) for name in ("kfac", "ekfac")]
     short = made_up(replace(NETWORK, optimizer="ekfac", lr=0.5), 0.1, epochs=2)
-    assert {curve.config.epochs for curve in paper.of_one_length(curves([*runs, short]))} == {4}
+    assert {run.config.epochs for run in paper.of_one_length([*runs, short])} == {4}
     panel = drawn("vgg11", [*runs, short]).axes[0]
     (line,) = [line for line in panel.get_lines() if str(line.get_label()).startswith("EKFAC")]
     expected = drawn("vgg11", runs).axes[0]
@@ -53,7 +52,7 @@ def test_a_run_of_another_length_never_wins_a_selection() -> None:
     assert list(line.get_ydata()) == list(same.get_ydata())
     # One long run does not push all the others out.
     long = made_up(replace(NETWORK, optimizer="sgd"), 0.8, epochs=9)
-    assert {curve.config.epochs for curve in paper.of_one_length(curves([*runs, long]))} == {4}
+    assert {run.config.epochs for run in paper.of_one_length([*runs, long])} == {4}
     assert paper.of_one_length([]) == []
 
 

@@ -206,7 +206,7 @@ def test_channels_last_changes_the_layout_alone(optimizer):
     }
     runs = [train(TrainConfig("vgg11", optimizer, **settings, channels_last=last)) for last in (False, True)]
     # The last layers' bases are not defined, with fewer examples than channels, so rounding may turn them.
-    tolerance = 1e-3 if optimizer == "ekfac-default" else 1e-9
+    tolerance = 1e-2 if optimizer == "ekfac-default" else 1e-9
     assert curve(runs[1]) == pytest.approx(curve(runs[0]), rel=tolerance)
 
 

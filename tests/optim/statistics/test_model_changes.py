@@ -197,3 +197,35 @@ def test_a_cast_between_forward_and_step_is_borne() -> None:
     opt.zero_grad()
     train(model, opt, 2)
     assert opt.stats()["steps"] == 4
+
+
+class Bypassed(nn.Module):
+    """Uses a convolution's weight without calling it, as timm's BEiT does with its packed projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.bypassed = nn.Linear(5, 6), nn.Conv1d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.called(x).tanh(), self.bypassed.weight[:, :, 0], self.bypassed.bias)
+
+
+@pytest.mark.parametrize("scaling", ["belief", "running", "per_example"])
+def test_a_layer_that_is_never_called_takes_no_statistics_from_the_others(scaling: str) -> None:
+    torch.manual_seed(0)
+    model = Bypassed()
+    opt = EKFAC(model, lr=1e-3, scaling=scaling)
+    x, y = torch.randn(16, 5), torch.randn(16, 4)
+    before = model.bypassed.weight.detach().clone()
+    (model(x) - y).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="never called, so they get the diagonal method: bypassed"):
+        opt.step()
+    assert {row.name: row.block != "diagonal" for row in opt.summary().rows}["called"]
+    assert not torch.equal(before, model.bypassed.weight)
+    first = (model(x) - y).square().mean().item()
+    for _ in range(20):
+        opt.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        opt.step()
+    assert loss.item() < first

@@ -163,7 +163,7 @@ def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor
     # Spawned, not forked: CUDA and OpenMP do not survive a fork.
     context = multiprocessing.get_context("spawn")
     before = set(multiprocessing.active_children())
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (workers, loaded_plugins())) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, start_worker, (workers, loaded_plugins())) as pool:
         try:
             yield pool
         except BaseException:
@@ -173,7 +173,8 @@ def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor
             raise
 
 
-def _start_worker(workers: int, plugins: Sequence[str]) -> None:
+def start_worker(workers: int, plugins: Sequence[str]) -> None:
+    """Make a new process one of several: it leaves Ctrl-C to its parent, ends with it and has a share of the cores."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     share_cores(workers)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ekfac.lab.registry import LabError
+from ekfac.lab.training import paces
 from ekfac.lab.training.runs import Run, load_run
 
 # Runs below a folder of this name had the machine to themselves.
@@ -21,7 +22,8 @@ def find_runs(
         places: Folders of runs, or folders that hold such folders at any depth.
         skip_broken: Leave out what cannot be read instead of complaining: for folders that are being written.
         timed: Folders whose runs had the machine to themselves: only their seconds count. ``None``: those below a
-            folder named ``finals`` if there are some, else all but those that shared the machine.
+            folder named ``finals`` if there are some, else all but those that shared the machine. Runs whose steps were
+            timed alone (:mod:`ekfac.lab.training.paces`) count too, at that pace.
 
     Raises:
         LabError: If a place does not exist or holds no run.
@@ -47,6 +49,7 @@ def find_runs(
     if alone is None and any(map(_final, found)):
         for run in found:
             run.timed = run.timed and _final(run)
+    paces.apply_all(found)
     return found
 
 

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.data.datasets import load_dataset
+from ekfac.lab.data.datasets import Dataset, load_dataset
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.training.records import check_history
 from ekfac.lab.training.runs import Run, RunFolder, load_run, machine, read_config, versions
@@ -45,10 +45,12 @@ def train(
     data_dir: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    checkpoints: bool = True,
+    checkpoints: bool | Literal["last"] = True,
     checkpoint_every: int | None = None,
     keep_best: bool = False,
     progress: Progress | None = None,
+    data: Dataset | None = None,
+    initial: Mapping[str, Any] | None = None,
 ) -> Run:
     """Train a network and return what came of it.
 
@@ -58,10 +60,13 @@ def train(
         data_dir: Folder of the official data files.
         resume: Go on from the checkpoint in ``out``; from the start if there is none yet.
         overwrite: Remove a run that ``out`` holds.
-        checkpoints: Save one after every epoch; without, a run that is cut short cannot go on.
+        checkpoints: Save one after every epoch; without, a run that is cut short cannot go on. ``"last"``: only after
+            the last, so that more epochs can follow.
         checkpoint_every: Save one after so many steps too, within an epoch.
         keep_best: Keep the checkpoint of the epoch that validates best, in ``best.pt``.
         progress: Is told how it goes.
+        data: The dataset, where it is loaded already, on any device.
+        initial: The record of the untrained network, where it is known from a run with the same start.
 
     Raises:
         LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, another process
@@ -73,11 +78,13 @@ def train(
     try:
         if folder is not None and folder.path.exists():
             _open(folder, config, resume, overwrite)
-        run, trainer = _prepare(config, folder, data_dir, resume)
+        run, trainer = _prepare(config, folder, data_dir, resume, data)
         if folder is not None and not folder.lock.held:
             # Not made before now, so that bad input leaves no folder behind; another may have come first.
             _open(folder, config, False, overwrite)
-        saving = Saving(checkpoints, checkpoint_every, keep_best)
+        saving = Saving(checkpoints is True, checkpoint_every, keep_best, last=checkpoints == "last")
+        if not run.history and initial is not None:
+            trainer.start_from(initial)
         return _train(run, trainer, folder, overwrite, saving, progress or Progress())
     finally:
         if folder is not None:
@@ -85,12 +92,12 @@ def train(
 
 
 def _prepare(
-    config: TrainConfig, folder: RunFolder | None, data_dir: str | Path | None, resume: bool
+    config: TrainConfig, folder: RunFolder | None, data_dir: str | Path | None, resume: bool, data: Dataset | None
 ) -> tuple[Run, Trainer]:
     """Make the network, and take up the checkpoint if there is one and it is asked for."""
     run = Run(config, path=None if folder is None else folder.path)
     checkpoint = folder.load(run.notes) if folder is not None and resume else None
-    trainer = Trainer(config, load_dataset(given(config.dataset), data_dir))
+    trainer = Trainer(config, data or load_dataset(given(config.dataset), data_dir))
     if checkpoint is not None:
         _check_same_data(run.path, trainer)
         try:
@@ -114,6 +121,7 @@ class Saving:
     each_epoch: bool = True
     every: int | None = None
     best: bool = False
+    last: bool = False
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -195,7 +203,8 @@ def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progre
             if trainer.step_losses:
                 losses = torch.stack(trainer.step_losses).tolist()
                 folder.add_steps(losses, record["step"] - len(losses))
-            if saving.each_epoch and trainer.epoch > 0:
+            last = saving.last and trainer.epoch == trainer.config.epochs
+            if (saving.each_epoch and trainer.epoch > 0) or last:
                 folder.save(state())
             if saving.best and trainer.epoch > 0 and epochs_since_best(run.history) == 0:
                 folder.save_best(state())

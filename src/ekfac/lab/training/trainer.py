@@ -42,6 +42,7 @@ class Trainer:
         self.steps_done = 0
         self.seconds = 0.0
         self.initial_loss = math.nan
+        self._untrained: dict[str, Any] | None = None
         # How far into the epoch it is, the sum of its losses so far, and when the clock was started.
         self.step_in_epoch, self._total, self._started = 0, 0.0, 0.0
         #: The mean loss of each batch of the last epoch, or of its steps since going on; read once an epoch.
@@ -129,14 +130,22 @@ class Trainer:
         total += self.step_losses[-1]
         self.optimizer.step()
 
+    def start_from(self, record: Mapping[str, Any]) -> None:
+        """Take the losses of the untrained network from a run with the same start."""
+        self._untrained = {name: value for name, value in record.items() if name.endswith(("_loss", "_accuracy"))}
+
     def initial_record(self) -> dict[str, Any]:
-        """Evaluate the untrained network."""
-        record = self._record(None, None, _peak_memory(self.device))
+        """Evaluate the untrained network, unless that is known."""
+        record = self._record(None, None, _peak_memory(self.device), self._untrained)
         self.initial_loss = record["train_loss"] if record["train_loss"] is not None else math.nan
         return record
 
     def _record(
-        self, mean_loss: float | None, images_per_second: float | None, peak_memory: int | None
+        self,
+        mean_loss: float | None,
+        images_per_second: float | None,
+        peak_memory: int | None,
+        known: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         record: dict[str, Any] = {
             "epoch": self.epoch,
@@ -144,8 +153,9 @@ class Trainer:
             "seconds": self.seconds,
             "train_loss_mean": mean_loss,
         }
-        for name, split in self.data.splits.items():
+        for name, split in self.data.splits.items() if known is None else ():
             record[f"{name}_loss"], record[f"{name}_accuracy"] = self._evaluate(split)
+        record.update(known or {})
         losses = [value for name, value in record.items() if "loss" in name and value is not None]
         record["diverged"] = not all(
             math.isfinite(loss) and not loss > EXPLODED * max(self.initial_loss, 1.0) for loss in losses

@@ -138,7 +138,7 @@ class Partition:
 
     def _assign(self, offered: list[nn.Parameter]) -> Assigned:
         self._compare(offered)
-        before = {b.key: (b.dtype, b.shape) for b in self.blocks}, self.kind
+        before = {members(b): (b.dtype, b.shape) for b in self.blocks}, self.kind
         blocks, new = [], set()
         for block in self.blocks_of(offered):
             known = self._known.get(members(block))
@@ -176,11 +176,10 @@ class Partition:
         self._layout = Layout(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()
-        dtypes, kind = before
-        recast = any(b.key in dtypes and dtypes[b.key] != (b.dtype, b.shape) for b in blocks) or kind not in (
-            "",
-            self.kind,
-        )
+        forms, kind = before
+        # A layer that was found not to be called is laid out anew, but its numbers are as they were.
+        changed = any(forms.get(members(b), (b.dtype, b.shape)) != (b.dtype, b.shape) for b in blocks)
+        recast = changed or kind not in ("", self.kind)
         if recast:
             self._convert()
         return Assigned(new, recast, kind not in ("", self.kind))

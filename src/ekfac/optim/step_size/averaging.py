@@ -70,7 +70,8 @@ class WeightAverage:
     @torch.no_grad()
     def _to_training(self) -> None:
         self.training = True
-        self.offsets = {p: d for p, d in self.offsets.items() if p.requires_grad}  # what is frozen stays as it is
+        # What is frozen, or has another shape by now, stays as it is.
+        self.offsets = {p: d for p, d in self.offsets.items() if p.requires_grad and p.shape == d.shape}
         if self.offsets:
             torch._foreach_add_(list(self.offsets), self._moved())
         places = [place for place in self.statistics if place[0].training]

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from ekfac.lab.registry import LabError
-from ekfac.lab.show.evidence import claims, tables
-from ekfac.lab.show.evidence.record import Record
+from ekfac.lab.show.evidence import claims, networks, tables
+from ekfac.lab.show.evidence.record import MISSING, Record, table
+from ekfac.lab.show.figures import FIGURES
 
-PAGES = ("mnist.md", "comparison.md", "coverage.md")
+PAGES = ("mnist.md", "cifar.md", "claims.md", "comparison.md", "coverage.md")
 SIZES = (200, 500)
+CIFAR = ("vgg11", "resnet34", "schedule", "batch-size")
 TASKS = ("classifier", "vgg11", "resnet34", "charlm")
 
 Source = Callable[[Record], str]
@@ -23,6 +25,24 @@ def _coverage(record: Record) -> str:
     from ekfac.lab.show.reproduce.coverage import coverage
 
     return coverage(record)
+
+
+def _claims(record: Record) -> str:
+    """Return every claim of the paper with its verdict; imported late for the same reason."""
+    from ekfac.lab.show.reproduce.claims import every_claim
+
+    rows = [[where, text, *answer] for where, text, answer in every_claim(record)]
+    return table(["in the paper", "claim", "verdict", "numbers"], rows, words=4)
+
+
+def _picture(record: Record, name: str) -> str:
+    """Return a figure on CIFAR-10 as a page shows it, light and dark, if there are runs for it."""
+    if not any(FIGURES.get(name).takes(run) for run in record.cifar):
+        return MISSING
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="images/{name}-dark.png">\n'
+        f'  <img alt="{FIGURES.get(name).about}" src="images/{name}.png">\n</picture>'
+    )
 
 
 SOURCES: dict[str, Source] = {
@@ -42,11 +62,23 @@ SOURCES: dict[str, Source] = {
     "claim-sensitivity": claims.sensitivity,
     "defaults": claims.defaults,
     "coverage": _coverage,
+    "claims": _claims,
 }
+SOURCES |= {
+    "machine-cifar": partial(tables.machine, places=("cifar",)),
+}
+for _task in networks.TASKS:
+    SOURCES |= {
+        f"training-{_task}": partial(networks.training, task=_task),
+        f"accuracy-{_task}": partial(networks.accuracy, task=_task),
+        f"scheduled-{_task}": partial(networks.training, task=_task, scheduled=True),
+        f"sizes-{_task}": partial(networks.sizes, task=_task),
+    }
 SOURCES |= {f"epochs-{size}": partial(tables.epochs, batch_size=size) for size in SIZES}
 SOURCES |= {f"times-{size}": partial(tables.times, batch_size=size) for size in SIZES}
 SOURCES |= {f"comparison-{task}": partial(tables.comparison, task=task) for task in TASKS}
 SOURCES |= {f"times-{task}": partial(tables.comparison_times, task=task) for task in TASKS}
+SOURCES |= {f"picture-{name}": partial(_picture, name=name) for name in CIFAR}
 
 _BEGIN = re.compile(r"<!-- begin ([\w-]+) -->")
 

@@ -92,6 +92,11 @@ class Record:
         """Settings around each method's best."""
         return self.runs("sensitivity")
 
+    @cached_property
+    def cifar(self) -> list[Run]:
+        """The paper's methods on CIFAR-10, with the searches for their settings: selection is per epoch there."""
+        return self.runs("cifar/runs")
+
     def from_grid(self, batch_size: int) -> dict[str, Curve]:
         """Return the best of the grid for each method that was not run otherwise at a batch size."""
         known = {method(run.config) for run in self.mnist_at(batch_size)}

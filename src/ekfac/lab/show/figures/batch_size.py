@@ -33,7 +33,7 @@ def settings() -> list[TrainConfig]:
 
 def draw(request: Request) -> Figure:
     """Draw three rows a network: by epoch, one panel a batch size; by iteration and by time, one panel a method."""
-    found = {task: paper.of_one_length(curves(filter(_of(task), request.runs))) for task in NAMES}
+    found = {task: curves(paper.of_one_length(filter(_of(task), request.runs))) for task in NAMES}
     found = {task: group for task, group in found.items() if group}
     rows = [row for task, group in found.items() for row in _rows(task, group)]
     looks = style.lines({name for row in rows for panel in row for name in panel.entries if SIZE in name})

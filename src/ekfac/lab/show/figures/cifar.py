@@ -47,7 +47,7 @@ def draw(task: str) -> Callable[[Request], Figure]:
     """Return what draws a network's three panels, two where no run was timed."""
 
     def figure_of(request: Request) -> Figure:
-        groups = by_method(paper.of_one_length(usual_batch_size(curves(filter(of_task(task), request.runs)))))
+        groups = by_method(usual_batch_size(curves(paper.of_one_length(filter(of_task(task), request.runs)))))
         looks = style.lines(style.ordered(groups))
         timed = has_times(curve for group in groups.values() for curve in group)
         panels = {"epoch": "training loss", "seconds": "wall-clock time"} if timed else {"epoch": "training loss"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ekfac.lab.labels import method
-from ekfac.lab.search.selection import Curve, by_method
+from ekfac.lab.search.ladder import SEARCHED
 from ekfac.lab.show.looks import ordered, split
 from ekfac.lab.training.runs import Run
 
@@ -81,16 +82,41 @@ def _shorter(runs: Sequence[Run]) -> list[str]:
     return [f"{name}{SHORTER}{longest[name]} of {most}" for name in ordered(longest) if longest[name] < most]
 
 
-def of_one_length(found: Sequence[Curve]) -> list[Curve]:
-    """Keep the settings of the length that most methods have, so that none of another length wins a selection.
+def of_one_length(runs: Iterable[Run]) -> list[Run]:
+    """Keep the runs of the length that most methods have, so that none of another length wins a selection.
 
-    Of lengths that as many methods have, the longest.
+    Of lengths that as many methods have, the longest. Runs of a search by successive halving have the length of its
+    finals, whenever they were ended: at the epochs that they have they are what a whole run would be. If time was over
+    before all finals were, all are cut to what most methods reached.
     """
-    lengths: Mapping[str, set[int]] = {
-        name: {curve.config.epochs or 0 for curve in group} for name, group in by_method(found).items()
-    }
+    given = list(runs)
+    lengths: dict[str, set[int]] = {}
+    for run in given:
+        lengths.setdefault(method(run.config), set()).add(_nominal(run))
     every = sorted({length for own in lengths.values() for length in own}, reverse=True)
     if not every:
         return []
     most = max(every, key=lambda length: sum(length in own for own in lengths.values()))
-    return [curve for curve in found if (curve.config.epochs or 0) == most]
+    kept = [run for run in given if _nominal(run) == most]
+    return _cut(kept) if any(SEARCHED in run.about for run in kept) else kept
+
+
+def _nominal(run: Run) -> int:
+    return int(run.about.get(SEARCHED, run.config.epochs or 0))
+
+
+def _cut(runs: Sequence[Run]) -> list[Run]:
+    """Cut runs at the longest length that more than half of the methods reached."""
+    reached: dict[str, int] = {}
+    for run in runs:
+        name = method(run.config)
+        reached[name] = max(reached.get(name, 0), run.history[-1]["epoch"] if run.history else 0)
+    length = sorted(reached.values())[(len(reached) - 1) // 2]
+    return [
+        replace(
+            run,
+            config=replace(run.config, epochs=min(length, run.config.epochs or 0)),
+            history=run.history[: length + 1],
+        )
+        for run in runs
+    ]

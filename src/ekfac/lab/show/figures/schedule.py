@@ -27,7 +27,7 @@ def draw(request: Request) -> Figure:
     tasks = [task for task in NAMES if any(map(of_task(task, scheduled=True), request.runs))] or list(NAMES)
     groups = {
         task: by_method(
-            paper.of_one_length(usual_batch_size(curves(filter(of_task(task, scheduled=True), request.runs))))
+            usual_batch_size(curves(paper.of_one_length(filter(of_task(task, scheduled=True), request.runs))))
         )
         for task in tasks
     }

@@ -21,6 +21,7 @@ from ekfac.lab.search.selection import (
 )
 from ekfac.lab.show.looks import lines, ordered
 from ekfac.lab.show.report.groups import Group, leader, name_of, shown, timed
+from ekfac.lab.training.paces import PACED
 from ekfac.lab.training.runs import Run
 
 METRICS = {
@@ -256,6 +257,11 @@ def about_times(group: Group) -> str:
     """Say which runs' seconds count."""
     runs = [run for curve in group.curves for run in curve.runs]
     count = sum(run.timed for run in runs)
+    if any(run.about.get(PACED) for run in runs):
+        return (
+            f"Seconds of {counted(count, 'run')} of {len(runs)} are steps times what a step costs with the machine to "
+            "itself, which was timed before: the runs went side by side."
+        )
     if count == 0:
         return "Times are left out: these runs shared their machine."
     if count == len(runs):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ekfac.lab.labels import shown_method
+from ekfac.lab.search.ladder import SEARCHED
 from ekfac.lab.search.selection import Curve, best_final, by_method, curves, last
 from ekfac.lab.training.runs import Run
 
@@ -58,7 +59,9 @@ def _key(curve: Curve) -> tuple[Any, ...]:
         return config.task, config.dataset, config.width, config.limit, None, f"{seconds:g} s of training each", None
     schedule = f"learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
     schedule += "learning rate along a cosine" if config.cosine else ""
-    return config.task, config.dataset, config.width, config.limit, config.epochs, schedule, None
+    # What a search by halving ended early stands with its finals.
+    epochs = curve.runs[0].about.get(SEARCHED, config.epochs)
+    return config.task, config.dataset, config.width, config.limit, epochs, schedule, None
 
 
 def _common_sizes(found: Sequence[Curve]) -> set[Any]:
@@ -84,6 +87,9 @@ def _name(key: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> str:
 
 def leader(candidates: Sequence[Curve]) -> Curve | None:
     """Return the best setting of a method: at its end, or so far where none has ended; ``None`` if all diverged."""
+    if any(SEARCHED in run.about for curve in candidates for run in curve.runs):
+        most = max(curve.length for curve in candidates)
+        candidates = [curve for curve in candidates if curve.length == most]
     usable = [curve for curve in candidates if math.isfinite(last(curve))]
     return best_final(candidates) or min(usable, key=last, default=None)
 

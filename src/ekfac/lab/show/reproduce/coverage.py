@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ekfac.lab.labels import counted
 from ekfac.lab.show.duration import duration
 from ekfac.lab.show.evidence.record import MISSING, Record, table
+from ekfac.lab.show.figures import FIGURES
 from ekfac.lab.show.reproduce.catalogue import EXPERIMENTS
 from ekfac.lab.show.reproduce.claims import Fresh
 from ekfac.lab.training.runs import Run
@@ -19,7 +20,7 @@ def coverage(record: Record) -> str:
         entry = EXPERIMENTS.get(name)
         runs = _recorded(record, name)
         status, cost = _status(record, name, runs)
-        fresh = Fresh(runs, record.measures, record.folder)
+        fresh = Fresh(record.cifar if entry.halving else runs, record.measures, record.folder)
         known = status != "small runs only"
         answers = [claim.judge(fresh).partition(" | ")[0].strip("* ") for claim in entry.claims] if known else []
         agrees = ", ".join(dict.fromkeys(answers)) or "–"
@@ -38,7 +39,7 @@ def _recorded(record: Record, name: str) -> list[Run]:
     if name.startswith("comparison-"):
         task = name.removeprefix("comparison-")
         return record.runs(f"comparison/{task}/finals", f"comparison/{task}/seeds")
-    return record.runs(f"paper/{name}")
+    return [run for run in record.cifar if FIGURES.get(name).takes(run)] if name in FIGURES else []
 
 
 def _status(record: Record, name: str, runs: Sequence[Run]) -> tuple[str, str]:

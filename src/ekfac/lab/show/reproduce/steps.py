@@ -12,6 +12,7 @@ from ekfac import sealed
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
+from ekfac.lab.search.cifar import Program
 from ekfac.lab.search.space import unique
 from ekfac.lab.show.duration import duration
 from ekfac.lab.show.evidence.record import MISSING
@@ -33,8 +34,8 @@ class Plan:
 
     Attributes:
         name: The experiment.
-        level: ``full``, ``grid``, ``known``, ``short`` (as known, with fewer epochs), ``quick``; ``computed`` where
-            nothing is trained.
+        level: ``full``, ``grid``, ``known``, ``short`` (as known, with fewer epochs), ``quick``; ``search`` for
+            successive halving, ``recorded`` for runs that were there; ``computed`` where nothing is trained.
         configs: The runs.
         seconds: About how long they take one after another, as timed here.
         why: Why this level, in words.
@@ -55,6 +56,8 @@ class Plan:
         """Say what is to be done, in a few lines."""
         if self.level == "computed":
             return f"{self.name} ({self.experiment.where}): computed on the spot, nothing is trained"
+        if self.level == "search":
+            return f"{self.name} ({self.experiment.where}), level search: {duration(self.seconds)}\n{self.why}"
         epochs = sorted({config.epochs or 0 for config in self.configs})
         spans = f"{epochs[0]} to {epochs[-1]}" if len(epochs) > 1 else f"{epochs[0]}"
         return (
@@ -117,7 +120,21 @@ def make_plan(
     if budget is None:
         words = "Each method at its known setting; --level full is the paper's whole search, --budget sets a limit."
         return _costed(name, "known", experiment.settings("known"), data_dir, say, words)
+    if experiment.halving:
+        return Plan(name, "search", (), budget, _halving(name, budget))
     return _fitted(name, experiment, budget, data_dir, say)
+
+
+def _halving(name: str, budget: float) -> str:
+    """Say what a search by successive halving does with its time."""
+    sizes = Program([name], budget).sizes
+    words = [
+        f"{task}: {size.tries} settings a method at most, finals of {size.epochs[-1]} epochs, "
+        f"{counted(size.seeds, 'seed')}"
+        for task, size in sizes.items()
+        if name in (task, "schedule", "batch-size")
+    ]
+    return "As much as the time allows, the most important first.\n" + "\n".join(words)
 
 
 def _fitted(

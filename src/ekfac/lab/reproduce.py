@@ -1,0 +1,169 @@
+"""``python -m ekfac.lab.reproduce``: the paper's runs for a given time, where only torch and numpy are installed.
+
+    python -m ekfac.lab.reproduce vgg11 resnet34 --budget 600 --workers 14 --data-dir DATA --out runs/cifar
+
+What a step costs is timed first, one kind of run after another. Then trainings go side by side, the most important
+first, until all are done or time is over. The same command again goes on. Where matplotlib is installed,
+``ekfac reproduce NAME --out DIR --judge`` draws the figure and says what came of the paper's claims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ekfac import sealed
+from ekfac.lab.boundary import exit_code, interrupted, stoppable
+from ekfac.lab.config import TrainConfig, parse_options
+from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
+from ekfac.lab.labels import counted, method
+from ekfac.lab.registry import LabError
+from ekfac.lab.search import cifar
+from ekfac.lab.search.known import KNOWN
+from ekfac.lab.search.ladder import Group, Ladder, Stage
+from ekfac.lab.search.space import unique
+from ekfac.lab.search.workers import dataset_on
+from ekfac.lab.training import paces
+from ekfac.lab.training.runs import Run, machine, versions
+
+FILE = "ladder.json"
+# At most this part of the time goes into timing steps, before anything is trained.
+PACES = 0.2
+NAMES = (*cifar.NAMES, *(name for name in KNOWN if name not in cifar.NAMES))
+
+
+def program(names: Sequence[str], seconds: float, changes: Mapping[str, Any] | None = None) -> list[Stage]:
+    """Return the stages of some experiments: CIFAR-10's with their search, all others at known settings.
+
+    Args:
+        names: Which, of :data:`NAMES`.
+        seconds: The time there is.
+        changes: Fields to change in every run, for tries.
+
+    Raises:
+        LabError: If a name is unknown.
+    """
+    for name in names:
+        if name not in NAMES:
+            raise LabError(f"unknown experiment {name!r}; known: {', '.join(NAMES)}")
+    found = cifar.Program([n for n in names if n in cifar.NAMES], seconds, changes).stages
+    known: list[Stage] = []
+    for name in names:
+        if name not in cifar.NAMES:
+            known += _at_known_settings(name, changes or {})
+    return known + found
+
+
+def _at_known_settings(name: str, changes: Mapping[str, Any]) -> list[Stage]:
+    """Return an experiment's runs in two stages, so that all of them are equally long when time ends early."""
+    configs = unique([replace(config, **changes).resolved() for config in KNOWN[name]()])
+    groups = [Group(f"{name} {method(c)} batch {c.batch_size}", c, seeds=(c.seed,)) for c in configs]
+    halves = [Stage("best", group, max(1, (group.base.epochs or 1) // 2)) for group in groups]
+    return halves + [Stage("best", group, group.base.epochs or 1) for group in groups]
+
+
+def reproduce(
+    names: Sequence[str],
+    out: str | Path,
+    seconds: float,
+    *,
+    workers: int = 1,
+    data_dir: str | Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Run], list[str]]:
+    """Run as much of some experiments as the time allows; the same call again goes on.
+
+    Args:
+        names: Which, of :data:`NAMES`.
+        out: Folder of the runs and of their paces.
+        seconds: The time there is, all of it.
+        workers: Trainings side by side.
+        data_dir: Folder of the data files.
+        changes: Fields to change in every run, for tries.
+        say: Is told how it goes.
+
+    Returns:
+        The runs, with the seconds that a machine to themselves gives them, and what is left to do.
+    """
+    end, folder = time.time() + seconds, Path(out)
+    ladder = Ladder(program(names, seconds, changes), folder / "runs", cifar.LANES)
+    one_of_each = {paces.label(group.cautious): group.cautious for group in ladder.groups}
+    of_data: dict[str | None, TrainConfig] = {config.dataset: config for config in one_of_each.values()}
+
+    def load(name: str) -> Any:
+        return dataset_on(of_data[name], data_dir)
+
+    paces.measure_all(one_of_each.values(), folder, load=load, say=say, until=end - (1 - PACES) * seconds)
+    ladder.run(end - time.time(), workers, data_dir, say)
+    runs, left = ladder.settle(), ladder.remaining()
+    # What there was no time for at first: better late than without its seconds.
+    paces.measure_all((run.config for run in runs), folder, load=load, say=say, until=end)
+    paces.apply_all(runs)
+    about = {"names": list(names), "seconds": seconds, "workers": workers, "machine": machine(), "versions": versions()}
+    sealed.write(folder / FILE, sealed.dumps({**about, "left": left, "failed": ladder.failed}, indent=1))
+    return runs, left
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LabError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parse = _Parser(prog="python -m ekfac.lab.reproduce", description=__doc__, allow_abbrev=False)
+    parse.add_argument("names", nargs="+", metavar="NAME", help=f"of: {', '.join(NAMES)}")
+    parse.add_argument("--out", required=True, help="folder of the runs and their paces")
+    parse.add_argument("--budget", type=float, default=600, help="seconds for all of it")
+    parse.add_argument("--workers", type=int, default=1, help="trainings side by side")
+    parse.add_argument("--data-dir", help="folder of the data files")
+    parse.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="for tries: width=4 limit=2000")
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run experiments from a command line; return 0, 2 for bad usage, 130 on Ctrl-C, 143 on TERM, 129 on HUP."""
+    start = time.time()
+    try:
+        values = parser().parse_args(arguments)
+        if values.workers < 1:
+            raise LabError(f"workers must be at least 1, not {values.workers}")
+        with stoppable():
+            runs, left = reproduce(
+                values.names,
+                values.out,
+                values.budget,
+                workers=values.workers,
+                data_dir=values.data_dir,
+                changes=parse_options(values.set),
+                say=_say,
+            )
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        stop.args = ("the same command goes on",)
+        print(interrupted(stop), file=sys.stderr)
+        return exit_code(stop)
+    _say(f"{counted(len(runs), 'run')} in {time.time() - start:.0f} s; {counted(len(left), 'stage')} left")
+    _list(left)
+    return 0
+
+
+def _list(lines: Iterable[str]) -> None:
+    for line in lines:
+        _say(f"  {line}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

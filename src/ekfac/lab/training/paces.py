@@ -1,0 +1,171 @@
+"""What a step costs on a machine alone, so that runs made side by side can be shown over time.
+
+A step takes as long at one learning rate and damping as at another. So a few steps of each kind of run are timed one
+kind after another, with nothing beside them, and written to ``paces.json`` in the folder above the runs. Whoever reads
+the runs counts their steps at that pace: their own seconds, in which they shared the machine, stay in their files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ekfac import sealed
+from ekfac.lab.config import TrainConfig
+from ekfac.lab.data.datasets import Dataset, Split, load_dataset
+from ekfac.lab.labels import option
+from ekfac.lab.registry import LabError
+from ekfac.lab.training.runs import Run, machine, versions
+from ekfac.lab.training.trainer import Trainer, given
+
+FILE = "paces.json"
+# What is said about a run whose seconds are counted so.
+PACED = "paced"
+# Steps are timed in segments; a basis is renewed at the start of every other one, and the first two are left out.
+STEPS, SEGMENTS = 8, 6
+_FIELDS = ("task", "optimizer", "batch_norm", "dataset", "width", "batch_size", "damping_mode", "sua", "dtype")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step, and of a renewal, of which there is one in so many steps."""
+
+    step: float
+    renewal: float = 0.0
+    every: int | None = None
+
+    def seconds(self, steps: int) -> float:
+        """Return what so many steps take; the first renews."""
+        renewals = 0 if self.every is None or steps == 0 else (steps - 1) // self.every + 1
+        return steps * self.step + renewals * self.renewal
+
+
+def kind(config: TrainConfig) -> dict[str, Any]:
+    """Return what the price of a step depends on."""
+    every = option(config, "refresh_every")
+    return {**{name: getattr(config, name) for name in _FIELDS}, "refresh_every": every}
+
+
+def label(config: TrainConfig) -> str:
+    """Return the same as one line, to look it up by."""
+    return json.dumps(kind(config), sort_keys=True)
+
+
+def measure(config: TrainConfig, data: Dataset) -> Pace:
+    """Time some steps of a setting, which must have the machine to itself."""
+    every = option(config, "refresh_every")
+    size = given(config.batch_size)
+    few = min(STEPS, len(data.train.x) // size)
+    if few < 1:
+        raise LabError(f"batch_size {size} is more than the {len(data.train.x)} training examples of {data.name}")
+    renewed = isinstance(every, int)
+    own = replace(config, limit=None, epochs=SEGMENTS, refresh_every=2 * few if renewed else config.refresh_every)
+    splits = {"train": Split(*(part[: few * size] for part in data.train))}
+    trainer = Trainer(own, replace(data, splits=splits))
+    try:
+        times = []
+        for _ in range(SEGMENTS):
+            before = trainer.seconds
+            trainer.train_epoch()
+            times.append(trainer.seconds - before)
+    finally:
+        trainer.close()
+    if not renewed:
+        return Pace(statistics.fmean(times[2:]) / few)
+    usual, renewing = statistics.median(times[3::2]), statistics.median(times[2::2])
+    return Pace(usual / few, max(0.0, renewing - usual), every)
+
+
+def measure_all(
+    configs: Iterable[TrainConfig],
+    folder: str | Path,
+    data_dir: str | Path | None = None,
+    load: Callable[[str], Dataset] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    until: float = math.inf,
+) -> dict[str, Pace]:
+    """Time every kind of run that ``folder`` has no pace of yet, one after another, and return all of them.
+
+    Args:
+        configs: The runs, resolved.
+        folder: The folder above the runs.
+        data_dir: Folder of the data files.
+        load: Loads a dataset by name; by default from ``data_dir``.
+        say: Is told how it goes.
+        until: No kind is begun later than this.
+    """
+    wanted = {label(config): config for config in configs}
+    found = read(folder)
+    for name, config in wanted.items():
+        if name in found or time.time() > until:
+            continue
+        dataset = given(config.dataset)
+        what = f"{config.task}, {config.optimizer}{' + BN' if config.batch_norm else ''}, batch {config.batch_size}"
+        data = load(dataset) if load else load_dataset(dataset, data_dir)
+        try:
+            found[name] = pace = measure(config, data)
+        except (RuntimeError, LabError) as error:  # for lack of memory, say; its runs have no seconds then
+            say(f"alone: {what}: {error}".splitlines()[0])
+            continue
+        renewals = f", a renewal {1e3 * pace.renewal:.3g} ms" if pace.every else ""
+        say(f"alone: {what}: {1e3 * pace.step:.3g} ms a step{renewals}")
+        write(folder, found)
+    return found
+
+
+def write(folder: str | Path, paces: dict[str, Pace]) -> None:
+    """Write paces down, with the machine that they are of."""
+    rows = [{"kind": json.loads(name), **asdict(pace)} for name, pace in sorted(paces.items())]
+    alone = {**machine(), "processes": 1}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    content = {"machine": alone, "versions": versions(), "paces": rows}
+    sealed.write(Path(folder) / FILE, sealed.dumps(content, indent=1))
+
+
+def read(folder: str | Path) -> dict[str, Pace]:
+    """Return a folder's paces; none if it has no file of them.
+
+    Raises:
+        LabError: If the file is broken.
+    """
+    file = Path(folder) / FILE
+    if not file.exists():
+        return {}
+    try:
+        content, _ = sealed.loads(file.read_bytes())
+        return {
+            json.dumps(row["kind"], sort_keys=True): Pace(
+                float(row["step"]), float(row["renewal"]), None if row["every"] is None else int(row["every"])
+            )
+            for row in content["paces"]
+        }
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise LabError(f"{file} cannot be read: {error}") from error
+
+
+def apply(run: Run, paces: dict[str, Pace]) -> None:
+    """Count a run's steps at the pace of its kind, if that is known; then its seconds count."""
+    pace = paces.get(label(run.config))
+    if pace is None:
+        return
+    run.history = [{**record, "seconds": pace.seconds(record["step"])} for record in run.history]
+    run.about = {**run.about, PACED: True}
+    run.timed = True
+
+
+def apply_all(runs: Sequence[Run]) -> None:
+    """Do so for all runs whose folder, or the one above it, has paces."""
+    known: dict[Path, dict[str, Pace]] = {}
+    for run in runs:
+        if run.path is None:
+            continue
+        for place in list(run.path.resolve().parents)[:2]:
+            if place not in known:
+                known[place] = read(place)
+            apply(run, known[place])
