@@ -155,7 +155,7 @@ class Engine:
     def precondition_stack(self, stack: Stack, inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Do Algorithm 1 for one block, or for several of one shape."""
         block, state = stack.first, stack.state
-        method = self.executor.method(self.method_of(block))
+        method = self.executor.method(self.method if block.covered else self.elementwise)
 
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
