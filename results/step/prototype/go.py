@@ -19,7 +19,7 @@ def build(model, m):
     if n == "ekfac":
         sys.path.insert(0, "src"); import ekfac; return ekfac.EKFAC(model, **m)
     raise ValueError(n)
-def run(task, opt, sched="cosine", warm=100, seed=0, tk=None, evals=6, avg=None, label="", out=None):
+def run(task, opt, sched="cosine", warm=100, seed=0, tk=None, evals=6, avg=None, label="", out=None, ema=None, gpa=None):
     torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cudnn.allow_tf32 = True
     T = tasks.TASKS[task](seed=seed, **(tk or {})); o = build(T.model, opt); base = [g["lr"] for g in o.param_groups]
     hist, t0, losses = [], time.time(), []
@@ -43,12 +43,50 @@ def run(task, opt, sched="cosine", warm=100, seed=0, tk=None, evals=6, avg=None,
                 torch._foreach_add_(Z, torch._foreach_sub([p.detach() for p in ps], Y))
                 torch._foreach_lerp_(X, Z, c)
                 for p, x, z in zip(ps, X, Z): p.copy_(z.lerp(x, avg["b"]))
+        elif gpa:
+            ps = list(T.model.parameters())
+            with torch.no_grad():
+                if i == 0: Zt = [p.detach().clone() for p in ps]
+                Y = [p.detach().clone() for p in ps]
+                for p, z in zip(ps, Zt): p.copy_(z)
+            o.step()
+            with torch.no_grad(): torch._foreach_copy_(Zt, [p.detach() for p in ps])
         else: o.step()
+        if ema:
+            with torch.no_grad():
+                ps = list(T.model.parameters())
+                bs = [b for b in T.model.buffers() if b.is_floating_point()]
+                if i == 0: E = {k: [p.detach().clone() for p in ps] for k in ema}; EB = {k: [b.clone() for b in bs] for k in ema}
+                for k in ema:
+                    torch._foreach_lerp_(E[k], Zt if gpa else [p.detach() for p in ps], (k + 1) / (i + k + 1))
+                    if bs: torch._foreach_lerp_(EB[k], bs, (k + 1) / (i + k + 1))
+                if gpa:
+                    for p, x, z in zip(ps, E[ema[0]], Zt): p.copy_(z.lerp(x, gpa))
         if i % 50 == 49:
             l = loss.item(); losses.append(round(l, 4))
             if not math.isfinite(l): break
         if (i + 1) % max(1, T.steps // evals) == 0: hist.append({"step": i+1, "sec": round(time.time()-t0, 1), **{k: round(v, 4) for k, v in T.evaluate().items()}})
-    r = dict(task=task, opt=opt, sched=sched, seed=seed, tk=tk, avg=avg, hist=hist, losses=losses, sec=time.time()-t0, steps=i+1, mem=torch.cuda.max_memory_allocated()/2**20 if torch.cuda.is_available() else 0, label=label, log=getattr(o, "log", {}))
+    av = {}
+    if ema:
+        ps = list(T.model.parameters()); keep = [p.detach().clone() for p in ps]; bk = [b.clone() for b in T.model.buffers()]
+        bns = [m for m in T.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        for k in ema:
+            with torch.no_grad(): torch._foreach_copy_(ps, E[k])
+            av[f"ema{k}"] = {a: round(b, 4) for a, b in T.evaluate().items()}
+            if bns:
+                with torch.no_grad():
+                    for b, c in zip([b for b in T.model.buffers() if b.is_floating_point()], EB[k]): b.copy_(c)
+                av[f"ema{k}avgbn"] = {a: round(b, 4) for a, b in T.evaluate().items()}
+                for m in bns: m.reset_running_stats(); m.momentum = None
+                T.model.train()
+                with torch.no_grad():
+                    for j, ix in enumerate(T.batches()):
+                        if j >= 20: break
+                        T.loss(ix)
+                av[f"ema{k}bn"] = {a: round(b, 4) for a, b in T.evaluate().items()}
+                with torch.no_grad():
+                    for b, c in zip(T.model.buffers(), bk): b.copy_(c)
+    r = dict(ema=av, task=task, opt=opt, sched=sched, seed=seed, tk=tk, avg=avg, hist=hist, losses=losses, sec=time.time()-t0, steps=i+1, mem=torch.cuda.max_memory_allocated()/2**20 if torch.cuda.is_available() else 0, label=label, log=getattr(o, "log", {}))
     return r
 if __name__ == "__main__":
     jobs = json.load(open(sys.argv[1])); out = sys.argv[2]; k, n = int(sys.argv[3]), int(sys.argv[4]); limit = float(sys.argv[5]); t0 = time.time()
@@ -62,4 +100,4 @@ if __name__ == "__main__":
             import traceback; r = dict(task=jobs[j]["task"], opt=jobs[j]["opt"], error=traceback.format_exc()[-1500:])
         r["job"] = j
         with open(f"{out}/r{k}.jsonl", "a") as f: f.write(json.dumps(r) + "\n")
-        h = r.get("hist") or [{}]; print(k, r["task"], json.dumps(r["opt"]), r.get("sched"), json.dumps(h[-1]), round(r.get("sec", 0), 1), "s", r.get("error", "")[-300:], flush=True)
+        h = r.get("hist") or [{}]; print(k, r["task"], json.dumps(r["opt"]), r.get("sched"), json.dumps(h[-1]), json.dumps(r.get("ema")), round(r.get("sec", 0), 1), "s", r.get("error", "")[-300:], flush=True)

@@ -28,8 +28,8 @@ class Side:  # one side of one shape group: factors [L,D,D], basis [L,D,D]
 
 class Proto(torch.optim.Optimizer):
     def __init__(self, model, lr=3e-3, betas=(0.95, 0.95), wd=0.0, refresh=10, early=10, stat_every=None, rows=4096, fdecay=0.95, kind="kfac",
-                 max_dim=4096, carry=True, norm="clip", eps=1e-8, start="zero", warm=True, b2_1d=None, rms=1.0, clip_1d=True, anchor=False, sdec=None, belief=None):
-        self.o = dict(refresh=refresh, early=early, stat_every=stat_every, rows=rows, fdecay=fdecay, kind=kind, max_dim=max_dim, carry=carry, norm=norm, eps=eps, start=start, b2_1d=b2_1d, rms=rms, anchor=anchor, belief=belief)
+                 max_dim=4096, carry=True, norm="clip", eps=1e-8, start="zero", warm=True, b2_1d=None, rms=1.0, clip_1d=True, anchor=False, sdec=None, belief=None, nesterov=False, cautious=False, cwd=False, plain_wide=False, lrw=1.0):
+        self.o = dict(refresh=refresh, early=early, stat_every=stat_every, rows=rows, fdecay=fdecay, kind=kind, max_dim=max_dim, carry=carry, norm=norm, eps=eps, start=start, b2_1d=b2_1d, rms=rms, anchor=anchor, belief=belief, nesterov=nesterov, cautious=cautious, cwd=cwd, lrw=lrw)
         params = [p for p in model.parameters() if p.requires_grad]
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=wd))
         self.t = 0; self.model = model; self.log = {}
@@ -37,6 +37,7 @@ class Proto(torch.optim.Optimizer):
         for name, m in model.named_modules():
             if isinstance(m, (nn.Linear, nn.Conv2d)) and m.weight.requires_grad and m.weight not in seen:
                 if isinstance(m, nn.Conv2d) and m.groups > 1: continue
+                if plain_wide and m.weight.shape[0] > max_dim: continue
                 seen.add(m.weight); self.layers.append(self.make(name, m))
         if kind != "identity":
             for l in self.layers: l["m"].register_forward_hook(self.hook(l))
@@ -155,7 +156,10 @@ class Proto(torch.optim.Optimizer):
                 old = s["m"] / max(1 - b1 ** t, 1e-12) if t else g
                 s["m"].lerp_(g, 1 - b1); mh = s["m"] / (1 - b1 ** (t + 1))
                 s["s"].lerp_((g - old).square() * ((1 + b1) / 2) + kap * mh.square(), 1 - b2)
+            if o["nesterov"]: mh = (b1 * s["m"] + (1 - b1) * g) / (1 - b1 ** (t + 2))
             d = mh / ((s["s"] / (1 - b2 ** (t + 1))).sqrt() + o["eps"])
+            if o["cautious"]:
+                mk = (d * g > 0).to(d); d = d * mk / mk.mean((1, 2), keepdim=True).clamp_min(0.1)
             r = d.square().mean((1, 2), keepdim=True).sqrt()
             if o["norm"] == "clip": d = d / (r / o["rms"]).clamp_min(1.0)
             elif o["norm"] == "fix": d = d * (o["rms"] / r.clamp_min(1e-12))
@@ -163,7 +167,10 @@ class Proto(torch.optim.Optimizer):
             P = self.rot(d, None if UA is None else UA.mT, None if UB is None else UB.mT, O, taps)
             if taps > 1: P = P.view(L, O, taps, I).transpose(2, 3).reshape(L, O, I * taps)
             for l, p in zip(ls, P):
-                w = l["ps"][0]; w.mul_(1 - lr * wd)
+                w = l["ps"][0]
+                if o["cwd"]:
+                    pw = (p[:, :-1] if bias else p).reshape(w.shape); w.sub_(w * (w * pw > 0) * (lr * wd))
+                else: w.mul_(1 - lr * wd)
                 if bias: w.add_(p[:, :-1].reshape(w.shape), alpha=-lr); l["ps"][1].add_(p[:, -1], alpha=-lr)
                 else: w.add_(p.reshape(w.shape), alpha=-lr)
         fl = [p for p in self.flat if p.grad is not None]
@@ -174,7 +181,7 @@ class Proto(torch.optim.Optimizer):
             den = torch._foreach_sqrt(torch._foreach_div(self.fs, 1 - b2f ** (t + 1))); torch._foreach_add_(den, o["eps"])
             d = torch._foreach_div(torch._foreach_div(self.fm, 1 - b1 ** (t + 1)), den)
             torch._foreach_mul_([p for p in fl if p.dim() > 1] or [torch.zeros(1)], 1 - lr * wd)
-            torch._foreach_add_(fl, d, alpha=-lr)
+            torch._foreach_add_(fl, d, alpha=-lr * o["lrw"])
         self.t += 1
     @staticmethod
     def rot(X, RA, RB, O, taps):
