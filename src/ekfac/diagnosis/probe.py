@@ -188,7 +188,7 @@ class Probe:
 
     def course(self, steps: int, every: int) -> Course:
         """Take the probe steps, and every so many compare the loss with what the quadratic model says of it."""
-        optimizer = self.optimizer(refresh_every=every)
+        optimizer = self.optimizer(refresh_every=every, average=False)  # whose steps move what is compared
         model = optimizer.model
         first = self.judge_paused(optimizer)
         falls: list[tuple[float, float]] = []

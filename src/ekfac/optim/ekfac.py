@@ -76,8 +76,8 @@ class EKFAC(Optimizer):
         scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
             its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
             such as ``ekfac.rules.Running(decay=0.99)``.
-        refresh_every: Renew the bases every so many applied steps; sides wider than 1,024 more rarely. By default 20 on
-            a GPU, 50 on a CPU.
+        refresh_every: Renew the bases every so many applied steps, by default 20 on a GPU and 50 on a CPU; sides wider
+            than 1,024 (400 on a CPU) more rarely.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.

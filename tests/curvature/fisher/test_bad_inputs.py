@@ -61,7 +61,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "gaussian targets": ({"loss": "gaussian"}, ValueError, r"expected shape \(4, 2\)"),
     "sampled from a function": (
-        {"loss": F.cross_entropy, "estimate": "sampled"}, ValueError, "loss=cross_entropy does not say",
+        {"loss": F.cross_entropy, "estimate": "sampled"}, ValueError, "loss=cross_entropy does not define",
     ),
     "exact with class weights": (
         {"loss": nn.CrossEntropyLoss(weight=torch.ones(2)), "estimate": "exact"}, ValueError, "without class weights",

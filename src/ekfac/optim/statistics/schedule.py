@@ -30,7 +30,8 @@ BATCHES = 4
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
 #: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
-WIDE_SIDE = 1024
+WIDE_SIDES = {"cuda": 1024}
+WIDE_SIDE = 400
 #: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
 TRIES = 3
 #: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
@@ -98,7 +99,8 @@ def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
 
 def stretches(block: Block) -> tuple[int, int]:
     """Return how many times longer than usual the intervals of a block's sides A and B are."""
-    A, B = (max(1, round((width / WIDE_SIDE) ** 2)) for width in (block.shape.inputs, block.shape.out))
+    wide = WIDE_SIDES.get(block.key.device.type, WIDE_SIDE)
+    A, B = (max(1, round((width / wide) ** 2)) for width in (block.shape.inputs, block.shape.out))
     return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
 
