@@ -105,7 +105,7 @@ class Engine:
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        plain = not (inputs.solves or inputs.warm or inputs.factors)
+        plain = not (inputs.solves or inputs.warm or any(of.factors for of in inputs.sums.values()))
         if plain and self.executor.replay(self, inputs, rates, apply):
             return True
         tried = plain and not inputs.samples
@@ -115,19 +115,13 @@ class Engine:
         if inputs.touched or self.collector.fingerprints.unverified:
             self.collector.verify(inputs)
         # Factors and, where they are due, bases; then scalings and directions.
-        blocks = self.trained(inputs)
-        if inputs.sums:
-            self.collector.update_factors(inputs, inputs.factors)
+        if any(of.factors for of in inputs.sums.values()):
+            self.collector.update_factors(inputs, inputs.sums)
         if inputs.solves or inputs.warm:
-            self.compute_eigenbases(blocks, inputs, rates)
+            self.compute_eigenbases(inputs.blocks, inputs, rates)
         if tried or not self.executor.replay(self, inputs, rates, apply):
-            apply(inputs, self.precondition(blocks, inputs, rates), rates)
+            apply(inputs, self.precondition(inputs.blocks, inputs, rates), rates)
         return True
-
-    def trained(self, inputs: StepInputs) -> list[Block]:
-        """Return the blocks that this step changes."""
-        known = (block for block in self.partition.blocks if block not in inputs.unknown)
-        return [block for block in known if any(p in inputs.gradients for p in block.parameters.values())]
 
     def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
         """Do Algorithm 1's ComputeEigenBasis where due: U_A, S_A and U_B, S_B of the factors, in full or warm."""

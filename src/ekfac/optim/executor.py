@@ -50,6 +50,8 @@ class Executor:
     keeps = False
     #: Whether it is better taken in by the step than when it comes, as every call costs more than what it computes.
     waits = False
+    #: 1 on the device, or 0 if the last step changed nothing; None where that is known.
+    last_mask: Tensor | None = None
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
@@ -113,10 +115,6 @@ class Executor:
         devices = {size.device for size in sizes}
         found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
         return all(bool(torch.isfinite(s).all()) for s in found), None
-
-    def last_mask(self) -> Tensor | None:
-        """Return 1 on the device, or 0 if the last step changed nothing; None where that is known."""
-        return None
 
     def answer(self, value: Tensor) -> Answer:
         """Have the host read a tensor later."""

@@ -27,11 +27,10 @@ from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
 from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
-from ekfac.optim.step_size.averaging import WeightAverage, average_weight
+from ekfac.optim.step_size.course import RateCourse, WeightAverage
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
-from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
@@ -112,37 +111,25 @@ class Optimizer(Base, Joinable, Grouped):
         with no_autocast(device) if casts else nullcontext():
             if comparison is not None:
                 comparison.before(loss)
-            averaged, weight = self.average.begin_step(self._averaged()), 0.0
-            if averaged:
-                weight = average_weight(engine.schedule.applied_steps)
-            rates = self._rates(averaged, weight)
             try:
-                done = self._take(rates)
+                rates = self._rates()
+                averaged = rates.averaged if rates.averaged and engine.shares() else ()
+                if averaged:  # others have a part in the update, and the average takes it in when they have done it
+                    self.average.before_update(averaged)
+                done = engine.step(replace(rates, averaged=()) if averaged else rates, self._apply)
+                ok = engine.executor.last_mask if done else None
+                if averaged:
+                    self.average.after_update(averaged, rates.average_weight if done else 0.0, ok)
             except BaseException:
                 self.average.rest()
                 raise
         if done and comparison is not None:
             comparison.after()
-        if averaged:
-            self.average.end_step(weight if done else 0.0, engine.executor.last_mask() if done else None)
+        self.average.end_step(done, ok)
         if done:
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
         return loss
-
-    def _take(self, rates: Rates) -> bool | None:
-        """Take a step; where others have a part in the update, its average is taken when they have done it."""
-        engine, averaged = self.engine, rates.averaged
-        if not (averaged and engine.shares()):
-            return engine.step(rates, self._apply)
-        self.average.before_update(averaged)
-        done = None
-        try:
-            done = engine.step(replace(rates, averaged=()), self._apply)
-        finally:
-            weight, ok = (rates.average_weight, engine.executor.last_mask()) if done else (0.0, None)
-            self.average.after_update(averaged, weight, ok)
-        return done
 
     def _only_to_initialise(self) -> bool:
         """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
@@ -189,10 +176,16 @@ class Optimizer(Base, Joinable, Grouped):
             "opt.attach_scaler(scaler) before the first backward pass"
         )
 
-    def _rates(self, averaged: list[nn.Parameter], average_weight: float) -> Rates:
-        """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign."""
-        factor = self.course.factor(self.engine.schedule.applied_steps)
+    def _rates(self) -> Rates:
+        """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign.
+
+        The course of the rate and the average of the weights are both for groups whose rate nobody schedules, nor names
+        where no course is asked for; an average that is asked for is for all.
+        """
+        t, automatic, average = self.engine.schedule.applied_steps, self.course.automatic, self.average
+        factor = self.course.factor(t)
         groups, fixed, compares = [], [], self.lr_fraction.start is not None
+        averaged: list[nn.Parameter] = []
         for index, g in enumerate(self.param_groups):
             lr = g["lr"]
             tensor = isinstance(lr, Tensor)
@@ -200,8 +193,12 @@ class Optimizer(Base, Joinable, Grouped):
                 self._check_group(index)
             lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
-            if factor != 1.0 and self._on_course(g):
+            named = automatic and (g["lr_named"] or bool(g["lr"] != self.defaults["lr"]))
+            on_course = not named and "initial_lr" not in g  # where all of torch's schedulers note how a rate began
+            if factor != 1.0 and on_course:
                 lr = lr * factor
+            if average.wanted or (average.wanted is None and automatic and on_course):
+                averaged += g["params"]
             groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas"), compares))
             names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
             fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
@@ -209,25 +206,11 @@ class Optimizer(Base, Joinable, Grouped):
         if at != self._indexed:
             self._index()
             self._indexed = at
-        offsets = tuple(self.average.offsets[p].data_ptr() for p in averaged)
+        average.begin_step(() if self.engine.partition.sharded else averaged, t)
+        offsets = tuple(average.offsets[p].data_ptr() for p in average.averaged)
         everything = tuple(fixed), self.step_size, offsets
         clips = self.kl_clip.bound is not None
-        return Rates(groups, self._group_of, everything, tuple(averaged), average_weight, clips)
-
-    def _averaged(self) -> list[nn.Parameter]:
-        """Return the parameters whose average the model shows."""
-        wanted = self.average.wanted
-        if wanted is False or self.engine.partition.sharded or self.average.possible is False:
-            return []
-        if wanted is None and not self.course.automatic:
-            return []
-        return [p for group in self.param_groups if wanted or self._on_course(group) for p in group["params"]]
-
-    def _on_course(self, group: dict[str, Any]) -> bool:
-        """Tell whether the built-in course has a group's rate: nobody schedules it, nor names it and no course."""
-        named = group["lr_named"] or bool(group["lr"] != self.defaults["lr"])
-        # All of torch's schedulers note where a rate began.
-        return "initial_lr" not in group and not (self.course.automatic and named)
+        return Rates(groups, self._group_of, everything, tuple(average.averaged), average.weight, clips)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""

@@ -39,8 +39,6 @@ class Stack:
 
     def parts(self, stacked: Tensor) -> list[Tensor]:
         """Return what each block has of a stacked tensor, ``[G, ...]``, or of one with a number for each block."""
-        if len(self.blocks) == 1:
-            return [stacked]
         return list(stacked.unbind() if stacked.dim() == 1 else stacked.split(len(stacked) // len(self.blocks)))
 
     def directions(
@@ -48,9 +46,11 @@ class Stack:
     ) -> list[Direction]:
         """Return each block's part of the preconditioned gradients."""
         G = step.gradient if keeps_gradients and isinstance(step.gradient, Tensor) else None
-        of_each = [None] * len(self.blocks) if G is None else self.parts(G)
+        Ps, Gs = [P], [G]
+        if len(self.blocks) > 1:
+            Ps, Gs = self.parts(P), [None] * len(self.blocks) if G is None else list(self.parts(G))
         found = []
-        for block, p, g in zip(self.blocks, self.parts(P), of_each, strict=True):
+        for block, p, g in zip(self.blocks, Ps, Gs, strict=True):
             matrices = block.layer.unstack(p)
             steps = {q: matrices[role] for role, q in block.parameters.items() if q in gradients}
             found.append(Direction(block, steps, g, step.products))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
-from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.samples import Sample
 from ekfac.optim.statistics.sums import BlockSums
@@ -178,10 +177,11 @@ class StepInputs:
         gradients: ``.grad`` of the parameters that have one.
         calls: Calls that are taken in the step itself.
         sums: What was summed over calls.
-        n: The number of examples behind the gradient.
+        n: The number of examples behind the gradient, or behind the last statistics if it comes from elsewhere.
         n_statistics: The number of examples behind the statistics.
         rescaled: What each gradient that was touched since backward must be multiplied by to be as it was left.
         unknown: Layers of which nothing is known yet, and whose gradient is zero.
+        blocks: The blocks that the step changes; found when all gradients and sums are there.
         solves: Blocks whose bases are solved for in full before they are used.
         warm: Blocks whose bases are refreshed, warm, before they are used, and the iterations of their two sides.
         processes: How many processes train together.
@@ -212,14 +212,10 @@ class StepInputs:
     touched: list[nn.Parameter] = field(default_factory=list)
     rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     unknown: set[Block] = field(default_factory=set)
+    blocks: list[Block] = field(default_factory=list)
     ok: Tensor | None = None
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-
-    @property
-    def factors(self) -> dict[Block, FactorSums]:
-        """The sums that A and B are to take in."""
-        return {block: sums.factors for block, sums in self.sums.items() if sums.factors is not None}
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros in a step that must change nothing."""

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import ekfac
 from ekfac import StepSize
-from ekfac.optim.step_size.averaging import average_weight
 
 
 def network() -> nn.Sequential:
@@ -52,7 +51,7 @@ def test_the_model_shows_the_average_of_the_weights_that_it_would_have() -> None
     expected: dict[str, Tensor] = {}
     for t, batch in enumerate(batches(30)):
         assert train(model, opt, batch) == pytest.approx(train(twin, plain, batch), abs=1e-9)
-        c, z = average_weight(t), shown(twin)
+        c, z = 9 / (t + 9), shown(twin)
         expected = {n: z[n] if t == 0 else expected[n] + c * (z[n] - expected[n]) for n in z}
         assert close(shown(model), expected)
     assert not close(shown(model), shown(twin), 1e-4)
@@ -243,3 +242,37 @@ def test_it_can_be_asked_for_beside_a_rate() -> None:
     assert not close(shown(model), shown(twin), 1e-6)
     with pytest.raises(ValueError, match="average"):
         StepSize(average="yes")  # type: ignore[arg-type]
+
+
+def test_a_step_without_gradients_decides_and_changes_nothing() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    opt.step()
+    steps = batches(9)
+    for batch in steps[:8]:
+        train(model, opt, batch)
+    assert opt.average.offsets
+    before = shown(model)
+    model(steps[8][0])  # which puts the weights that are trained there, and moves batch-norm's statistics
+    opt.zero_grad()
+    opt.step()
+    assert close(shown(model), before, 1e-12)
+
+
+def test_a_step_that_is_refused_decides_and_changes_nothing() -> None:
+    model, twin = network(), network()
+    opt, plain = ekfac.EKFAC(model), ekfac.EKFAC(twin)
+    for t, (x, y) in enumerate(batches(6)):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if t in (0, 4):
+            given, opt.param_groups[0]["damping"] = opt.param_groups[0]["damping"], -1.0
+            with pytest.raises(ValueError, match="damping"):
+                opt.step()
+            opt.param_groups[0]["damping"] = given
+            assert not opt.average.training
+        opt.step()
+        train(twin, plain, (x, y))
+    assert opt.average.offsets and not opt.average.save({})["trains_in_eval"]  # type: ignore[index]
+    names = [name for name, _ in model.named_parameters()]
+    assert close({n: shown(model)[n] for n in names}, {n: shown(twin)[n] for n in names}, 1e-12)

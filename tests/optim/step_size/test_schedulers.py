@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 import ekfac
-from ekfac.optim.step_size.rate import usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.course import usual_rate, usual_warmup, width_of
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
 STEPS = 14

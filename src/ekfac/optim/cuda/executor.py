@@ -145,7 +145,8 @@ class CudaExecutor(Executor):
         self.mask.expect(ok)
         return True, ok
 
-    def last_mask(self) -> Tensor | None:
+    @property
+    def last_mask(self) -> Tensor | None:  # type: ignore[override]
         return self.mask.last
 
     def settle(self) -> bool:

@@ -110,8 +110,8 @@ class StepGraphs:
         inputs.bad = inputs.ok == 0
         if inputs.samples:
             sums = sums_of_samples(self._executor, engine.options, inputs.samples)
-            engine.collector.update_factors(inputs, {block: of.factors for block, of in sums.items() if of.factors})
-        apply(inputs, engine.precondition(engine.trained(inputs), inputs, rates), rates)
+            engine.collector.update_factors(inputs, sums)
+        apply(inputs, engine.precondition(engine.partition.blocks, inputs, rates), rates)  # all have gradients
 
     @torch.no_grad()
     def _record(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> RecordedStep | None:

@@ -83,7 +83,8 @@ class Replicas:
         if inputs is None:
             due, size = engine.schedule.due(), self.processes.size
             batches = size // collector.capture.mesh.size
-            inputs = StepInputs({}, collector.calls, collector.sums, 0.0, 0.0, *due, size, batches)
+            n = float(collector.apart)
+            inputs = StepInputs({}, collector.calls, collector.sums, n, 0.0, *due, size, batches)
         call = self._call(inputs, finite)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
@@ -104,8 +105,8 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        engine.collector.update_factors(inputs, inputs.factors)
-        apply(inputs, self.directions(engine.trained(inputs), inputs, rates), rates)
+        engine.collector.update_factors(inputs, inputs.sums)
+        apply(inputs, self.directions(inputs.blocks, inputs, rates), rates)
         whole_steps = engine.executor.whole_steps
         self._hand_round_results(
             {p: p if whole_steps else g for p, g in inputs.gradients.items() if p not in self.shards}
@@ -143,7 +144,7 @@ class Replicas:
             failed=self.failure is not None,
             at=(engine.schedule.applied_steps, [p.requires_grad for p in partition.offered], silent),
             finite=finite,
-            examples=engine.collector.examples() > 0,
+            examples=bool(inputs.n > 0),
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,

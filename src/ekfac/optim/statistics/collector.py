@@ -20,7 +20,6 @@ from ekfac.curvature import fingerprint, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
-from ekfac.curvature.statistics import FactorSums
 from ekfac.curvature.summary import low_coverage
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
@@ -274,7 +273,8 @@ class Collector:
         """Return what the host can know before anything is computed; None if there is no gradient."""
         if not self.active:
             ownership.refuse(self)
-        self.watch.catch_up()
+        if self.watch.hooks.away:
+            self.watch.catch_up()
         gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
         doubtful = self._partition.problem or not gradients or not self.capture.examples
         if doubtful and not self._partition.is_current():
@@ -293,7 +293,8 @@ class Collector:
         self._told_coverage = True
         self.capture.finish()
         processes, covered = self._partition.owners.size, self._partition.covered
-        n, mean = float(self.examples()), 1.0
+        self.apart = self.capture.separate_examples or self.apart
+        n, mean = float(self.capture.examples or self.apart), 1.0
         if n == 0 and processes == 1:
             raise RuntimeError(NO_EXAMPLES)
         silent = [
@@ -308,13 +309,8 @@ class Collector:
         solves, warm = self._schedule.due()
         return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean, self.samples)
 
-    def examples(self) -> int:
-        """Return the number of examples of the gradient, or of the last statistics if it comes from elsewhere."""
-        self.apart = self.capture.separate_examples or self.apart
-        return self.capture.examples or self.apart
-
     def collect(self, inputs: StepInputs) -> None:
-        """Take the statistics of calls that were kept, and sum all of them over processes.
+        """Take the statistics of calls that were kept, sum all of them over processes, and find what the step changes.
 
         A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused.
         """
@@ -327,7 +323,7 @@ class Collector:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
             speaks = self.capture.mesh.first
-            counts = [self.examples() * speaks, int(inputs.n_statistics) * speaks]
+            counts = [int(inputs.n) * speaks, int(inputs.n_statistics) * speaks]
             expected = {b: self._expected(b) for b in self._partition.covered}
             owners = self._partition.owners
             totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
@@ -347,6 +343,8 @@ class Collector:
                     f"let the loss inside opt.statistics() reach it, or exclude=['{block.name}']"
                 )
             inputs.unknown.add(block)
+        known = [block for block in self._partition.blocks if block not in inputs.unknown]
+        inputs.blocks = [b for b in known if any(p in inputs.gradients for p in b.parameters.values())]
 
     def take_calls(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept for the step."""
@@ -390,7 +388,8 @@ class Collector:
             return 1 / (n * scale * scale)
         return n / (w * w * scale * scale)
 
-    def update_factors(self, inputs: StepInputs, sums: Mapping[Block, FactorSums]) -> None:
-        """Take a step's sums into A and B."""
+    def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
+        """Take a step's sums into A and B, of those blocks that have some."""
         r, n, square = self.options.refresh, inputs.n_statistics, self.delta_square(inputs)
-        take_in(self._stacks, sums, n, square, r.factor_decay, not r.deterministic, inputs.ok)
+        factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
+        take_in(self._stacks, factors, n, square, r.factor_decay, not r.deterministic, inputs.ok)

@@ -55,7 +55,7 @@ class GradientWatch:
         #: Whether ranks hold pieces of them.
         self._sharded = False
         self._handles: list[RemovableHandle] = []
-        self._hooks = Mutable(self._handles)
+        self.hooks = Mutable(self._handles)
         #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
         self.lengths_wanted = False
         self._lengths: dict[nn.Parameter, Tensor] = {}
@@ -64,7 +64,7 @@ class GradientWatch:
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch these parameters."""
-        self._hooks.restore()
+        self.hooks.restore()
         remove_hooks(self._handles)
         self._parameters = list(parameters)
         self._sharded = any_sharded(self._parameters)
@@ -78,7 +78,7 @@ class GradientWatch:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._hooks.restore()
+        self.hooks.restore()
         remove_hooks(self._handles)
         self.forget()
 
@@ -87,21 +87,21 @@ class GradientWatch:
         if come:
             self.backward_runs()
         elif not self._sharded and self._processes.size == 1:
-            self._hooks.mute(True)
+            self.hooks.mute(True)
 
     def catch_up(self) -> None:
         """Note a backward pass that has come by no output while the hooks were away, by what it has left."""
-        if not self._hooks.away:
+        if not self.hooks.away:
             return
-        self._hooks.restore()
+        self.hooks.restore()
         there = [p for p in self._parameters if p.grad is not None and (p not in self._left or self.touched(p))]
         if any(bool(p.grad.any()) for p in there if p.grad is not None):
             self._backward_ended()
 
     def forget(self) -> None:
         """Drop what was noted."""
-        if self._hooks.away:
-            self._hooks.restore()
+        if self.hooks.away:
+            self.hooks.restore()
         self._left = {}
         self._lengths = {}
         self._task = -1
@@ -140,7 +140,7 @@ class GradientWatch:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._task = -1
-        self._hooks.restore()
+        self.hooks.restore()
         if (capture := self.on_end()) is not None:
             capture.passed()
         self.single_pass, self.nothing_there = self.nothing_there, False

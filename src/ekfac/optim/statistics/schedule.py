@@ -57,7 +57,9 @@ class Intervals:
     every: int
     deterministic: bool
 
-    def warm_after(self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    def warm_after(
+        self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1), strayed: int = 0
+    ) -> tuple[int, int]:
         """Return how many iterations the sides A and B of blocks get when this many steps have been applied.
 
         Args:
@@ -65,7 +67,10 @@ class Intervals:
             index: The number of the part of the network that the blocks are in.
             parts: How many parts there are.
             stretches: How many times longer than usual the two intervals are.
+            strayed: How many warm refreshes in a row have strayed.
         """
+        if strayed:
+            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
         iterations = []
@@ -104,6 +109,14 @@ def stretches(block: Block) -> tuple[int, int]:
     return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
 
+class Stretches(dict[Block, tuple[int, int]]):
+    """What :func:`stretches` returns of each block, once it has been asked for."""
+
+    def __missing__(self, block: Block) -> tuple[int, int]:
+        self[block] = stretches(block)
+        return self[block]
+
+
 class Schedule:
     """Knows what the step under way does with each block.
 
@@ -120,8 +133,7 @@ class Schedule:
         self.pending: list[tuple[list[Block], Answer]] = []
         self._options = options
         self._refresh = options.refresh
-        #: How many times longer than others' the intervals of each block's sides are.
-        self._stretches: dict[Block, tuple[int, int]] = {}
+        self._stretches = Stretches()
         self._method = method
         self._partition = partition
         #: What is due at a step, and at which: asked for many times.
@@ -164,8 +176,6 @@ class Schedule:
                 if t % every == 0:
                     solves.add(block)
             elif t < START:
-                if block not in self._stretches:
-                    self._stretches[block] = stretches(block)
                 A, B = self._stretches[block]
                 iterations = int(t in early_steps(every, A)), int(t in early_steps(every, B))
                 if any(iterations):
@@ -186,7 +196,13 @@ class Schedule:
         decay = self._refresh.factor_decay
         if decay > 0 and self.intervals.takes_factors(self.applied_steps, self._refresh.factor_every):
             return True
-        return self.renews(block) or (decay == 0 and any(self.iterations_after(block)))
+        if self.renews(block):
+            return True
+        if decay > 0:
+            return False
+        strayed = self._partition.states.get(block.key, NOTHING_YET).strayed
+        at = self._partition.covered[block], self._partition.parts, self._stretches[block], strayed
+        return any(self.intervals.warm_after(self.applied_steps + 1, *at))
 
     def takes_any(self) -> bool:
         """Tell whether this step takes its batch into any A and B."""
@@ -194,16 +210,6 @@ class Schedule:
         if decay > 0 and self.intervals.takes_factors(self.applied_steps, self._refresh.factor_every):
             return True
         return any(self.due()) or (decay == 0 and any(map(self.takes_factors, self._partition.covered)))
-
-    def iterations_after(self, block: Block) -> tuple[int, int]:
-        """Return how many iterations the two sides of the block's basis get after this step."""
-        if strayed := self._partition.states.get(block.key, NOTHING_YET).strayed:
-            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
-        covered = self._partition.covered
-        if block not in self._stretches:
-            self._stretches[block] = stretches(block)
-        at = covered[block], self._partition.parts, self._stretches[block]
-        return self.intervals.warm_after(self.applied_steps + 1, *at)
 
     def poll(self, wait: bool) -> None:
         """Read how warm refreshes went.
@@ -229,16 +235,16 @@ class Schedule:
         Returns:
             The blocks to refresh after this step, warm, and the iterations of their two sides.
         """
-        found, states, derived = [], self._partition.states, self._method.derived
+        found, states, derived, t = [], self._partition.states, self._method.derived, self.applied_steps + 1
         known: dict[object, tuple[int, int]] = {}  # most blocks are alike
         for block, index in self._partition.covered.items():
             state: dict[str, Any] = getattr(states.get(block.key), "__dict__", {})
             if "near" in state:
                 state["strayed"] = 0 if state.pop("near") else state.get("strayed", 0) + 1
-            kind = index, self._stretches.get(block), state.get("strayed", 0)
+            kind = index, self._partition.parts, self._stretches[block], state.get("strayed", 0)
             if (iterations := known.get(kind)) is None:
-                iterations = known[kind] = self.iterations_after(block)
+                iterations = known[kind] = self.intervals.warm_after(t, *kind)
             if any(iterations) and (derived in state or self._ready_elsewhere(block)):
                 found.append((block, iterations))
-        self.applied_steps += 1
+        self.applied_steps = t
         return found

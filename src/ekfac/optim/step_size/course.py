@@ -1,17 +1,34 @@
-"""The average of the weights, which the model shows between steps: what a falling rate does, without a known end."""
+"""The built-in course of a training, for users who set none: how the rate rises and falls, and the average of weights.
+
+The rate warms up, then falls slowly, or along a cosine to a known end. The average of the weights, which the model
+shows between steps, does what a falling rate does, without a known end.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ekfac import checks
 from ekfac.optim.state.validation import check_count, check_tensor, refuse
 
+#: Steps of warm-up where a rate is named and an end is known.
+WARMUP = 100
+#: Fewest and most steps over which the built-in rate rises, and how many columns are worth one of them: the first bases
+#: and second moments rest on few batches, and wide ones need more.
+RISE = (10, 100, 8)
+#: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
+LARGEST_RATE = 0.02
+NARROW = 64
+#: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
+ANNEAL = 100.0
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: Running statistics of batch-norm, which belong to the weights that they were taken with.
@@ -19,9 +36,73 @@ VARIANCE = "running_var"
 STATISTICS = ("running_mean", VARIANCE)
 
 
-def average_weight(t: int) -> float:
-    """Return c, the weight of the newest weights in the average after t earlier steps."""
-    return (POWER + 1) / (t + POWER + 1)
+def width_of(weights: Iterable[Tensor]) -> float:
+    """Return how wide a network is: the geometric mean, over all its weights, of their layers' inputs (or channels)."""
+    matrices = [p for p in weights if p.is_floating_point() and p.dim() > 1 and p.numel()]
+    size = sum(p.numel() for p in matrices)
+    return math.exp(sum(p.numel() / size * math.log(p.shape[1]) for p in matrices))
+
+
+def usual_rate(width: float) -> float:
+    """Return the rate for a network: 0.02 sqrt(64 / width), at most 0.02.
+
+    A step moves every weight by about the same amount, but what that does to an output grows with how many weights the
+    output sums over.
+    """
+    return LARGEST_RATE * min(1.0, math.sqrt(NARROW / width))
+
+
+def usual_warmup(width: float) -> int:
+    """Return the steps over which the rate of a network rises."""
+    least, most, columns = RISE
+    return min(most, max(least, round(width / columns)))
+
+
+@dataclass(frozen=True)
+class RateCourse:
+    """What lr is multiplied by over the steps t.
+
+    Attributes:
+        warmup: Steps of linear warm-up.
+        anneal: Without ``total_steps``, fall as 1 / sqrt(1 + t / anneal); None for no fall.
+        total_steps: Fall to zero over so many steps along a cosine.
+        automatic: Nobody has asked for it: a rate that somebody names has no course.
+    """
+
+    warmup: int = 0
+    anneal: float | None = None
+    total_steps: int | None = None
+    automatic: bool = False
+
+    def __post_init__(self) -> None:
+        checks.integer("warmup", self.warmup, least=0)
+        if self.anneal is not None:
+            checks.number("anneal", self.anneal, above=0)
+        if self.total_steps is not None:
+            checks.integer("total_steps", self.total_steps, least=1)
+
+    def factor(self, t: int) -> float:
+        """Return the factor of the step after t applied ones."""
+        warmup = self.warmup if self.total_steps is None else min(self.warmup, max(1, self.total_steps // 10))
+        rise = min(1.0, (t + 1) / warmup) if warmup else 1.0
+        if self.total_steps is not None:
+            return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, t / self.total_steps)))
+        return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
+
+
+def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> RateCourse:
+    """Return the built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
+
+    Args:
+        decay_steps: See :class:`~ekfac.optim.options.StepSize`.
+        total_steps: The length of the training, if it is known.
+        warmup: Steps of the built-in warm-up; None where a rate is given, or the rule has none.
+    """
+    if total_steps is not None:
+        return RateCourse(warmup or WARMUP, None, total_steps)
+    if isinstance(decay_steps, str):
+        return RateCourse() if warmup is None else RateCourse(warmup, ANNEAL, automatic=True)
+    return RateCourse(0, decay_steps)
 
 
 class WeightAverage:
@@ -51,20 +132,29 @@ class WeightAverage:
         self.training = False
         #: Whether this model can be averaged: None until its first step.
         self.possible: bool | None = None
-        self._forward_seen = False
+        #: Of the step under way: what :attr:`possible` is after it, the parameters whose average takes it in, and c.
+        self._possible_now: bool | None = None
+        self.averaged: list[nn.Parameter] = []
+        self.weight = 0.0
+        #: Whether there was a forward since the last step, and it was in training mode; None if there was none.
+        self._forward_in_training: bool | None = None
         self._trains_in_eval = False
+        #: Parameters in whose update the offsets hold d - z.
+        self._in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
         self._shown: dict[tuple[nn.Module, str], Tensor] = {}
-        self._known_norms: list[nn.Module] | None = None
+        #: The modules that keep running statistics; looked for at the first step.
+        self._norms: list[nn.Module] | None = None
 
     def before_forward(self) -> None:
         """Put z into the parameters, as the model's forward is about to be called with gradients.
 
         Not in evaluation mode, where many forget ``no_grad``, unless the model has been seen to be trained in it.
         """
-        self._forward_seen = True
         model = self._model()
-        if not self.training and model is not None and (model.training or self._trains_in_eval):
+        trains = model is not None and model.training
+        self._forward_in_training = trains or bool(self._forward_in_training)
+        if not self.training and model is not None and (trains or self._trains_in_eval):
             self._to_training()
 
     @torch.no_grad()
@@ -91,7 +181,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def rest(self) -> None:
-        """Show x."""
+        """Show x, after a step that was refused too."""
+        if self._in_update:
+            self.after_update(self._in_update)
         if self.training:
             self.training = False
             if self.offsets:
@@ -102,35 +194,38 @@ class WeightAverage:
                 )
             self._shown = {}
 
-    @torch.no_grad()
-    def begin_step(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Make sure that the parameters hold z.
+    # --- a step ---------------------------------------------------------------------------------------------------
 
-        Returns:
-            Those that are averaged, for the other methods.
+    @torch.no_grad()
+    def begin_step(self, parameters: Iterable[nn.Parameter], t: int) -> None:
+        """Make sure that the parameters hold z; nothing is decided, as the step may yet be refused.
+
+        Args:
+            parameters: Those that are to be averaged.
+            t: How many steps there were before.
         """
         wanted = dict.fromkeys(parameters)
+        self.averaged, self.weight, self._possible_now = [], 0.0, self.possible
         if not (wanted or self.offsets):
-            return []
+            return
         if self.possible is None:
-            self.possible = self._forward_seen
-        if not self.possible:
-            return []
+            self._possible_now = self._forward_in_training is not None
+        if not self._possible_now:
+            return
         if not self.training:
-            self._trains_in_eval = self._trains_in_eval or self._forward_seen
             self._to_training()
-        self._forward_seen = False
         self.offsets = {p: d for p, d in self.offsets.items() if p in wanted}  # others go on from z
-        averaged = [p for p in wanted if p.grad is not None and p.dtype in (torch.float32, torch.float64)]
-        for p in averaged:
+        self.averaged = [p for p in wanted if p.grad is not None and p.dtype in (torch.float32, torch.float64)]
+        self.weight = (POWER + 1) / (t + POWER + 1)
+        for p in self.averaged:
             if p not in self.offsets:
                 self.offsets[p] = torch.zeros_like(p)
-        return averaged
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
         """Prepare to see by how much the step moves the parameters."""
         if averaged:
+            self._in_update = averaged
             torch._foreach_sub_([self.offsets[p] for p in averaged], list[Tensor](averaged))
 
     @torch.no_grad()
@@ -140,47 +235,47 @@ class WeightAverage:
         """Take the new z into the average.
 
         Args:
-            averaged: What :meth:`begin_step` returned.
+            averaged: As in :meth:`before_update`.
             weight: c.
             ok: 0 on the device in a step that changed nothing; None where that is known.
         """
         if averaged:
+            self._in_update = ()
             offsets = [self.offsets[p] for p in averaged]
             torch._foreach_add_(offsets, list(averaged))
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
     @torch.no_grad()
-    def end_step(self, weight: float, ok: Tensor | None) -> None:
-        """Take the new running statistics into their average, and show everything; 0 for a step that was skipped."""
-        self._average_statistics(1 - weight if ok is None else 1 - weight * ok)
-        self.rest()
+    def end_step(self, done: bool | None, ok: Tensor | None) -> None:
+        """Take the new running statistics into their average, d <- (1 - c) (z - x), and show everything.
 
-    def _average_statistics(self, remaining: float | Tensor) -> None:
-        """Do the same with the running statistics: d <- (1 - c) (z - x), and x = z - d is shown."""
-        for module in self._norms():
+        Args:
+            done: Whether the step was taken: False if it was skipped, None if there was no gradient.
+            ok: 0 on the device in a step that changed nothing; None where that is known.
+        """
+        seen, self._forward_in_training = self._forward_in_training, None
+        if done is not None:
+            self.possible = self._possible_now
+        if not self.offsets:
+            return
+        self._trains_in_eval |= seen is False
+        self._norms = norms_of(self._model()) if self._norms is None else self._norms
+        for module in self._norms:
             for name in STATISTICS if module.training else ():
                 if (module, name) not in self._shown:
                     self.statistics[module, name] = torch.zeros_like(getattr(module, name))
         if self._shown:
             buffers = [getattr(module, name) for module, name in self._shown]
             offsets = torch._foreach_sub(buffers, list(self._shown.values()))
-            torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
+            weight = self.weight if done else 0.0
+            remaining = 1 - weight if ok is None else (1 - weight * ok).to(offsets[0])
+            torch._foreach_mul_(offsets, remaining)
             torch._foreach_sub_(buffers, offsets)
             self.statistics.update(zip(self._shown, offsets, strict=True))
             self._shown = {}
-
-    def _norms(self) -> list[nn.Module]:
-        """Return the modules that keep running statistics."""
-        if self._known_norms is None:
-            model = self._model()
-            modules = [] if model is None else list(model.modules())
-            self._known_norms = [m for m in modules if isinstance(m, _NormBase) and isinstance(m.running_mean, Tensor)]
-        return self._known_norms
-
-    def model_changed(self) -> None:
-        """Look for running statistics anew."""
-        self._known_norms = None
+        torch._foreach_sub_(list(self.offsets), list(self.offsets.values()))
+        self.training = False
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -239,6 +334,12 @@ class WeightAverage:
             self._trains_in_eval, self.training = flags["trains_in_eval"], flags["training"]
 
         return take
+
+
+def norms_of(model: nn.Module | None) -> list[nn.Module]:
+    """Return the modules of a model that keep running statistics."""
+    modules = [] if model is None else list(model.modules())
+    return [m for m in modules if isinstance(m, _NormBase) and isinstance(m.running_mean, Tensor)]
 
 
 def _check(where: str, offset: Any, like: Tensor) -> None:
