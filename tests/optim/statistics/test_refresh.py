@@ -212,3 +212,20 @@ def test_a_turn_of_a_step_that_changes_nothing_does_not_count(ok: float) -> None
     engine.schedule.poll(wait=False)
     assert engine.schedule.warm_refreshes - turned == ok
     assert torch.equal(opt.state[engine.partition.blocks[0].key]["U_A"], U) == (ok == 0)
+
+
+def test_a_wide_layer_keeps_its_interval_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "WIDE_SIDE", 8)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 16), nn.Linear(16, 2, bias=False))
+    opt = ekfac.EKFAC(model, refresh_every=50)
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.randn(8, 4)).square().sum(1).mean().backward()
+        opt.step()
+    opt.engine.schedule.applied_steps = 2 * START + 49
+    state = opt.state_dict()
+    again = ekfac.EKFAC(model, refresh_every=50)
+    again.load_state_dict(state)
+    due = {block.name: iterations for block, iterations in again.engine.schedule.advance()}
+    assert due == {"0": (1, 1), "1": (1, 0), "2": (0, 1)}  # every 200th step for what is twice as wide
