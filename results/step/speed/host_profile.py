@@ -36,7 +36,7 @@ def kind_of(opt):
     if not hasattr(opt, "engine"):
         return "plain"
     s, covered = opt.engine.schedule, opt.engine.partition.covered
-    refresh = any(any(s.iterations_after(b)) for b in covered) or any(s.renews(b) for b in covered)
+    refresh = any(s.renews(b) for b in covered)  # those between two steps count as the step before
     takes = any(s.takes_factors(b) for b in covered)
     return ("stats" if takes else "plain") + ("+refresh" if refresh else "")
 

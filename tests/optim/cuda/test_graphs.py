@@ -17,7 +17,7 @@ import ekfac
 from ekfac.optim.cuda.replay import recording
 from ekfac.optim.cuda.streams import SideStream
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs. .*recorded")]
 
 RULES = ("anchored", "running", "per_example", "kronecker", "adam", "rmsprop", "adagrad")
 
