@@ -30,6 +30,7 @@ class Method(Protocol[S]):
         masks_refreshes: Whether a warm refresh changes nothing where ``ok`` is 0.
         stacks: Whether it can take several blocks of one shape at once.
         bounds_gradients: Whether it bears a gradient that is not finite, where ``ok`` is 0.
+        reads_eigenvalues: Whether eigenvalues of the factors, or their inverses, have a part in a step.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Method(Protocol[S]):
     masks_refreshes: bool
     stacks: bool
     bounds_gradients: bool
+    reads_eigenvalues: bool
 
     @property
     def state_class(self) -> type[BlockState]:

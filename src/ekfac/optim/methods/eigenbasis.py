@@ -41,6 +41,7 @@ class EigenMethod:
         self.compares_gradients = rule.compares_gradients
         self.stacks = rule.stacks
         self.bounds_gradients = rule.bounds_gradients
+        self.reads_eigenvalues = rule.reads_eigenvalues
 
     def numbers(self, block: Block) -> int:
         """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""

@@ -45,6 +45,7 @@ class InverseMethod:
     damping_is_free = False
     masks_refreshes = False
     bounds_gradients = False
+    reads_eigenvalues = True
     stacks = False
 
     def __init__(self, pi_correction: bool, exact: bool = False) -> None:
