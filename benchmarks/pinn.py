@@ -4,6 +4,8 @@
 5-64-64-48-48-1 with tanh, in float64, as in "Kronecker-factored approximate curvature for physics-informed neural
 networks" (Dangel, Mueller, Zeinhofer, 2024). Adam, SOAP and EKFAC draw new points at every step, and their rate falls
 along a cosine over the time; L-BFGS and the dense energy natural gradient, which search along a line, keep theirs.
+"own course" has no rate set: EKFAC then lets it fall by itself, and shows the average of its weights. Methods take
+turns, so that a machine that others use is the same for all.
 
     python benchmarks/pinn.py --seconds 60 --seeds 3
 """
@@ -12,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,11 +151,34 @@ def ekfac_default(net: nn.Module, lr: float) -> torch.optim.Optimizer:
     return ekfac.EKFAC(net, lr=lr, weight_decay=0.0)
 
 
+def ekfac_not_cautious(net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return ekfac.EKFAC(net, lr=lr, weight_decay=0.0, scaling=ekfac.rules.Belief(cautious=False))
+
+
+def ekfac_own_course(**options: Any) -> Callable[[nn.Module], Step]:
+    """EKFAC without a rate."""
+
+    def build(net: nn.Module) -> Step:
+        opt = ekfac.EKFAC(net, **options)
+
+        def step(fraction: float) -> None:
+            opt.zero_grad()
+            loss(net, Points.draw(*DRAWN)).backward()
+            opt.step()
+
+        return step
+
+    return build
+
+
 RATES = (3e-3, 1e-2, 3e-2)
 METHODS: dict[str, list[tuple[str, Callable[[nn.Module], Step]]]] = {
     "Adam": [(f"{lr:g}", drawing(adam, lr)) for lr in RATES],
     "SOAP": [(f"{lr:g}", drawing(soap, lr)) for lr in RATES],
     "EKFAC": [(f"{lr:g}", drawing(ekfac_default, lr)) for lr in RATES],
+    "EKFAC, not cautious": [(f"{lr:g}", drawing(ekfac_not_cautious, lr)) for lr in RATES],
+    "EKFAC, no decay": [("own course", ekfac_own_course(weight_decay=0.0))],
+    "EKFAC, nothing set": [("own course", ekfac_own_course())],
     "L-BFGS": [("-", lbfgs)],
     "energy natural gradient": [("-", energy_natural_gradient)],
 }
@@ -180,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is shared")
+    parser.add_argument("--log", type=Path, help="a file to which every run adds a line")
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -187,12 +216,20 @@ def main() -> None:
     warnings.simplefilter("ignore")
     clock = time.perf_counter if args.clock == "wall" else (lambda: time.process_time() / args.threads)
     print(f"{args.seconds:g} s ({args.clock}), {args.threads} threads, {args.seeds} seeds\n")
+    runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name]]
+    found: dict[tuple[str, str], list[tuple[float, int]]] = {(name, lr): [] for name, lr, _ in runs}
+    for seed in range(args.seeds):
+        for name, lr, build in runs:
+            found[name, lr].append(solve(build, args.seconds, seed, clock))
+            if args.log:
+                with args.log.open("a") as file:
+                    error, steps = found[name, lr][-1]
+                    row = {"optimizer": name, "lr": lr, "seed": seed, "seconds": args.seconds, "error": error}
+                    file.write(json.dumps({**row, "steps": steps}) + "\n")
     print("| optimizer | lr | steps | relative L2 error, median |\n| --- | ---: | ---: | ---: |")
-    for name in args.only:
-        for lr, build in METHODS[name]:
-            found = [solve(build, args.seconds, seed, clock) for seed in range(args.seeds)]
-            errors, steps = (statistics.median(values) for values in zip(*found, strict=True))
-            print(f"| {name} | {lr} | {steps:.0f} | {errors:.2e} |", flush=True)
+    for (name, lr), ends in found.items():
+        errors, counts = (statistics.median(values) for values in zip(*ends, strict=True))
+        print(f"| {name} | {lr} | {counts:.0f} | {errors:.2e} |", flush=True)
 
 
 if __name__ == "__main__":

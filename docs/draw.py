@@ -1,6 +1,6 @@
 """Draw the pages' pictures from the record, in a light form and a dark one: ``python docs/draw.py [NAME ...]``.
 
-Each has one message, in its title, and at most five curves, labelled at their ends. ``make gallery`` draws those of the
+Each has one message, in its title, and at most six curves, labelled at their ends. ``make gallery`` draws those of the
 examples; ``ekfac figure`` draws the paper's figures as the paper has them.
 """
 
@@ -15,12 +15,16 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from ekfac.lab.search.selection import Curve
+from ekfac.lab.search.selection import Curve, best_validation, per_epoch
+from ekfac.lab.show.evidence.network_tables import runs_for
+from ekfac.lab.show.evidence.networks import groups
 from ekfac.lab.show.evidence.pages import CIFAR
 from ekfac.lab.show.evidence.record import LOSS, Record, chosen
-from ekfac.lab.show.figures import FIGURES, make
+from ekfac.lab.show.figures import make
+from ekfac.lab.show.figures.curves import budgets, trained
 from ekfac.lab.show.figures.sensitivity import NEAR, grids
 from ekfac.lab.show.picture import COLOURS, label_ends, save
 
@@ -201,6 +205,57 @@ def spectra(figure: Figure) -> None:
     label_ends(axes)
 
 
+CUT = "one seed each; dots: the last epoch there is to compare, as runs were cut by time"
+NETWORKS = {
+    "vgg11": (
+        "VGG11: EKFAC and EKFAC-ra train below KFAC; Adam with batch-norm ends lowest",
+        ("SGD", "SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"),
+        (1e-4, 1e-3, 1e-2, 0.1, 1),
+    ),
+    "resnet34": (
+        "ResNet34: EKFAC-ra and KFAC pass SGD and Adam; KFAC ends lowest, EKFAC-ra validates best",
+        ("SGD + BN", "Adam + BN", "KFAC", "EKFAC-ra"),
+        (1e-3, 1e-2, 0.1, 1),
+    ),
+}
+
+
+def network(figure: Figure, task: str) -> None:
+    """Three panels as the paper has them: loss by epoch, by time, accuracy; each selected for what it shows."""
+    title, names, ticks = NETWORKS[task]
+    own = groups(record().cifar, task)
+    by_epoch, by_time, accuracy = figure.subplots(1, 3)
+    longest = max(float(per_epoch(own[name]).x[-1]) for name in names)
+    for name in names:
+        look = {"color": "C9" if name == "SGD + BN" else colour(name), "linewidth": 1.8}
+        for axes, select in ((by_epoch, per_epoch), (by_time, budgets)):
+            found = trained(select(own[name]))
+            short = select is per_epoch and found.x[-1] < longest / 2
+            label = shown(name) + (f", {found.x[-1]:.0f} epochs" if short else "")
+            axes.plot(found.x, found.value, label=label, **look)
+            axes.plot(found.x[-1:], found.value[-1:], ".", markersize=9, color=look["color"])
+        best = best_validation(own[name])
+        assert best is not None
+        for measure, style in (("train_accuracy", "-"), ("validation_accuracy", (0, (4, 1.5)))):
+            accuracy.plot(best.mean("epoch"), best.mean(measure), color=look["color"], linestyle=style, linewidth=1.6)
+    for axes, heading, x in (
+        (by_epoch, "(a) training loss, best setting for each epoch", "epoch"),
+        (by_time, "(b) the same for each time (in doubt, see text)", "seconds, of steps timed alone"),
+        (accuracy, "(c) accuracy: whole lines training,\ndashes validation, best setting on it", "epoch"),
+    ):
+        axes.set_title(heading, loc="center", fontsize=9.5)
+        axes.set_xlabel(x)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    for axes in (by_epoch, by_time):
+        log_axis(axes, ticks)
+        axes.set_ylim(axes.get_ylim()[0], 2)
+    accuracy.grid(axis="y", alpha=0.2)
+    accuracy.set_ylim(0.4, 1.02)
+    accuracy.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    label_ends(by_epoch, margin=True)
+    figure.suptitle(f"{title}\n({CUT})", x=0.01, ha="left", fontsize=11.5)
+
+
 def darken(file: Path) -> None:
     """Write the dark form of a picture by turning its lightness around; hues stay."""
     pixels = numpy.asarray(Image.open(file).convert("RGB")).astype(float)
@@ -241,6 +296,7 @@ PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
     ),
     "spectra": (spectra, (7, 3.4)),
 }
+PICTURES |= {name: (partial(network, task=name), (11, 3.7)) for name in NETWORKS if groups(record().cifar, name)}
 # Drawn as the lab draws them.
 LAB = ("rescaling", "correlation", "convolution")
 
@@ -255,8 +311,8 @@ def main(names: Sequence[str]) -> None:
         measures = record().measures.file
         for made in make(wanted, IMAGES, dataset="mnist", measures=measures, formats=("png",)):
             darken(made.files[0])
-    for name in CIFAR:
-        runs = [run for run in record().cifar if FIGURES.get(name).takes(run)]
+    for name in (name for name in CIFAR if name not in NETWORKS):
+        runs = runs_for(record(), name)
         if runs and (not names or name in names):
             (made,) = make([name], IMAGES, runs=runs, formats=("png",))
             darken(made.files[0])

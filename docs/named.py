@@ -51,6 +51,21 @@ def decayed(strength: float) -> float:
 
 
 @cache
+def scale(model: str, widest: int, ranks: int, what: str) -> float:
+    """Return what a rank keeps or sends, in GB, or computes, in ms a step, by ``benchmarks/cost_at_scale.py``."""
+    where = f"[model={model},max_factor_dim={widest},ranks={ranks}]"
+    row = pick(load(RESULTS / "bench/cost_at_scale.json")["rows"], where)
+    return float(
+        {
+            "state": row["state"] / 1e9,
+            "fsdp": row["fsdp_sent"] / 1e9,
+            "ours": (row["sent"] + row["statistics_sent"]) / 1e9,
+            "projections": row["projection_seconds"] * 1e3,
+            "refreshes": row["refresh_seconds_a_step"] * 1e3,
+        }[what]
+    )
+
+
 def mnist() -> dict[str, float]:
     """Return the auto-encoder's losses above their floor: ``mnist.BATCH.METHOD.mean``, ``.full``, ``.validation``."""
     measures = {"mean": LOSS, "full": "train_loss", "validation": "validation_loss"}
@@ -88,6 +103,12 @@ NAMED |= {
         lowest=True,
     )
     for task in ("classifier", "vgg11", "resnet34", "charlm")
+}
+NAMED |= {
+    f"scale.{model}.{widest}.{ranks}.{what}": partial(scale, model, widest, ranks, what)
+    for model, widest in (("7B", 4096), ("70B", 4096), ("70B", 8192))
+    for ranks in (8, 64, 1024)
+    for what in ("state", "fsdp", "ours", "projections", "refreshes")
 }
 NAMED |= {
     f"earlier.autoencoder.{size}": partial(

@@ -1,4 +1,13 @@
-"""What every test shares: a fixed seed, one hypothesis profile, and GPU tests that skip, with the reason."""
+"""What every test shares: a fixed seed, one hypothesis profile, and tests that skip, with the reason.
+
+With torch, numpy, pytest and hypothesis alone, as on a machine that is lent for its GPU, files that need more are left
+out: ``python -m pytest -m gpu tests`` runs there.
+"""
+
+import gc
+import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +26,33 @@ settings.register_profile(
 settings.register_profile("thorough", parent=settings.get_profile("fixed"), derandomize=False, max_examples=200)
 settings.load_profile("fixed")
 
+# What the extra "lab" brings, and what imports it.
+EXTRAS = ("matplotlib", "optuna", "rich", "typer", "yaml", "PIL")
+NEEDS = re.compile(
+    rf"^(from|import) ({'|'.join(EXTRAS)}|fuzz|cite|ekfac\.cli|ekfac\.lab\.show|ekfac\.lab\.search\.(sweep|study)"
+    r"|lab\.show|ekfac\.lab\.suite\.(page|pictures))\b",
+    re.MULTILINE,
+)
+
+
+def _there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+MISSING = [name for name in EXTRAS if not _there(name)]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"without {', '.join(MISSING)}: files that need ekfac[lab] are not collected"] if MISSING else []
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    python = collection_path.is_file() and collection_path.suffix == ".py"
+    return True if MISSING and python and NEEDS.search(collection_path.read_text()) else None
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
@@ -30,3 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected out of every garbage collection: it takes a third of a second each."""
+    gc.collect()
+    gc.freeze()

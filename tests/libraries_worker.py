@@ -43,9 +43,11 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer(model: nn.Module) -> ekfac.EKFAC:
+    """What shows the average of the weights, but does not divide rounding errors by themselves, as the default does."""
     return ekfac.EKFAC(
-        model, scaling="running", damping_mode="plain", damping=1e-2, lr=0.02, weight_decay=0.0, refresh_every=4
-    )
+        model, scaling="running", damping_mode="plain", damping=1e-2, lr=0.02, weight_decay=0.0, refresh_every=4,
+        step_size=ekfac.StepSize(average=True),
+    )  # fmt: skip
 
 
 def train(model: nn.Module, opt: Any, rank: int = 0, world: int = 1) -> list[float]:
@@ -64,6 +66,7 @@ def train(model: nn.Module, opt: Any, rank: int = 0, world: int = 1) -> list[flo
 def result(model: nn.Module, opt: Any, losses: list[float]) -> dict[str, Any]:
     opt = getattr(opt, "optimizer", opt)
     sharded = all(hasattr(p, "device_mesh") for p in opt.param_groups[0]["params"])
+    assert opt.average.offsets
     return {"losses": losses, "model": whole(model), "covered": len(opt.engine.partition.covered),
             "steps": opt.stats()["steps"], "sharded": sharded}  # fmt: skip
 
@@ -93,19 +96,29 @@ def tied(rank: int, world: int) -> dict[str, Any]:
 
 def accelerate(rank: int, world: int) -> dict[str, Any]:
     """The optimizer is made before Accelerate shards the model."""
+    accelerator, _ = accelerated()
+    model = llama()
+    model, opt = accelerator.prepare(model, optimizer(model))
+    return result(model, opt, steps(accelerator, model, opt, range(STEPS), rank, world))
+
+
+def accelerated(state_dict_type: str | None = None) -> tuple[Any, Any]:
+    """An accelerator and its FSDP2 plugin."""
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
+        cpu_ram_efficient_loading=False, state_dict_type=state_dict_type,
     )  # fmt: skip
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     # Accelerate looks at the plugin on accelerators only; what follows it does in the same way on a CPU.
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
-    model = llama()
-    model, opt = accelerator.prepare(model, optimizer(model))
+    return accelerator, plugin
+
+
+def steps(accelerator: Any, model: Any, opt: Any, numbers: range, rank: int, world: int) -> list[float]:
     losses = []
-    for step in range(STEPS):
+    for step in numbers:
         x = tokens(step, rank, world)
         opt.zero_grad()
         loss = model(input_ids=x, labels=x).loss
@@ -113,6 +126,27 @@ def accelerate(rank: int, world: int) -> dict[str, Any]:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         losses.append(loss.item())
+    return losses
+
+
+def accelerate_resumed(rank: int, world: int) -> dict[str, Any]:
+    """Half of the training is saved by Accelerate, and a new model and optimizer go on from there."""
+    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+
+    accelerator, plugin = accelerated("SHARDED_STATE_DICT")
+    folder = sys.argv[2]
+    model = llama()
+    model, opt = accelerator.prepare(model, optimizer(model))
+    steps(accelerator, model, opt, range(STEPS // 2), rank, world)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, opt, model, folder)
+    accelerator, plugin = accelerated("SHARDED_STATE_DICT")
+    model = llama()
+    model, opt = accelerator.prepare(model, optimizer(model))
+    nn.init.zeros_(next(model.parameters()))
+    load_fsdp_model(plugin, accelerator, model, folder)
+    load_fsdp_optimizer(plugin, accelerator, opt, model, folder)
+    losses = steps(accelerator, model, opt, range(STEPS // 2, STEPS), rank, world)
     return result(model, opt, losses)
 
 
@@ -161,11 +195,10 @@ if __name__ == "__main__":
     name, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if name not in ("accelerate", "lightning"):
+    if name not in ("accelerate", "accelerate_resumed", "lightning"):
         dist.init_process_group("gloo")
-    found = {"fully_sharded": fully_sharded, "tied": tied, "accelerate": accelerate, "lightning": lightning}[name](
-        rank, world
-    )
+    trainings = (fully_sharded, tied, accelerate, accelerate_resumed, lightning)
+    found = {training.__name__: training for training in trainings}[name](rank, world)
     torch.save(found, folder / f"{name}-{rank}.pt")
     dist.barrier()
     sys.stdout.flush()

@@ -608,13 +608,14 @@ class OracleEKFAC:
     nesterov: bool = False
     weight_decay: float = 0.0
     decay_vectors: bool = True
+    cautious_decay: bool = False
     decoupled_weight_decay: bool = True
     maximize: bool = False
     kl_clip: float | None = None
     pi_correction: bool = True
     max_factor_dim: int | None = None
     betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.999)
-    floor: float = 0.05
+    floor: float = 0.005
     spike: float = 10.0
     alpha: float = 0.99
     eps: float = 1e-8
@@ -723,12 +724,13 @@ class OracleEKFAC:
         with torch.no_grad():
             for name, p in directions.items():
                 lr, mu = self.option(name, "lr"), self.option(name, "momentum")
-                shrinks = self.decay_vectors or parameters[name].dim() > 1
-                if shrinks and self.option(name, "decoupled_weight_decay"):
-                    parameters[name].mul_(1 - lr * self.option(name, "weight_decay"))
                 if mu:
                     self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
                     p = p + mu * self.velocity[name] if self.option(name, "nesterov") else self.velocity[name]
+                shrinks = self.decay_vectors or parameters[name].dim() > 1
+                if shrinks and self.option(name, "decoupled_weight_decay"):
+                    part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.cautious_decay else 1.0
+                    parameters[name].mul_(1 - lr * self.option(name, "weight_decay") * part)
                 parameters[name].sub_(lr * p)
         self.steps += 1
         return {name: p.detach().clone() for name, p in parameters.items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import started
 
 TESTS = Path(__file__).parent
 
@@ -20,16 +21,8 @@ Ends = dict[str, list[Any]]
 
 def run_ranks(file: str, world: int, scenarios: tuple[str, ...], folder: Path) -> Ends:
     """What every rank ended with, by scenario: one start of the ranks serves them all."""
-    path = os.pathsep.join([str(TESTS), *sys.path])
-    done = subprocess.run(
-        [sys.executable, __file__, file, str(world), str(folder), ",".join(scenarios)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout
+    done = started.run([__file__, file, world, folder, ",".join(scenarios)], timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
     ends = [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
     return {name: [end.get(name, {"traceback": "not reached"}) for end in ends] for name in scenarios}
 

@@ -32,7 +32,7 @@ from replicas_worker import METHODS, Result, batch, error_of, network, scenario
 from replicas_worker import main as main
 
 #: Methods that are tried on two dimensions of ranks too: they differ in what they exchange.
-HYBRID = ("default", "per_example")
+HYBRID = ("nothing set", "default", "running", "per_example", "kfac")
 
 
 def lay_out(model: nn.Sequential, layout: str, world: int, **options: Any) -> None:
@@ -72,6 +72,7 @@ def eventful(method: str, layout: str = "fsdp", rank: int = 0, world: int = 1, a
     of changing and uneven size."""
     sharded = world > 1 or always
     model, opt = make(method, layout, sharded, world)
+    shown = []
     for step in range(14):
         total = 36 if step in (7, 8) else 24
         x, y = batch(step, total)
@@ -91,22 +92,31 @@ def eventful(method: str, layout: str = "fsdp", rank: int = 0, world: int = 1, a
         if step in (2, 3, 8, 12):
             nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         opt.step()
-        if step == 7:  # evaluation leaves the root gathered
+        if step in (5, 7, 12):  # evaluation leaves the root gathered
             with torch.no_grad():
-                model(x)
-    found = {"model": whole(model), "skipped": opt.stats()["skipped_steps"], "bytes": base.own_bytes(opt)}
+                shown.append(model(batch(99)[0]))
+    found = {
+        "model": whole(model),
+        "shown": {str(step): y for step, y in enumerate(shown)},
+        "skipped": opt.stats()["skipped_steps"],
+        "bytes": base.own_bytes(opt),
+    }
     opt.close()
     return found
 
 
 @scenario
 def fsdp(rank: int, world: int) -> Result:
-    return {method: eventful(method, "fsdp", rank, world) for method in base.TRAJECTORIES}
+    """On four ranks some have nothing of small layers."""
+    return {method: eventful(method, "fsdp", rank, world) for method in (base.TRAJECTORIES if world == 2 else base.FEW)}
 
 
 @scenario
 def fsdp_in_other_ways(rank: int, world: int) -> Result:
-    return {layout: eventful("default", layout, rank, world) for layout in ("fsdp, root alone", "fsdp, after")}
+    return {
+        layout: {method: eventful(method, layout, rank, world) for method in ("nothing set", "default")}
+        for layout in ("fsdp, root alone", "fsdp, after")
+    }
 
 
 @scenario
@@ -204,7 +214,7 @@ def spread(method: str, layout: str = "", world: int = 1) -> Result:
 #: What is compared with one process under tensor parallel: layout, method, number of ranks.
 SPREAD = [
     *((layout, "default", 2) for layout in ("by rows", "by columns", "sequence parallel")),
-    *(("by rows", method, 2) for method in ("running", "per_example", "kfac")),
+    *(("by rows", method, 2) for method in ("nothing set", "running", "per_example", "kfac")),
     *(("loss parallel", method, 2) for method in ("running", "per_example")),
     *(("fsdp and tensor parallel", method, 4) for method in HYBRID),
 ]

@@ -34,7 +34,7 @@ CHAINS = {
     "fsdp, whole, alone, hsdp": ("fsdp", "whole", "alone", "hsdp"),
     "whole, fsdp, alone, whole": ("whole", "fsdp", "alone", "whole"),
 }
-SAVED = ("default, bounded", "per_example, warm", "kfac")
+SAVED = ("nothing set", "default, bounded", "per_example, warm", "kfac")
 
 
 def shared() -> Path:
@@ -107,49 +107,86 @@ def last_stretch(rank: int, world: int) -> Result:
 # --- torch.distributed.checkpoint ---------------------------------------------------------------------------------
 
 
-@scenario
-def dcp_saves(rank: int, world: int) -> Result:
-    """Saved under every layout, at once and in the background."""
-    for layout in ("whole", "fsdp"):
-        model, opt = make(layout, "default", world)
-        train(model, opt, layout, range(6), rank, world)
-        saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, opt)}
-        dcp.save(saved, checkpoint_id=shared() / f"dcp-{layout}-{world}")
+#: How torch lays a state dict out for a checkpoint. One that is full and flat torch itself does not load.
+WAYS = {
+    "sharded": StateDictOptions(),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True),
+}
+
+
+def state_of(model: nn.Module, opt: Any, way: str) -> dict[str, Any]:
+    options = WAYS[way]
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=options.full_state_dict))
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, opt, options=options)}
+
+
+def dcp_save(layout: str, way: str, rank: int = 0, world: int = 1, folder: Path | None = None) -> None:
+    """Save at once and in the background, and go on."""
+    folder = shared() if folder is None else folder
+    where = folder / f"dcp-{layout}-{way}-{world}"
+    model, opt = make(layout, "nothing set", world)
+    train(model, opt, layout, range(6), rank, world)
+    saved = state_of(model, opt, way)
+    dcp.save(saved, checkpoint_id=where, no_dist=world == 1)
+    if way == "sharded" and world > 1:
         beside = dist.new_group(backend="gloo")  # a thread of its own must not share the training's
-        where = shared() / f"dcp-{layout}-{world}-async"
-        future: Any = dcp.async_save(saved, checkpoint_id=where, process_group=beside)
+        future: Any = dcp.async_save(saved, checkpoint_id=f"{where}-async", process_group=beside)
         train(model, opt, layout, range(6, 8), rank, world)  # meanwhile
         future.result()
-        if rank == 0:
-            torch.save(whole(model), shared() / f"dcp-{layout}-{world}.pt")
-        else:
-            whole(model)
-        opt.close()
+    opt.close()
+
+
+@scenario
+def dcp_saves(rank: int, world: int) -> Result:
+    for layout in ("whole", "fsdp"):
+        for way in WAYS:
+            dcp_save(layout, way, rank, world)
     dist.barrier()
     return {}
 
 
-def dcp_load(where: Path, layout: str, rank: int = 0, world: int = 1) -> Result:
-    """Loads into an optimizer that has taken steps, and goes on."""
-    model, opt = make(layout, "default", world)
-    train(model, opt, layout, range(20, 26), rank, world)
-    saved: Any = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, opt)}
+def dcp_load(where: Path, layout: str, way: str, rank: int = 0, world: int = 1, fresh: bool = True) -> Result:
+    """Loads into an optimizer that is new, or has taken steps, and goes on."""
+    model, opt = make(layout, "nothing set", world)
+    if not fresh:
+        train(model, opt, layout, range(20, 26), rank, world)
+    saved = state_of(model, opt, way)
     dcp.load(saved, checkpoint_id=where, no_dist=world == 1)
-    set_model_state_dict(model, saved["model"])
-    set_optimizer_state_dict(model, opt, saved["optimizer"])
+    options = WAYS[way]
+    set_model_state_dict(model, saved["model"], options=StateDictOptions(full_state_dict=options.full_state_dict))
+    set_optimizer_state_dict(model, opt, saved["optimizer"], options=options)
+    shown = whole(model)
     train(model, opt, layout, range(6, 8), rank, world)
-    found = {"model": whole(model)}
+    found = {"shown": shown, "model": whole(model)}
     opt.close()
     return found
+
+
+#: What four ranks have saved and others load: layout, way.
+OF_FOUR = [*(("fsdp", way) for way in WAYS), ("whole", "sharded"), ("whole", "flat"), ("fsdp", "sharded-async")]
 
 
 @scenario
 def dcp_loads(rank: int, world: int) -> Result:
     folder = shared()
     return {
-        f"{name} as {layout}": dcp_load(folder / name, layout, rank, world)
-        for name in ("dcp-whole-4", "dcp-fsdp-4", "dcp-fsdp-4-async")
+        f"{saved}, {way} as {layout}": dcp_load(
+            folder / f"dcp-{saved}-{way.replace('-async', '')}-4{'-async' * way.endswith('async')}",
+            layout, way.replace("-async", ""), rank, world, fresh=layout == "fsdp",
+        )
+        for saved, way in OF_FOUR
         for layout in ("whole", "fsdp")
+    }  # fmt: skip
+
+
+@scenario
+def dcp_loads_of_one(rank: int, world: int) -> Result:
+    """What one process has saved, on four."""
+    return {
+        f"{way} as {layout}": dcp_load(shared() / f"dcp-alone-{way}-1", layout, way, rank, world)
+        for way in ("sharded", "flat")
+        for layout in ("whole", "fsdp", "hsdp")
     }
 
 
@@ -157,11 +194,10 @@ def dcp_loads(rank: int, world: int) -> Result:
 def dcp_full(rank: int, world: int) -> Result:
     """The whole state on rank 0 alone, and from there to all."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, opt = make("fsdp", "default", world)
+    model, opt = make("fsdp", "nothing set", world)
     train(model, opt, "fsdp", range(6), rank, world)
     weights, state = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, opt, options=options)
-    other, new = make("fsdp", "default", world)
-    train(other, new, "fsdp", range(20, 26), rank, world)
+    other, new = make("fsdp", "nothing set", world)
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, dict(weights), options=from_first)
     set_optimizer_state_dict(other, new, state, options=from_first)
@@ -209,7 +245,7 @@ def elastic(folder: Path, steps: int) -> None:
     layout, at = "fsdp", folder / "state.pt"
     start = torch.load(at, weights_only=True) if at.exists() else None
     dist.barrier()
-    model, opt = make(layout, "default, bounded", world, start)
+    model, opt = make(layout, "nothing set", world, start)
     for step in range(start["step"] if start else 0, steps):
         die_at_times(folder, rank, step)
         train(model, opt, layout, range(step, step + 1), rank, world)
@@ -219,6 +255,8 @@ def elastic(folder: Path, steps: int) -> None:
             os.replace(folder / "new.pt", at)
         dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort a process that leaves in the usual way
 
 
 def die_at_times(folder: Path, rank: int, step: int) -> None:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def test_every_optimizer_has_a_row_or_a_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "heavyball", None)
     words = ["bench_step.py", "--device", "cpu", "--threads", "1", "--tasks", "classifier:8", "--steps", "10"]
-    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", [*words, "--warm-up", "2", "--out", str(tmp_path)])
     bench_step.main()
     rows = {row["optimizer"]: row for row in json.loads((tmp_path / "step-cpu.json").read_text())["rows"]}
     assert list(rows) == list(contenders.ENTRIES)

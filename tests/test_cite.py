@@ -1,5 +1,6 @@
 """Numbers live once: what a page says of a measurement is what the record says."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -97,3 +98,13 @@ def test_every_name_has_a_number():
     from named import NAMED
 
     assert [name for name in NAMED if not cite.value(name) > 0] == []
+
+
+@recorded
+def test_the_table_of_networks_is_that_of_the_record():
+    """What tests/integrations/page.py makes of results/integrations.jsonl is what docs/works.md shows."""
+    spec = importlib.util.spec_from_file_location("page", cite.ROOT / "tests" / "integrations" / "page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    shown = (cite.ROOT / "docs" / "works.md").read_text().split(page.BEGIN)[1].split(page.END)[0]
+    assert shown == page.table((cite.RESULTS / "integrations.jsonl").read_text()), "make test-integrations"

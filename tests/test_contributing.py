@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import started
 from ekfac.optim.engine import Engine
 from ekfac.optim.methods.eigenbasis import EigenMethod
 
@@ -104,5 +103,5 @@ def test_an_extension_runs(name: str, tmp_path: Path) -> None:
     """In a process of its own, as it registers names."""
     (tmp_path / "mine.py").write_text(CODE[name] + "\n" + CHECKS[name])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = started.run(["mine.py"], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import started
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import evidence
@@ -18,7 +19,7 @@ import evidence
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
 from ekfac.lab.training.runs import load_run
-from processes import alive, children, hear_ctrl_c, wait_until
+from processes import alive, children, wait_until
 
 TINY = {"width": 8, "limit": 100, "epochs": 1, "dataset": "mnist-5k", "batch_size": 50, "device": "cpu"}
 
@@ -80,13 +81,7 @@ def test_workers_end_with_their_parent(how, tmp_path):
     results, changes = tmp_path / "results", [f"{name}={value}" for name, value in {**TINY, "epochs": 10**6}.items()]
     words = [evidence.__file__, "mnist-search", "--only", "sgd", "--workers", "2", "--results", str(results)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *words, "--set", *changes],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_ctrl_c,
-    )
+    process = started.start([*words, "--set", *changes], env=environment)
     try:
         wait_until(lambda: len(list(results.rglob("metrics.jsonl"))) == 2 or process.poll() is not None)
         workers = children(process.pid)

@@ -18,7 +18,16 @@ TRIES = {
     "runs": 15,
     "studies": 6,
     "constructors": 10,
-    "spikes": 8,
+    "spikes": 4,
+    "batches": 4,
+    "solvers": 10,
+    "states": 12,
+    "settings": 5,
+    "plans": 15,
+    "suites": 4,
+    "databases": 3,
+    "beside": 5,
+    "pickles": 7,
 }
 
 

@@ -134,3 +134,28 @@ def test_the_lab_can_search_in_postgresql_as_its_page_says():
     extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
     lab = extras.split("lab = [")[1].split("\n]")[0]
     assert '"psycopg[binary]' in lab and '"sqlalchemy' in lab
+
+
+BLOCKER = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Without(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("matplotlib", "mlxtend", "optuna", "rich", "typer", "yaml"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Without())
+"""
+
+
+def test_tests_for_a_gpu_are_collected_where_the_lab_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "without.py").write_text(BLOCKER)
+    places = [str(ROOT / "tests" / place) for place in ("lab", "cli")]
+    words = ["-m", "pytest", "-p", "without", "-p", "no:cacheprovider", "-m", "gpu", "--collect-only", "-q", *places]
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    answer = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stdout
+    assert "test_full_width_overfits_on_a_gpu[vgg11]" in answer.stdout and "error" not in answer.stdout

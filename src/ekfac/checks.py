@@ -125,6 +125,14 @@ THE_MODEL = (
 )
 
 
+def outside_inference_mode(who: str) -> None:
+    """Refuse to make tensors that could not be changed later."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{who} inside torch.inference_mode(), whose tensors cannot be changed outside it. Allowed: torch.no_grad()"
+        )
+
+
 def constructs(who: str, args: tuple[Any, ...], given: Iterable[str]) -> None:
     """Require a model as the only argument without a name."""
     if not args and "model" not in given:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ekfac
+import started
 from ekfac.cli import main as cli
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import portable
@@ -102,6 +103,23 @@ def test_a_run_is_repeated_from_its_folder(recorded: Path, capsys: pytest.Captur
     assert run("rerun", recorded / "a", "--out", recorded / "a", "--plugin", PLUGIN) == 2
 
 
+def test_a_repeated_run_is_compared_above_the_floor() -> None:
+    floor = {"floor": {"train": 40.0}}
+    before, after = (Run(TrainConfig("autoencoder"), [{"train_loss": loss}], about=floor) for loss in (50.0, 55.0))
+    assert repeated(before, before) == "the same as recorded after epoch 0: training loss 10"
+    assert repeated(before, after) == "after epoch 0: training loss 15; recorded: training loss 10 (0.5 apart)"
+
+
+def test_a_warning_is_one_line_without_a_place(tmp_path: Path) -> None:
+    plugin = tmp_path / "warns.py"
+    plugin.write_text("import warnings\nwarnings.warn('take care', stacklevel=1)\n")
+    words = [sys.executable, "-m", "ekfac", "summary", "classifier", "--plugin", str(plugin)]
+    answer = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": SOURCES}, capture_output=True, text=True, check=True
+    )
+    assert answer.stderr == "warning: take care\n"
+
+
 def test_the_recorded_command_repeats_the_run_on_another_machine(
     tmp_path: Path,
 ) -> None:
@@ -112,8 +130,8 @@ def test_the_recorded_command_repeats_the_run_on_another_machine(
         shutil.copy(PLUGIN, machine / "plugins" / "tiny_plugin.py")
 
     def command_of(machine: Path, *words: object) -> None:
-        command = [sys.executable, "-m", "ekfac", *map(str, words)]
-        subprocess.run(command, cwd=machine, env={**os.environ, "PYTHONPATH": SOURCES}, check=True)
+        done = started.run(["-m", "ekfac", *words], cwd=machine, env={**os.environ, "PYTHONPATH": SOURCES})
+        assert done.returncode == 0, done.stderr
 
     words = ["--device", "cpu", "--epochs", "1", "--optimizer", "sgd", "--lr", "0.1", "--data-dir", here]
     command_of(here, "train", "tiny", "--plugin", here / "plugins" / "tiny_plugin.py", *words, "--out", here / "run")

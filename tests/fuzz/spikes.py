@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,10 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return x, (x @ TRUTH).argmax(1)
 
 
-def losses(
-    network: str, optimizer: str, size: float, at: int, place: tuple[int, int], steps: int
-) -> tuple[list[float], list[bool]]:
+Change = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def losses(network: str, optimizer: str, change: Change, steps: int) -> tuple[list[float], list[bool]]:
     """The loss on other data after every step, and whether all weights and all of the state are finite."""
     torch.manual_seed(0)
     model = NETWORKS[network]()
@@ -61,9 +63,7 @@ def losses(
     opt = make(model, **options)
     found, finite = [], []
     for t in range(steps):
-        x, y = batch(t)
-        if t == at:
-            x[place] = size
+        x, y = change(t, *batch(t))
         opt.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         opt.step()
@@ -75,11 +75,22 @@ def losses(
     return found, finite
 
 
+def spiked(size: float, at: int, place: tuple[int, int]) -> Change:
+    """One number of that size, at one step."""
+
+    def change(t: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if t == at:
+            x[place] = size
+        return x, y
+
+    return change
+
+
 def spike(chance: random.Random, folder: Path) -> str:
     network, optimizer = chance.choice(sorted(NETWORKS)), chance.choice(sorted(OPTIMIZERS))
     size = chance.choice((1.0, -1.0)) * 10 ** chance.uniform(3, 38.5)
     at, place = chance.choice((0, BEFORE, BEFORE)), (chance.randrange(32), chance.randrange(6))
-    found, finite = losses(network, optimizer, size, at, place, at + AFTER)
+    found, finite = losses(network, optimizer, spiked(size, at, place), at + AFTER)
     what = f"{optimizer}, {network}"
     if not all(finite):
         raise Broken(f"{what}, {size:.0e} at step {at}: something is not finite")
@@ -90,4 +101,36 @@ def spike(chance: random.Random, folder: Path) -> str:
     return optimizer
 
 
-FUZZERS = (Fuzzer("spikes", "after one number that is far too large, training goes on", 576, spike),)
+ODD: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "zeros": lambda x, y: (x * 0, y),
+    "all alike": lambda x, y: (x[:1].expand_as(x).clone(), y),
+    "denormal": lambda x, y: (x * 1e-40, y),
+    "1e-30": lambda x, y: (x * 1e-30, y),
+    "one class": lambda x, y: (x, y * 0),
+    "one example": lambda x, y: (x[:1], y[:1]),
+    "none": lambda x, y: (x[:0], y[:0]),
+    "far away": lambda x, y: (x + 1e6, y),
+}
+
+
+def odd_batches(chance: random.Random, folder: Path) -> str:
+    """Whole batches without information, one or thirty of them, amid training or before it."""
+    network, optimizer = chance.choice(sorted(NETWORKS)), chance.choice(sorted(OPTIMIZERS))
+    kind, many, at = chance.choice(sorted(ODD)), chance.choice((1, 30)), chance.choice((0, BEFORE, BEFORE))
+    found, finite = losses(
+        network, optimizer, lambda t, x, y: ODD[kind](x, y) if at <= t < at + many else (x, y), at + many + AFTER
+    )
+    what = f"{optimizer}, {network}: {many} of {kind} from step {at}"
+    if not all(finite) or not all(map(math.isfinite, found)):
+        raise Broken(f"{what}: something is not finite")
+    # Thirty batches of one class teach that class; what counts is that it comes back.
+    before = found[at - 1] if at else math.log(3)
+    if not found[-1] <= 5 * before:
+        raise Broken(f"{what}: the loss went from {before:.2g} to {found[-1]:.2g}")
+    return kind
+
+
+FUZZERS = (
+    Fuzzer("spikes", "after one number that is far too large, training goes on", 576, spike),
+    Fuzzer("batches", "after batches of zeros, of one class, of one example, training goes on", 300, odd_batches),
+)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ekfac.lab.optimizers import OPTIMIZERS, build_optimizer, register_optimizer
-from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.run import TrainConfig, train
 
@@ -119,6 +119,13 @@ def test_a_users_file_adds_an_optimizer_and_a_task(tmp_path):
     assert run.status == "finished" and run.about["parameters"] == 7850
     assert run.history[-1]["validation_accuracy"] is None
     load_plugin(str(plugin))  # a second time does nothing
+
+
+def test_workers_find_a_plugin_whose_path_was_relative(tmp_path, monkeypatch):
+    (tmp_path / "relative.py").touch()
+    monkeypatch.chdir(tmp_path)
+    load_plugin("relative.py")
+    assert loaded_plugins()[-1] == str((tmp_path / "relative.py").resolve())
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ class OwnForward(nn.Linear):
         return 2 * super().forward(x)
 
 
+class OwnProduct(nn.Linear):
+    """As Falcon's: a product with its weight that is not torch's function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
 class Masked(nn.Linear):
     """What it multiplies with is not its weight."""
 
@@ -122,6 +129,7 @@ KINDS: list[tuple[nn.Module, str]] = [
     (nn.EmbeddingBag(9, 3), "kronecker 9 x 3, A diagonal"),
     (nn.Bilinear(3, 2, 2), "kronecker 7 x 2"),
     (OwnForward(3, 2), "kronecker 4 x 2"),
+    (OwnProduct(3, 2), "kronecker 4 x 2"),
     *(
         (module, "diagonal")
         for module in (

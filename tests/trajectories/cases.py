@@ -177,7 +177,9 @@ def ways() -> dict[str, Case]:
     found["kfac, rows"] = Case("wide", "KFAC", KFAC_4, loop="shrinking")
     found["default, seeded"] = Case("mlp", options=small, loop="seeded")
     # Beyond step 300 factors are taken from some batches only, layers by turns.
-    found["default, long"] = Case("mlp", options={"refresh_every": 50}, loop="cycling", steps=312, saved=304)
+    found["default, long"] = Case(
+        "mlp", options={"refresh_every": 50, "weight_decay": 0.0}, loop="cycling", steps=312, saved=304
+    )
     return found
 
 

@@ -13,5 +13,10 @@ def main() -> None:
         print(f"ekfac {ekfac.__version__}")
         return
     from ekfac.cli.main import main as run
+    from ekfac.lab.training.ranks import leave
 
-    run()
+    try:
+        run()
+    except SystemExit as stop:
+        leave(stop.code)
+    leave(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ekfac.cli import suite as commands_suite
 from ekfac.cli import sweep as commands_search
 from ekfac.cli import train as commands_train
 from ekfac.cli.train import complete
-from ekfac.lab.boundary import exit_code, interrupted, stoppable, writing
+from ekfac.lab.boundary import exit_code, interrupted, plainly, stoppable, writing
 from ekfac.lab.data import files
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.show import display
@@ -173,6 +174,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Run the command line of this process and end with its exit status."""
+    warnings.formatwarning = plainly
     sys.exit(run())
 
 

@@ -208,6 +208,7 @@ def _sweep(**values: Any) -> None:
     try:
         from ekfac.lab.search import sweep as search
         from ekfac.lab.search.ask import importance
+        from ekfac.lab.search.study import legible
     except ImportError as error:
         raise LabError(
             f"a search needs {error.name}: pip install 'ekfac[lab]'; "
@@ -239,9 +240,10 @@ def _sweep(**values: Any) -> None:
             on_start=(lambda: None) if quiet else show.start,
             on_state=(lambda found: None) if quiet else show.state,
         )
-    failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
-    mattered = {name: importance(study) for name, study in studies.items()}
-    _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed, mattered)
+    with legible(where.storage):
+        failed = {name: reason for study in studies.values() for name, reason in study.failures().items()}
+        mattered = {name: importance(study) for name, study in studies.items()}
+        _show({name: study.runs() for name, study in studies.items()}, console, quiet, failed, mattered)
     _tell_notes(studies)
     if not quiet:
         for name, reason in failed.items():
@@ -255,7 +257,7 @@ def _out(values: Mapping[str, Any]) -> str:
 
 
 def _take_in(search: Any, values: Mapping[str, Any], console: Console) -> None:
-    from ekfac.lab.search.study import study_name
+    from ekfac.lab.search.study import legible, study_name
     from ekfac.lab.training.gather import find_runs
 
     for plugin in values["plugin"]:
@@ -267,11 +269,12 @@ def _take_in(search: Any, values: Mapping[str, Any], console: Console) -> None:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(values["study"] or study_name(run.config), []).append(run)
-    studies = search.open_studies(where, list(groups))
-    count = sum(study.take_in(groups[name]) for name, study in studies.items())
-    if not values["json"]:
-        print(f"{count} of {counted(len(runs), 'run')} taken in{_others(len(runs) - count)}")
-    _show({name: study.runs() for name, study in studies.items()}, console, values["json"])
+    with legible(where.storage):
+        studies = search.open_studies(where, list(groups))
+        count = sum(study.take_in(groups[name]) for name, study in studies.items())
+        if not values["json"]:
+            print(f"{count} of {counted(len(runs), 'run')} taken in{_others(len(runs) - count)}")
+        _show({name: study.runs() for name, study in studies.items()}, console, values["json"])
     _tell_notes(studies)
 
 

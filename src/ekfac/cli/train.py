@@ -23,6 +23,7 @@ from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.train import floors, gather
 from ekfac.lab.training.loggers import with_loggers
+from ekfac.lab.training.ranks import is_first
 from ekfac.lab.training.run import Progress, launch
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, write_tags
@@ -80,12 +81,14 @@ def _train(**values: Any) -> None:
     for seed in seeds or [None]:
         out = values["out"] if seed is None or values["out"] is None else str(Path(values["out"]) / f"seed-{seed}")
         run = _one({**values, "out": out, "seed": values["seed"] if seed is None else seed})
-        if tags != Tags() and run.path is not None:
+        if tags != Tags() and run.path is not None and is_first():
             write_tags(run.path, tags)
         runs.append(run)
         if run.status == "interrupted":
             break
-    if values["json"]:
+    if not is_first():  # of those that torchrun has started
+        pass
+    elif values["json"]:
         display.show_json([run.to_dict() for run in runs] if seeds else runs[0].to_dict())
     elif len(runs) > 1:
         print(over_seeds(runs))
@@ -130,5 +133,6 @@ def register(app: typer.Typer) -> None:
         "`ekfac train autoencoder --optimizer adam --batch-norm --lr 3e-3 --seeds 0,1,2 --out runs/adam`\n\n"
         "`ekfac train vgg11 --width 8 --limit 2000 --optimizer ekfac --set kl_clip=0.1`\n\n"
         "`ekfac train --config settings.yaml --lr 0.01`\n\n"
+        "`torchrun --nproc-per-node 2 -m ekfac train autoencoder --out runs/two`\n\n"
         "`ekfac train --resume --out runs/ra`",
     )(_train)

@@ -62,10 +62,10 @@ FOREIGN_KINDS: dict[str, type[Layer]] = {
     "Experts": ExpertsLayer,
     "Linear": ForeignLinearLayer,
 }
-#: Subclasses that have a forward of their own, by the kind whose product it uses.
-OWN_FORWARD: dict[type[nn.Module], type[Layer]] = {
-    nn.Linear: OwnForwardLinearLayer,
-    nn.Embedding: OwnForwardEmbeddingLayer,
+#: Subclasses that have a forward of their own, by the kind whose product it uses, or whose like (Falcon's) it computes.
+OWN_FORWARD: dict[type[nn.Module], tuple[type[Layer], ...]] = {
+    nn.Linear: (OwnForwardLinearLayer, ForeignLinearLayer),
+    nn.Embedding: (OwnForwardEmbeddingLayer,),
 }
 
 #: Sides that are wider are kept diagonal by default: a basis for 50,000 classes would take 10 GB.
@@ -121,6 +121,12 @@ class Block:
         """Whether a layer's calls feed the block, or it is the plain diagonal method."""
         return bool(self.uses)
 
+    @functools.cached_property
+    def multiplications(self) -> int:
+        """How many a product of the gradient with a square matrix on its longer side takes; none without such."""
+        s = self.shape
+        return s.numel * max(s.out, s.inputs) if self.covered else 0
+
     @property
     def form(self) -> Hashable:
         """What blocks must have in common to be handled as one."""
@@ -165,7 +171,7 @@ def layer_class(module: nn.Module) -> type[Layer] | None:
         if isinstance(module, kind) and type(module).forward is kind.forward and cls.supports(module):
             return cls
     if isinstance(module, tuple(KINDS)):
-        own = (cls for kind, cls in OWN_FORWARD.items() if isinstance(module, kind))
+        own = (cls for kind, classes in OWN_FORWARD.items() if isinstance(module, kind) for cls in classes)
         return next((cls for cls in own if type(module) not in KINDS and cls.supports(module)), None)
     name = type(module).__name__
     return next((cls for part, cls in FOREIGN_KINDS.items() if part in name and cls.supports(module)), None)

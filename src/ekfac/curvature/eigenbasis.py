@@ -6,12 +6,16 @@ A side that is kept diagonal has no matrix: its U is ``None`` and stands for the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ekfac.curvature.layers.shapes import BlockShape
+
+#: Multiplies ``[G, M, K]`` by ``[G, K, N]``.
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,16 +27,18 @@ class Basis:
     U_B: Tensor | None
     S_A: Tensor
     S_B: Tensor
+    #: How it multiplies.
+    times: Product = torch.matmul
 
     def project(self, matrix: Tensor) -> Tensor:
         """Return ``U_B^T G U_A``."""
-        return rotate_columns(rotate_rows(matrix, self.U_B), self.U_A, self.shape)
+        return rotate_columns(rotate_rows(matrix, self.U_B, self.times), self.U_A, self.shape, self.times)
 
     def unproject(self, matrix: Tensor) -> Tensor:
         """Return ``U_B X U_A^T``."""
         U_A = None if self.U_A is None else self.U_A.mT
         U_B = None if self.U_B is None else self.U_B.mT
-        return rotate_columns(rotate_rows(matrix, U_B), U_A, self.shape)
+        return rotate_columns(rotate_rows(matrix, U_B, self.times), U_A, self.shape, self.times)
 
     def column_values(self) -> Tensor:
         """Return S_A of each of the C columns: repeated for every tap, 1 for the extra bias column."""
@@ -46,23 +52,24 @@ class Basis:
     def to(self, like: Tensor) -> Basis:
         """Return the same basis in the dtype and on the device of a tensor."""
         move = {k: None if t is None else t.to(like) for k, t in (("U_A", self.U_A), ("U_B", self.U_B))}
-        return Basis(self.shape, move["U_A"], move["U_B"], self.S_A.to(like), self.S_B.to(like))
+        return Basis(self.shape, move["U_A"], move["U_B"], self.S_A.to(like), self.S_B.to(like), self.times)
 
 
-def rotate_rows(matrix: Tensor, U: Tensor | None) -> Tensor:
+def rotate_rows(matrix: Tensor, U: Tensor | None, times: Product = torch.matmul) -> Tensor:
     """Return ``U^T X`` for X ``[G, O, C]``."""
-    return matrix if U is None else U.mT @ matrix
+    return matrix if U is None else times(U.mT, matrix)
 
 
-def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape) -> Tensor:
+def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape, times: Product = torch.matmul) -> Tensor:
     """Return ``X U`` for X ``[G, rows, C]``: every tap is multiplied by U, the extra column stays."""
     if U is None:
         return matrix
     if shape.taps == 1 and not shape.extra:
-        return matrix @ U
+        return times(matrix, U)
     g, rows, _ = matrix.shape
     width = shape.taps * shape.inputs
-    rotated = (matrix[..., :width].reshape(g, rows * shape.taps, shape.inputs) @ U).reshape(g, rows, width)
+    channels = matrix[..., :width].reshape(g, rows * shape.taps, shape.inputs)
+    rotated = times(channels, U).reshape(g, rows, width)
     return torch.cat([rotated, matrix[..., width:]], dim=-1) if shape.extra else rotated
 
 

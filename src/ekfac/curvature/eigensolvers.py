@@ -48,7 +48,9 @@ def eigh_with_fallback(
             values, U = values.to(matrix), U.to(matrix)
             if is_eigendecomposition(matrix, U, values):
                 return Eigendecomposition(U, values.clamp(min=0), rung)
-    U = torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix).contiguous() if previous is None else previous
+    if previous is None:
+        previous = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix).contiguous()
+    U = previous
     return Eigendecomposition(U, rayleigh(matrix, U).nan_to_num(0.0, 0.0, 0.0).clamp(min=0), "kept")
 
 
@@ -59,7 +61,8 @@ def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
     products cost next to nothing.
     """
     d = matrix.shape[-1]
-    z = torch.randn(d, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrix)
+    chance = torch.Generator().manual_seed(0)
+    z = torch.randn(d, 8, generator=chance, dtype=torch.float64, device="cpu").to(matrix)
     y = U.mT @ z
     residual = (matrix @ z - U @ (values[..., None] * y)).norm(dim=(-2, -1)) / 8**0.5
     drift = (U @ y - z).norm(dim=(-2, -1)) / 8**0.5
@@ -133,7 +136,9 @@ class WarmBasis:
     good: Tensor
 
 
-def orthogonal_iteration(matrix: Tensor, U: Tensor, iterations: int = 1, passes: int = 2) -> WarmBasis:
+def orthogonal_iteration(
+    matrix: Tensor, U: Tensor, iterations: int = 1, near: bool = False, values: bool = True
+) -> WarmBasis:
     """Rotate bases towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, the host never waiting.
 
     Columns of small eigenvalues stand first, as ``torch.linalg.eigh`` orders them, so QR runs from the last column to
@@ -143,33 +148,59 @@ def orthogonal_iteration(matrix: Tensor, U: Tensor, iterations: int = 1, passes:
         matrix: A.
         U: The bases to start from.
         iterations: How often.
-        passes: Of Cholesky's QR on a GPU: one is enough for a basis that is near A's own.
+        near: The bases are near A's own, so that one pass of Cholesky's QR is enough on a GPU.
+        values: Return the values of the new bases. Otherwise these are of the bases that the last iteration started
+            from, which cost nothing, and the residual is estimated from some of the columns.
     """
     double = _double_is_cheap(matrix.device)
     A = matrix.double() if double else matrix
     A = (A + A.mT).div_(2)
-    shift = (1e-7 if double else 1e-5) * A.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    shift = (1e-7 if double else 1e-5) * A.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
     Q = U.to(A)
+    found = None
     for _ in range(iterations):
-        Y = torch.baddbmm(shift * Q, A, Q).flip(-1)
-        Q = (_cholesky_qr(Y, passes) if double else torch.linalg.qr(Y)[0]).flip(-1)
+        Y = torch.baddbmm(shift[:, None] * Q, A, Q)
+        found = None if values else (Y * Q).sum(-2) - shift
+        Y = Y.flip(-1)
+        mend = not near or matrix.dtype == torch.float64
+        Q = (_cholesky_qr(Y, 1 if near else 2, mend) if double else torch.linalg.qr(Y)[0]).flip(-1)
     good = torch.isfinite(torch.linalg.vector_norm(Q, dim=(-2, -1)))
     Q = torch.where(good[:, None, None], Q, U.to(A))
-    values = rayleigh(A, Q)
-    # An orthogonal U leaves the norm as it is, so that what is not on the diagonal is what is left of it.
     size = torch.linalg.vector_norm(A, dim=(-2, -1))
-    off = (size.square() - values.square().sum(-1)).clamp_(min=0).sqrt_()
+    if found is None:
+        found = rayleigh(A, Q)
+        # An orthogonal U leaves the norm as it is, so that what is not on the diagonal is what is left of it.
+        off = (size.square() - found.square().sum(-1)).clamp_(min=0).sqrt_()
+    else:
+        off = _off_diagonal_of_columns(A, Q)
     residual = off / size.clamp(min=torch.finfo(A.dtype).tiny)
-    values = values.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0)
-    return WarmBasis(Q.to(matrix), values.to(matrix), residual.to(matrix), good)
+    found = found.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0)
+    return WarmBasis(Q.to(matrix), found.to(matrix), residual.to(matrix), good)
 
 
-def _cholesky_qr(Y: Tensor, passes: int = 2) -> Tensor:
+def _off_diagonal_of_columns(A: Tensor, U: Tensor, top: int = 64, others: int = 64) -> Tensor:
+    """Estimate ||offdiag(U^T A U)|| from the last columns, which weigh most, and some of the others; ``[G]``."""
+    columns = U.shape[-1]
+    stride = max(1, -(-(columns - top) // others))
+    rest = max(0, columns - top)
+    some = torch.cat([U[..., rest:], U[..., :rest:stride]], -1)
+    product = A @ some
+    squares = (product.square().sum(-2) - (product * some).sum(-2).square()).clamp_(min=0)
+    last = columns - rest
+    return (squares[:, :last].sum(-1) + stride * squares[:, last:].sum(-1)).sqrt_()
+
+
+def _cholesky_qr(Y: Tensor, passes: int = 2, mend: bool = True) -> Tensor:
     """Return the Q of Y = Q R from the Cholesky factor of Y^T Y, in half of Householder's time on a GPU.
 
     Columns of equal length are as well conditioned as they can be made, and QR does not mind their length. A first
     pass with a shifted product helps where they are nearly dependent: while a running average still gains rank. What
     is lost of orthogonality in float64 one Newton step mends; NaN where too much is.
+
+    Args:
+        Y: ``[G, D, D]``, float64.
+        passes: One or two.
+        mend: Take the Newton step. Without it the loss must be below float32's precision, tried on a few vectors.
     """
     eye = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
     for shift in (1e-12, 0.0)[-passes:]:
@@ -177,7 +208,12 @@ def _cholesky_qr(Y: Tensor, passes: int = 2) -> Tensor:
         # To ask for the upper factor takes 1.10 ms instead of 0.45 at 1,001 columns on an H200.
         L, info = torch.linalg.cholesky_ex(Y.mT @ Y + shift * eye)
         Y = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
-    gram = Y.mT @ Y
-    lost = (gram - eye).abs().amax((-2, -1))
-    Q: Tensor = torch.baddbmm(Y, Y, gram, beta=1.5, alpha=-0.5)
-    return Q.masked_fill_(((info != 0) | ~(lost < 1e-3))[:, None, None], float("nan"))
+    if mend:
+        gram = Y.mT @ Y
+        lost, most = (gram - eye).abs().amax((-2, -1)), 1e-3
+        Y = torch.baddbmm(Y, Y, gram, beta=1.5, alpha=-0.5)
+    else:
+        # The same vectors every time: a CUDA graph cannot draw others when it is replayed.
+        z = torch.cos(torch.arange(8 * len(eye), dtype=Y.dtype, device=Y.device).square()).view(-1, 8)
+        lost, most = (Y.mT @ (Y @ z) - z).abs().amax((-2, -1)), 1e-6
+    return Y.masked_fill_(((info != 0) | ~(lost < most))[:, None, None], float("nan"))

@@ -7,6 +7,7 @@ rounding. Is there more in G than its sum? Only if they differ by more than the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ Vectors = tuple[Tensor, Tensor]
 
 def vectors_of(block: Block) -> Vectors:
     """Return u and v of a block, ``[G, O]`` and ``[G, C]``."""
-    generator, s = torch.Generator().manual_seed(0), block.shape
-    u = torch.randn(s.groups, s.out, generator=generator, dtype=torch.float64)
-    v = torch.randn(s.groups, s.columns, generator=generator, dtype=torch.float64)
+    s = block.shape
+    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+    u = torch.randn(s.groups, s.out, **options)
+    v = torch.randn(s.groups, s.columns, **options)
     return u.to(block.key.device, block.dtype), v.to(block.key.device, block.dtype)
 
 

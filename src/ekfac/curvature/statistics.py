@@ -13,6 +13,7 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call, Layer
+from ekfac.curvature.layers.derivative import DerivativeLayer
 from ekfac.curvature.scaling import chunks
 
 #: Further backward passes over the same forward: the same calls with other output gradients.
@@ -79,6 +80,12 @@ def factor_sums(
             A = new_A if A is None else A.add_(new_A)
             B = new_B if B is None else B.add_(new_B)
             terms += found
+        elif sharing == "expand" and any(isinstance(call.layer, DerivativeLayer) for call in calls):
+            for of_pass in (calls, *further):
+                sums = sums_of_products(block, of_pass, n, memory)
+                A = sums.A if A is None else A.add_(sums.A)
+                B = sums.B if B is None else B.add_(sums.B)
+                terms += sums.terms
         elif sharing == "expand" and direct and not block.diagonal_A:
             layer, n = calls[0].layer, rows_if_unaligned(calls[0], n)
             for cut, count in cuts(block, calls, n, memory, further, unfolded=False, as_is=as_is):
@@ -100,6 +107,64 @@ def factor_sums(
     if into is None and additions + len(further) > 1 and A.device.type == "cpu":  # elsewhere no sum is taken by strips
         sums.mirror()
     return sums
+
+
+def sums_of_products(block: Block, calls: Sequence[Call], n: int, memory: int) -> FactorSums:
+    """Return the sums of a layer's own calls and of the products that derivatives have made with its weight.
+
+    Of each product k let A_k be the mean of h h^T and B_k the sum of delta delta^T. Then A is in proportion to
+    sum_k tr(B_k) A_k and B to sum_k tr(A_k) B_k: the partial traces of sum_k A_k x B_k, whose trace theirs have, too.
+    So a product counts for as much as it has to do with the gradient, and it does not matter which of its two sides
+    has the units of the loss. tr(A) is the layer's own inputs' mean square.
+
+    Args:
+        block: The block.
+        calls: The calls.
+        n: The number of examples.
+        memory: Bytes that temporary tensors may take.
+    """
+    parts = [_sums_of_call(block, call, n, memory) for call in calls]
+    As, Bs = torch.stack([part.A for part in parts]), torch.stack([part.B for part in parts])
+    terms = torch.stack([As.new_full((), float(part.terms)) for part in parts])
+    inputs, outputs = (_traces(of, vector) for of, vector in ((As, block.diagonal_A), (Bs, block.diagonal_B)))
+    direct = torch.stack([inputs.new_full((), float(not call.layer.transposed)) for call in calls])
+    mean = (inputs * direct).sum() / (terms * direct).sum()  # the layer's own call is among them
+    each = inputs / terms
+    product = (each * outputs).sum()
+    tiny = torch.finfo(product.dtype).tiny
+    known = product > tiny
+    product, by = product.clamp(min=tiny), mean.clamp(min=tiny)
+    # Without any gradient there is nothing to weigh by, and B is zero.
+    weights = torch.where(known, outputs * by / (product * terms), direct / (terms * direct).sum())
+    A = torch.tensordot(weights, As, 1)
+    B = torch.tensordot(torch.where(known, each / by, 1.0), Bs, 1)
+    return FactorSums(A.mul_(n), n, B)
+
+
+def _sums_of_call(block: Block, call: Call, n: int, memory: int) -> FactorSums:
+    A: Tensor | None = None
+    B: Tensor | None = None
+    terms, layer = 0, call.layer
+    direct, n = layer.direct_inputs and not block.diagonal_A, rows_if_unaligned(call, n)
+    for cut, count in cuts(block, [call], n, memory, unfolded=not direct):
+        x, d = cut(call.x), cut(call.d)
+        if direct:
+            new, found = layer.input_sum_directly(x, count)
+            delta = layer.deltas(x, d, count)
+        else:
+            h, delta = layer.positions(x, d, count)
+            new, found = layer.input_sum(h, "expand", block.diagonal_A)
+        A = new if A is None else A + new
+        new = factors.output_sum(delta, "expand", block.diagonal_B)
+        B = new if B is None else B + new
+        terms += found
+    assert A is not None and B is not None
+    return FactorSums(A, terms, B)
+
+
+def _traces(matrices: Tensor, diagonal: bool) -> Tensor:
+    """Return the trace, over all groups, of each of several factors."""
+    return (matrices if diagonal else matrices.diagonal(dim1=-2, dim2=-1)).flatten(1).sum(1)
 
 
 def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) -> list[FactorSums]:
@@ -174,7 +239,7 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
 
 def refuse_unaligned(block: Block, layer: Layer, x: Tensor, n: int) -> None:
     """Raise if positions of a call belong to no example, for statistics that need each example's own gradient."""
-    if not layer.has_examples(x, n):
+    if not layer.has_examples(x, n) and x.numel():
         refuse(
             block,
             x,

@@ -130,3 +130,8 @@ def signal_name(number: int | None) -> str:
     with contextlib.suppress(ValueError):
         return "" if number is None else f" by {signal.Signals(number).name}"
     return f" by signal {number}"
+
+
+def plainly(message: Warning | str, *where: Any, **more: Any) -> str:
+    """Write a warning in one line, without the place in the library that it comes from."""
+    return f"warning: {message}\n"

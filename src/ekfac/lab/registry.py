@@ -62,7 +62,8 @@ class Registry(Generic[T]):
         return iter(self._items)
 
 
-_loaded: dict[str, str] = {}
+# Files by their whole path: a program may go to another folder before it starts workers.
+_loaded: list[str] = []
 
 
 def load_plugin(where: str) -> None:
@@ -87,12 +88,12 @@ def load_plugin(where: str) -> None:
         raise
     except Exception as error:
         raise LabError(f"plugin {where!r} failed on import: {type(error).__name__}: {error}") from error
-    _loaded[key] = where
+    _loaded.append(key)
 
 
 def loaded_plugins() -> list[str]:
     """Return the plugins of this process, for workers that it starts."""
-    return list(_loaded.values())
+    return list(_loaded)
 
 
 def missing_plugins(names: Iterable[str]) -> list[str]:

@@ -29,12 +29,32 @@ from ekfac.lab.search.ladder import Group, Ladder, Stage
 from ekfac.lab.search.space import unique
 from ekfac.lab.search.workers import dataset_on
 from ekfac.lab.training import paces
+from ekfac.lab.training.gather import find_runs
 from ekfac.lab.training.runs import Run, machine, versions
 
 FILE = "ladder.json"
+
+
+def _silent(line: str) -> None:
+    """Say nothing."""
+
+
 # At most this part of the time goes into timing steps, before anything is trained.
 PACES = 0.2
 NAMES = (*cifar.NAMES, *(name for name in KNOWN if name not in cifar.NAMES))
+
+
+def time_again(out: str | Path, data_dir: str | Path | None = None, say: Callable[[str], None] = _silent) -> int:
+    """Time the steps of every kind of run in a folder again, alone, and write its paces anew; return how many."""
+    folder = Path(out)
+    configs = {paces.label(run.config): run.config for run in find_runs([folder])}
+    of_data: dict[str | None, TrainConfig] = {config.dataset: config for config in configs.values()}
+
+    def load(name: str) -> Any:
+        return dataset_on(of_data[name], data_dir)
+
+    paces.measure_all(configs.values(), folder, load=load, say=say, again=True)
+    return len(configs)
 
 
 def program(names: Sequence[str], seconds: float, changes: Mapping[str, Any] | None = None) -> list[Stage]:
@@ -123,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--budget", type=float, default=600, help="seconds for all of it")
     parse.add_argument("--workers", type=int, default=1, help="trainings side by side")
     parse.add_argument("--data-dir", help="folder of the data files")
+    parse.add_argument("--only-paces", action="store_true", help="time the steps of the runs in --out again, no more")
     parse.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="for tries: width=4 limit=2000")
     return parse
 
@@ -134,6 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values = parser().parse_args(arguments)
         if values.workers < 1:
             raise LabError(f"workers must be at least 1, not {values.workers}")
+        if values.only_paces:
+            count = time_again(values.out, values.data_dir, _say)
+            _say(f"{counted(count, 'kind')} of runs timed in {time.time() - start:.0f} s")
+            return 0
         with stoppable():
             runs, left = reproduce(
                 values.names,

@@ -22,12 +22,14 @@ def read_settings(file: str | Path) -> dict[str, Any]:
     except ImportError:
         raise LabError("--config needs PyYAML: pip install 'ekfac[lab]'") from None
     try:
-        found = yaml.safe_load(Path(file).read_text())
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise LabError(f"config {file} cannot be read: {str(error).splitlines()[0]}") from error
+        found = _numbers(yaml.safe_load(Path(file).read_text()))
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:
+        # Its constructors, of dates and numbers say, raise whatever comes.
+        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LabError(f"config {file} cannot be read: {shown}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise LabError(f"config {file} must be a mapping of settings: 'lr: 0.01'")
-    settings = {name.replace("-", "_"): _number(value) for name, value in found.items()}
+    settings = {name.replace("-", "_"): value for name, value in found.items()}
     known = {item.name for item in fields(TrainConfig)}
     for name in settings:
         if name not in known:
@@ -38,14 +40,16 @@ def read_settings(file: str | Path) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise LabError(f"config {file}: options must be a mapping, not {options!r}")
     if "options" in settings:
-        settings["options"] = {str(name): _number(value) for name, value in options.items()}
+        settings["options"] = {str(name): value for name, value in options.items()}
     return settings
 
 
-def _number(value: Any) -> Any:
+def _numbers(value: Any) -> Any:
     """Return what YAML 1.1 takes for text, 1e-3 without a point, as the number that is meant."""
     if isinstance(value, list):
-        return [_number(item) for item in value]
+        return [_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _numbers(item) for name, item in value.items()}
     if isinstance(value, str):
         try:
             return float(value)

@@ -19,6 +19,7 @@ from ekfac.lab.labels import counted, describe
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.loggers import with_loggers
+from ekfac.lab.training.ranks import is_first, leave
 from ekfac.lab.training.run import Progress, launch
 from ekfac.lab.training.runs import Run
 
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         values = vars(parser().parse_args(arguments))
         missing = [what for name, what in OPTIONAL.items() if importlib.util.find_spec(name) is None]
-        if missing and not values["json"]:
+        if missing and not values["json"] and is_first():
             print(f"left out, since their packages are not installed: {', '.join(missing)}", flush=True)
         with writing(values), stoppable():
             run = launch(
@@ -182,10 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:  # before the first epoch
         print(interrupted(stop), file=sys.stderr)
         return exit_code(stop)
-    if values["json"]:
+    if values["json"] and is_first():
         print(json.dumps(run.to_dict(), allow_nan=False))
     return run.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -26,6 +26,7 @@ class Base:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Raise where the model is missing, by an error that names it."""
         checks.constructs(cls.__name__, args, kwargs)
+        checks.outside_inference_mode(f"{cls.__name__}()")
         return super().__new__(cls)
 
     def statistics(self) -> AbstractContextManager[None]:

@@ -67,7 +67,8 @@ class EKFAC(Optimizer):
             another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
         betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
             schedulers find them.
-        weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions and none for the rest.
+        weight_decay: lambda, as in AdamW. By default 0.6 for weights of two or more dimensions, in steps that make them
+            smaller in any case (cautious weight decay, Chen et al., 2025), and none for the rest.
         total_steps: The length of the training: the rate then falls to zero along a cosine, after a warm-up.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
             how far the loss falls; then ``step`` needs a closure.
@@ -153,11 +154,12 @@ class EKFAC(Optimizer):
         warmup = None
         if lr is None:
             checks.model(model)
-            width = width_of(model.parameters())
+            width = width_of(model)
             update["lr"] = usual_rate(width) if rule.warms_up else rule.lr
             warmup = usual_warmup(width) if rule.warms_up else None
         update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
-        update["decay_vectors"] = weight_decay is not None
+        # A decay that nobody has asked for leaves vectors alone, and never pulls against a step.
+        update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
         if hasattr(rule, "betas"):
             update["betas"] = tuple(rule.betas)
         everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}

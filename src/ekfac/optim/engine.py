@@ -32,11 +32,13 @@ from ekfac.optim.statistics.collector import Collector
 from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
 from ekfac.optim.statistics.gradients import block_step
 from ekfac.optim.statistics.partition import Partition
-from ekfac.optim.statistics.refresh import Refresher
+from ekfac.optim.statistics.refresh import Refresher, iterated_numbers
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.skipped import SkippedSteps
 from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs, factors_of
 
+#: Gradients whose entries are all below this stay far from the limits of float32 in any basis, up to 10^8 of them.
+SMALL = 1e10
 #: Does something with the directions of a step: (inputs, directions, rates).
 Apply = Callable[[StepInputs, list[Direction], Rates], None]
 
@@ -115,7 +117,8 @@ class Engine:
         if inputs is None:
             return None
         plain = not (inputs.solves or inputs.warm or any(of.factors for of in inputs.sums.values()))
-        if plain and self.executor.replay(self, inputs, rates, apply):
+        replays = self.executor.can_replay
+        if replays and plain and self.executor.replay(self, inputs, rates, apply):
             return True
         tried = plain and not inputs.samples
         if not self.check_finite(inputs):
@@ -128,7 +131,7 @@ class Engine:
             self.collector.update_factors(inputs, inputs.sums)
         if inputs.solves or inputs.warm:
             self.compute_eigenbases(inputs.blocks, inputs, rates)
-        if tried or not self.executor.replay(self, inputs, rates, apply):
+        if tried or not (replays and self.executor.replay(self, inputs, rates, apply)):
             apply(inputs, self.precondition(inputs.blocks, inputs, rates), rates)
         return True
 
@@ -158,14 +161,14 @@ class Engine:
     def precondition_stack(self, stack: Stack, inputs: StepInputs, rates: Rates) -> list[Direction]:
         """Do Algorithm 1 for one block, or for several of one shape."""
         block, state = stack.first, stack.state
-        method = self.executor.method(self.method if block.covered else self.elementwise)
+        method = self.executor.method(self.method if block.covered else self.elementwise, block)
 
         # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
         if rows is None:
             step = block_step(stack.blocks, inputs, rates, method.squares_penalty, method.bounds_gradients)
         else:
-            step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok)
+            step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok, small=inputs.small)
         method.project(block, state, step)
 
         # The scaling, from the gradient or from each example's.
@@ -192,6 +195,8 @@ class Engine:
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
         self.collector.watch.sizes(inputs)
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
+        scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
+        inputs.small = self.executor.largest < SMALL and not scaled
         inputs.bad = None if inputs.ok is None else inputs.ok == 0
         if not go:
             self.skip()
@@ -224,7 +229,7 @@ class Engine:
         if self.shares():
             self.replicas.refresh(due, rates)
             return
-        with self.executor.beside(self.partition.device, sum(sum(block.factor_numbers()) for block in due)):
+        with self.executor.beside(self.partition.device, iterated_numbers(due)):
             self.warm_refresh(due, rates)
 
     def warm_refresh(self, due: Mapping[Block, tuple[int, int]], rates: Rates, ok: Tensor | None = None) -> None:

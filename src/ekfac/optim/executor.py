@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.factors import by_onednn, onednn_is_faster
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -19,9 +23,20 @@ if TYPE_CHECKING:
     from ekfac.optim.methods.base import Method
     from ekfac.optim.types import Rates, StepInputs
 
+#: Products of fewer multiplications are not worth another way than the usual one.
+WIDE = 2**21
+
+
+class Part(Protocol):
+    """A block, or several."""
+
+    @property
+    def multiplications(self) -> int:
+        """How many the largest products of one of them take."""
+
+
 T = TypeVar("T")
-#: Blocks or stacks of them.
-P = TypeVar("P")
+P = TypeVar("P", bound=Part)
 
 
 class Answer:
@@ -46,16 +61,21 @@ class Executor:
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
     """
 
+    #: Whether it can replay what it has run before.
+    can_replay = False
     #: Whether there are places for what backward leaves.
     keeps = False
     #: Whether it is better taken in by the step than when it comes, as every call costs more than what it computes.
     waits = False
     #: 1 on the device, or 0 if the last step changed nothing; None where that is known.
     last_mask: Tensor | None = None
+    #: The largest magnitude of all gradients of a step, where the host knows it.
+    largest = math.inf
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
         self.whole_steps = whole_steps
+        self._exact = options.refresh.deterministic
         #: What is at places now; whoever puts it there knows it by a key.
         self.kept: dict[Hashable, Any] = {}
 
@@ -67,13 +87,24 @@ class Executor:
         """Return places, of these dtypes, where a replay will find copies of tensors; None where there is no room."""
         return None
 
-    def method(self, method: Method[Any]) -> Method[Any]:
-        """Return what does the same as a method, in fewer passes where that is possible."""
-        return method
+    def method(self, method: Method[Any], block: Block) -> Method[Any]:
+        """Return what does the same as a method for a block like this one, faster where that is possible."""
+        if block.multiplications < WIDE or self._exact:
+            return method
+        on_cpu = block.key.device.type == "cpu" and block.dtype == torch.float32
+        return method.for_wide or method if on_cpu else method
 
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
         """Call a function of each part, which do not depend on each other; returns what it returns, in their order."""
-        return [function(part) for part in parts]
+        return [function(part) if part.multiplications < WIDE else self._wide(function, part) for part in parts]
+
+    def _wide(self, function: Callable[[P], T], part: P) -> T:
+        with self.fast_products(part.multiplications):
+            return function(part)
+
+    def fast_products(self, multiplications: int) -> AbstractContextManager[None]:
+        """Have the fastest library that is as precise do the products inside, of so many multiplications."""
+        return by_onednn() if multiplications >= WIDE and not self._exact and onednn_is_faster() else nullcontext()
 
     def call(
         self,
@@ -112,9 +143,12 @@ class Executor:
             sizes: The largest magnitude of every gradient.
             wait: Find out now, not in the course of the step.
         """
-        devices = {size.device for size in sizes}
-        found = [torch.stack([s.double() for s in sizes if s.device == device]) for device in devices]
-        return all(bool(torch.isfinite(s).all()) for s in found), None
+        kinds = {(size.device, size.dtype) for size in sizes}
+        found = [torch.stack([s for s in sizes if (s.device, s.dtype) == kind]).tolist() for kind in kinds]
+        numbers = list(itertools.chain.from_iterable(found))
+        good = all(map(math.isfinite, numbers))
+        self.largest = max(numbers, default=0.0) if good else math.inf
+        return good, None
 
     def answer(self, value: Tensor) -> Answer:
         """Have the host read a tensor later."""

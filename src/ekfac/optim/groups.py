@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ekfac import checks
 from ekfac.curvature.blocks import Block
@@ -43,6 +45,8 @@ class Grouped(torch.optim.Optimizer):
     """
 
     engine: Engine
+    #: All arguments as they were given, for copies.
+    _arguments: dict[str, Any]
 
     def __init__(self, model: nn.Module, params: Groups | None, defaults: dict[str, Any]) -> None:
         self.model = model
@@ -78,6 +82,7 @@ class Grouped(torch.optim.Optimizer):
                 raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
         if "weight_decay" in group:
             group.setdefault("decay_vectors", True)
+            group.setdefault("cautious_decay", False)
         group.setdefault("lr_named", "lr" in group)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
@@ -138,7 +143,7 @@ class Grouped(torch.optim.Optimizer):
             sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
             raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
-        missing |= {"decay_vectors": True, "lr_named": False}  # versions before had no other way
+        missing |= {"decay_vectors": True, "cautious_decay": False, "lr_named": False}  # as in versions before
         groups = []
         for place, (group, own) in enumerate(zip(given, self.param_groups, strict=True)):
             names = own.get("param_names")
@@ -148,7 +153,7 @@ class Grouped(torch.optim.Optimizer):
                 if found["param_names"] != names:
                     raise ValueError(f"param_names={found['param_names']!r} must be this group's, {names}")
                 check_update_options(found)
-                for name in ("decay_vectors", "lr_named"):
+                for name in ("decay_vectors", "cautious_decay", "lr_named"):
                     checks.flag(name, found[name])
             except (ValueError, TypeError) as error:
                 raise ValueError(f"state_dict, 'param_groups', group {place}: {error}") from None
@@ -157,6 +162,28 @@ class Grouped(torch.optim.Optimizer):
         if not all(isinstance(index, (int, str)) for index in flat) or len(set(flat)) < len(flat):
             raise ValueError("state_dict, 'param_groups': 'params' must be numbers, each of them once")
         return groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has hooks on its model and cannot be pickled: save opt.state_dict() and the "
+            "model's, or copy both with copy.deepcopy(opt), whose .model is the copy"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        model = copy.deepcopy(self.model, memo)
+        parameters = dict(model.named_parameters())
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            if index in self._damping_functions:
+                function = self._damping_functions[index]
+                settings["damping"] = function.settings if isinstance(function, Adaptation) else function
+            groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
+        new = type(self)(model, params=groups, **self._arguments)
+        new.engine.attach_scaler(self.engine.options.grad_scaler)
+        new.load_state_dict(self.state_dict())
+        memo[id(self)] = new
+        return new
 
     def _check_damping_within_layers(self, blocks: list[Block]) -> None:
         group_of = {p: group for group in self.param_groups for p in group["params"]}

@@ -121,4 +121,12 @@ class KFAC(Optimizer):
         check_group("step_size", step_size)
         course = course_of(step_size.decay_steps, None, None)
         everything = {**update, "pi_correction": pi_correction, **arguments}
-        super().__init__(model, params, {**update, "decay_vectors": True}, make_engine, everything, step_size, course)
+        super().__init__(
+            model,
+            params,
+            {**update, "decay_vectors": True, "cautious_decay": False},
+            make_engine,
+            everything,
+            step_size,
+            course,
+        )

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import local
-from ekfac.optim.distributed.states import keep_own, whole_state
+from ekfac.optim.distributed.states import States, keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import EXTRA, Grouped, Groups
 from ekfac.optim.options import StepSize
 from ekfac.optim.state import checkpoint
+from ekfac.optim.state.average import load_average, save_average
+from ekfac.optim.state.outline import drop_outline, outline, outline_average
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
 from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
-from ekfac.optim.step_size.course import RateCourse, WeightAverage
+from ekfac.optim.step_size.course import RateCourse, Shared, WeightAverage
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
+
+#: Coordinates of a step, of about 1, below which they do not fully decide: rounding is not to where they say nothing.
+CLEAR = 1e-3
+#: What a group has that a recorded step has built into it.
+BUILT_IN = ("momentum", "nesterov", "weight_decay", "decay_vectors", "cautious_decay", "decoupled_weight_decay")
 
 
 class Optimizer(Base, Joinable, Grouped):
@@ -63,7 +67,9 @@ class Optimizer(Base, Joinable, Grouped):
         self.course = course
         self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
-        self.engine = make_engine(self._all_parameters(), self.state)
+        self.state = states = States()
+        self.engine = make_engine(self._all_parameters(), states)
+        states.follow(self.engine)
         self.engine.collector.on_replaced = self._follow(weakref.ref(self))
         self.average = WeightAverage(model, step_size.average)
         self.engine.collector.capture.forwards.on_begin = self.average.before_forward
@@ -88,10 +94,10 @@ class Optimizer(Base, Joinable, Grouped):
         """
         engine, comparison = self.engine, None
         if closure is None and not engine.collector.capture.examples and self._only_to_initialise():
-            checkpoint.outline(engine)
+            self._outline()
             return None
-        if self.engine.outlined:
-            checkpoint.drop_outline(engine)
+        if engine.outlined:
+            drop_outline(engine)
         if self._join_config is not None:
             self._not_joined_yet()
         adaptation = None if self._adaptation is None else self._adapts()
@@ -113,13 +119,10 @@ class Optimizer(Base, Joinable, Grouped):
                 comparison.before(loss)
             try:
                 rates = self._rates()
-                averaged = rates.averaged if rates.averaged and engine.shares() else ()
-                if averaged:  # others have a part in the update, and the average takes it in when they have done it
-                    self.average.before_update(averaged)
-                done = engine.step(replace(rates, averaged=()) if averaged else rates, self._apply)
+                done = engine.step(rates, self._apply)
                 ok = engine.executor.last_mask if done else None
-                if averaged:
-                    self.average.after_update(averaged, rates.average_weight if done else 0.0, ok)
+                if rates.called is not None:  # others have a part in the update, and have done it now
+                    self.average.after_update(self.average.in_update, self.average.weight, ok)
             except BaseException:
                 self.average.rest()
                 raise
@@ -135,6 +138,14 @@ class Optimizer(Base, Joinable, Grouped):
         """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
         nothing = not self.engine.collector.capture.separate_examples
         return nothing and all(bool(group["lr"] == 0) for group in self.param_groups)
+
+    def _outline(self) -> None:
+        """Make a state that another can be loaded into."""
+        self.engine.collector.follow()
+        self._index()
+        groups = [GroupRates(0.0, g["damping"], betas=g.get("betas")) for g in self.param_groups]
+        with_momentum = {p for g in self.param_groups if g["momentum"] for p in g["params"]}
+        outline(self.engine, Rates(groups, self._group_of), with_momentum)
 
     def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:
         """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
@@ -200,17 +211,20 @@ class Optimizer(Base, Joinable, Grouped):
             if average.wanted or (average.wanted is None and automatic and on_course):
                 averaged += g["params"]
             groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas"), compares))
-            names = ("momentum", "nesterov", "weight_decay", "decay_vectors", "decoupled_weight_decay")
-            fixed.append((*(g[name] for name in names), len(g["params"]), *g.get("betas", ())[1:]))
+            fixed.append((*(g[name] for name in BUILT_IN), len(g["params"]), *g.get("betas", ())[1:]))
         at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]
         if at != self._indexed:
             self._index()
             self._indexed = at
-        average.begin_step(() if self.engine.partition.sharded else averaged, t)
+        clips = self.kl_clip.bound is not None
+        if self.engine.shares():
+            average.enter_step()
+            return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
+        average.begin_step(averaged, t)
         offsets = tuple(average.offsets[p].data_ptr() for p in average.averaged)
         everything = tuple(fixed), self.step_size, offsets
-        clips = self.kl_clip.bound is not None
-        return Rates(groups, self._group_of, everything, tuple(average.averaged), average.weight, clips)
+        at_once = tuple(average.averaged)
+        return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -218,20 +232,27 @@ class Optimizer(Base, Joinable, Grouped):
         if adapts:
             fraction = self.lr_fraction.take(directions, inputs.ok)
             lrs = [lr * fraction for lr in lrs]
-        lr_of = {p: lrs[index] for p, index in rates.group_of.items()}
         steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
-        if self.step_size.max_change is not None:
-            most = self.step_size.max_change
+        most, clips = self.step_size.max_change, self.kl_clip.bound is not None
+        bounded = most is not None or clips
+        lr_of = {p: lrs[index] for p, index in rates.group_of.items()} if bounded else {}
+        if most is not None:
             processes = self.engine.options.processes
             steps, factors = bound_change(directions, lr_of, most, inputs.gradients, processes, inputs.weights)
         if adapts:
             self.lr_fraction.follow(directions, factors, inputs.ok)
-        if self.kl_clip.bound is not None:
+        if clips:
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
-        self.average.before_update(rates.averaged)
+        averaged = rates.averaged
+        if rates.called is not None:
+            shared = Shared(inputs.gradients, inputs.called)
+            self.average.begin_step(rates.candidates, self.engine.schedule.applied_steps, shared)
+            averaged = tuple(self.average.averaged)
+        self.average.before_update(averaged)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs)
-        self.average.after_update(rates.averaged, rates.average_weight, inputs.ok)
+        if rates.called is None:
+            self.average.after_update(averaged, rates.average_weight, inputs.ok)
 
     def _update_parameters(
         self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, inputs: StepInputs
@@ -245,10 +266,6 @@ class Optimizer(Base, Joinable, Grouped):
         mu, ok = group["momentum"], inputs.ok
         if ok is not None:
             lr = lr * ok
-        decayed = parameters if group["decay_vectors"] else [p for p in parameters if p.dim() > 1]
-        if decayed and group["weight_decay"] and group["decoupled_weight_decay"]:
-            shrink = 1 - lr * group["weight_decay"]
-            torch._foreach_mul_(decayed, shrink.to(decayed[0]) if isinstance(shrink, Tensor) else shrink)
         if mu:
             velocities = []
             for p, step in zip(updated, p_steps, strict=True):
@@ -259,6 +276,8 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_mul_(velocities, mu if ok is None else (1 + (mu - 1) * ok).to(velocities[0]))
             torch._foreach_add_(velocities, p_steps)
             p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
+        if group["weight_decay"] and group["decoupled_weight_decay"]:
+            decay(parameters, p_steps, lr * group["weight_decay"], group["decay_vectors"], group["cautious_decay"])
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
@@ -292,18 +311,24 @@ class Optimizer(Base, Joinable, Grouped):
         Where several processes train together each has a part of the state. All of them must call this, and all get
         the whole; it can be loaded by any number of processes.
         """
-        checkpoint.drop_outline(self.engine)
+        self.engine.collector.follow()
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
         extra["pace"] = self.lr_fraction.save()
-        extra["average"] = self.average.save(self.engine.partition.names)
+        names, processes = self.engine.partition.names, self.engine.options.processes
+        if self.engine.outlined:
+            usual_lr = self.defaults["lr"] if self.course.automatic else None
+            extra["average"] = outline_average(self.average, self.param_groups, usual_lr, names)
+        else:
+            extra["average"] = save_average(self.average, names, processes)
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         saved = super().state_dict()
         state = {}
         if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
             state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
         saved["param_groups"][0][EXTRA] = extra
+        drop_outline(self.engine)
         return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -312,6 +337,7 @@ class Optimizer(Base, Joinable, Grouped):
         All of it is checked first: names, settings, and the shape, dtype and values of every entry. What cannot be this
         optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
         """
+        self.engine.collector.follow()
         saved = checkpoint.check(self.engine, state_dict)
         groups = self._saved_groups(state_dict.get("param_groups"))
         found = state_dict.get("state")
@@ -327,14 +353,17 @@ class Optimizer(Base, Joinable, Grouped):
         self.lr_fraction.check(saved.get("pace"))
         if self._adaptation is not None:
             self._adaptation.check(saved.get("adaptive_damping"))
-        take_average = self.average.load(saved.get("average"), {n: p for p, n in self.engine.partition.names.items()})
-        checkpoint.drop_outline(self.engine)
+        parameters = {name: p for p, name in self.engine.partition.names.items()}
+        average = None if checkpoint.is_blank(saved) else saved.get("average")
+        take_average = load_average(self.average, average, parameters)
+        drop_outline(self.engine)
         groups[0][EXTRA] = {}
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         checkpoint.adopt(self.engine, loaded)
-        self.state.clear()
-        self.state.update({p: of_parameter for p, of_parameter in loaded.states.items() if of_parameter})
-        self.engine.partition.take_states(self.state)  # torch has put a new dict there
+        self.state = states = States()  # torch has put a dict of its own there
+        states.update({p: of_parameter for p, of_parameter in loaded.states.items() if of_parameter})
+        states.follow(self.engine)
+        self.engine.partition.take_states(states)
         keep_own(self.engine)
         take_average()
         self.kl_clip.hits = saved["kl_clip_hits"]
@@ -342,24 +371,30 @@ class Optimizer(Base, Joinable, Grouped):
         if self._adaptation is not None:
             self._adaptation.load(saved.get("adaptive_damping"))
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} has hooks on its model and cannot be pickled: save opt.state_dict() and the "
-            "model's, or copy both with copy.deepcopy(opt), whose .model is the copy"
-        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        model = copy.deepcopy(self.model, memo)
-        parameters = dict(model.named_parameters())
-        groups = []
-        for index, group in enumerate(self.param_groups):
-            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            if index in self._damping_functions:
-                function = self._damping_functions[index]
-                settings["damping"] = function.settings if isinstance(function, Adaptation) else function
-            groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
-        new = type(self)(model, params=groups, **self._arguments)
-        new.engine.attach_scaler(self.engine.options.grad_scaler)
-        new.load_state_dict(self.state_dict())
-        memo[id(self)] = new
-        return new
+def decay(
+    parameters: Sequence[Tensor], steps: Sequence[Tensor], amount: float | Tensor, vectors: bool, cautious: bool
+) -> None:
+    """Make weights smaller as AdamW does, theta <- theta (1 - lr wd), before they take their steps.
+
+    Args:
+        parameters: The weights.
+        steps: What is subtracted from them next, each in proportion.
+        amount: lr wd.
+        vectors: Those of fewer than two dimensions too.
+        cautious: Only where the step makes a weight smaller in any case (cautious weight decay, Chen et al., 2025).
+    """
+    pairs = [(p, step) for p, step in zip(parameters, steps, strict=True) if vectors or p.dim() > 1]
+    if not pairs:
+        return
+    shrunk = [p for p, _ in pairs]
+    if not cautious:
+        left = 1 - amount
+        torch._foreach_mul_(shrunk, left.to(shrunk[0]) if isinstance(left, Tensor) else left)
+        return
+    parts = torch._foreach_sign(shrunk)
+    torch._foreach_mul_(parts, [step.to(p) for p, step in pairs])
+    torch._foreach_clamp_min_(parts, 0)
+    torch._foreach_clamp_max_(parts, CLEAR)
+    torch._foreach_mul_(parts, (-amount / CLEAR).to(parts[0]) if isinstance(amount, Tensor) else -amount / CLEAR)
+    torch._foreach_addcmul_(shrunk, shrunk, parts)

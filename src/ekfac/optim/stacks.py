@@ -32,6 +32,7 @@ class Stack:
         self.blocks = blocks
         #: It stands for all as far as their shape goes.
         self.first = blocks[0]
+        self.multiplications = blocks[0].multiplications
         self.state = state
         #: The stacked tensors as they were handed down, and each block's views of them.
         self._known: dict[str, Tensor] = {}
@@ -107,19 +108,20 @@ class Stacks:
         """
         if self._generation != self._partition.generation:
             self._arrange()
-        wanted = list(blocks)
-        among, found = set(wanted), []
+        wanted, found = list(blocks), []
+        among = set(wanted) if self._of else None
         done: set[Block] = set()
         for block in wanted:
             if block in done:
                 continue
             stack = self._of.get(block)
-            if stack is None or not self._fits(stack, among, kind):
+            if stack is None or among is None or not self._fits(stack, among, kind):
                 stack = self._alone[block]
                 stack.state = self._partition.states.get(block.key)
                 if stack.state is None:
                     stack.state = self._partition.state(block)
-            done.update(stack.blocks)
+            else:
+                done.update(stack.blocks)
             found.append(stack)
         return found
 

@@ -23,12 +23,27 @@ KeptCalls = list[tuple[list[Call], int]]
 # --- from step to step --------------------------------------------------------------------------------------------
 
 
+#: Stands for ``near`` where there was no warm refresh.
+UNKNOWN = -1
+#: What a block's state has in a checkpoint even where nothing was noted.
+ALWAYS = {"near": UNKNOWN, "failed_refreshes": 0, "strayed": 0}
+
+
+def filled(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a state, perhaps one that torch has flattened, has only the name of."""
+    return {
+        name: value
+        for name, value in state.items()
+        if not (value is None or (isinstance(value, dict) and not value) or (name == "near" and value == UNKNOWN))
+    }
+
+
 @dataclass(init=False, eq=False, repr=False, kw_only=True)
 class BlockState(MutableMapping[str, Any]):
     """What is kept of a block from step to step. A checkpoint holds these fields, under their names, and no others.
 
     A field that has not been computed yet is not there. To torch it is a mapping of those that are, like the state of
-    any optimizer.
+    any optimizer; with those of :data:`ALWAYS`, so that checkpoints of all steps have the same names.
 
     Attributes:
         momentum_buffer: The momentum of the block's first parameter, as torch's SGD has it.
@@ -50,24 +65,28 @@ class BlockState(MutableMapping[str, Any]):
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         known = {f.name for f in fields(self)}
-        self.__dict__.update({name: value for name, value in (values or {}).items() if name in known})
+        self.__dict__.update({name: v for name, v in filled(values or {}).items() if name in known})
 
     def __getitem__(self, name: str) -> Any:
-        return self.__dict__[name]
+        known = self.__dict__
+        return ALWAYS[name] if name in ALWAYS and name not in known else known[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name == "near" and value == UNKNOWN:
+            return
         if name not in {f.name for f in fields(self)}:
             raise KeyError(f"{type(self).__name__} has no field {name!r}")
         self.__dict__[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self.__dict__[name]
+        if name in self.__dict__ or name not in ALWAYS:
+            del self.__dict__[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.__dict__)
+        return iter({**self.__dict__, **ALWAYS} if self.__dict__ else ())
 
     def __len__(self) -> int:
-        return len(self.__dict__)
+        return len({**self.__dict__, **ALWAYS}) if self.__dict__ else 0
 
     def __contains__(self, name: object) -> bool:
         return name in self.__dict__
@@ -154,6 +173,8 @@ class Rates:
         fixed: What else the update depends on: steps that differ in it are different steps.
         averaged: Parameters whose average takes the step in.
         average_weight: The weight of the newest ones in it.
+        called: How the model was called since the last step, where processes have yet to agree on it.
+        candidates: There, the parameters whose average takes the step in if any process has their gradient.
         keeps_gradients: Whether the update reads what was preconditioned.
     """
 
@@ -162,6 +183,8 @@ class Rates:
     fixed: Hashable = None
     averaged: tuple[nn.Parameter, ...] = ()
     average_weight: float | Tensor = 0.0
+    called: int | None = None
+    candidates: tuple[nn.Parameter, ...] = ()
     keeps_gradients: bool = True
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
@@ -194,6 +217,9 @@ class StepInputs:
         ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
         bad: True on the device where ``ok`` is 0.
         weights: The whole of parameters that are sharded, for those that this process owns.
+        called: How the model was called since the last step, by whichever process has come furthest.
+        unseen: Covered blocks of which no process has statistics, where several take the step.
+        small: Whether the host knows that no projected gradient can come near the limits of its dtype.
     """
 
     gradients: dict[nn.Parameter, Tensor]
@@ -216,6 +242,9 @@ class StepInputs:
     ok: Tensor | None = None
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    called: int = 0
+    unseen: set[Block] = field(default_factory=set)
+    small: bool = False
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros in a step that must change nothing."""
@@ -240,6 +269,7 @@ class BlockStep:
         damped: Adds damping to s.
         products: What tells how far g agrees with the last direction, ``[2, 3]``, of rules that compare them.
         blocks: How many blocks of one shape are stacked in the tensors, along G.
+        small: See :class:`StepInputs`.
     """
 
     gradient: Tensor | Rows
@@ -255,6 +285,7 @@ class BlockStep:
     damped: Callable[[Tensor], Tensor] = field(init=False)
     products: Tensor | None = None
     blocks: int = 1
+    small: bool = False
 
 
 @dataclass(frozen=True)

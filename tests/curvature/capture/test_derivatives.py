@@ -15,7 +15,8 @@ from ekfac import EKFAC, KFAC, Batch, Refresh
 from ekfac.curvature.blocks import find_blocks
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
-from ekfac.curvature.statistics import positions
+from ekfac.curvature.layers.derivative import DerivativeLayer
+from ekfac.curvature.statistics import factor_sums, positions
 
 N = 6
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -192,7 +193,7 @@ def multiply(log: Log, x: Tensor, weight: Tensor, bias: Tensor | None, transpose
     return y if bias is None else y + bias
 
 
-def test_factors_are_sums_over_every_product_that_the_loss_makes() -> None:
+def test_factors_are_partial_traces_over_every_product_that_the_loss_makes() -> None:
     model, x = network("dense")
     assert isinstance(model, nn.Sequential)
     opt = KFAC(model, lr=0.0)
@@ -213,20 +214,59 @@ def test_factors_are_sums_over_every_product_that_the_loss_makes() -> None:
     products = list(log)
     arrived = torch.autograd.grad(loss, [y for _, _, y, _, _ in products], allow_unused=True)
     for layer in (m for m in model if isinstance(m, nn.Linear)):
-        sides: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
+        products_of: list[tuple[Tensor, Tensor, bool]] = []
         for (weight, given, _, transposed, biased), d in zip(products, arrived, strict=True):
             if weight is layer.weight and d is not None:
                 h, delta = (d, given) if transposed else (given, d)
                 ones = torch.full((N, 1), float(biased), dtype=h.dtype)
-                sides[transposed].append((torch.cat([h, ones], 1), delta))
-        c = torch.stack([torch.cat([h for h, _ in sides[t]]).square().mean() for t in (False, True)])
-        c = (c[0] / c[1]).sqrt()
-        h = torch.cat([*(h for h, _ in sides[False]), *(h * c for h, _ in sides[True])])
-        delta = N * torch.cat([*(d for _, d in sides[False]), *(d / c for _, d in sides[True])])
+                products_of.append((torch.cat([h, ones], 1).detach(), N * delta.detach(), transposed))
+        As = [h.T @ h / N for h, _, _ in products_of]
+        Bs = [delta.T @ delta / N for _, delta, _ in products_of]
+        fisher = sum((torch.einsum("ij,ab->aibj", A, B) for A, B in zip(As, Bs, strict=True)), torch.zeros(()))
+        of_inputs = torch.einsum("aiaj->ij", fisher)
+        of_outputs = torch.einsum("aibi->ab", fisher)
+        own = [A.trace() for A, (_, _, transposed) in zip(As, products_of, strict=True) if not transposed]
+        size = sum(own) / len(own)
         state = opt.state[layer.weight]
-        weight = state["factor_weight"]
-        torch.testing.assert_close(state["A"][0] / weight, (h.T @ h / len(h)).detach(), rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(state["B"][0] / weight, (delta.T @ delta / N).detach(), rtol=1e-8, atol=1e-10)
+        found_A, found_B = (state[name][0] / state["factor_weight"] for name in ("A", "B"))
+        torch.testing.assert_close(found_A, of_inputs * size / of_inputs.trace(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(found_B, of_outputs / size, rtol=1e-8, atol=1e-10)
+
+
+def test_a_product_that_has_nothing_to_do_with_the_gradient_does_not_count() -> None:
+    """Two products of the same weight: what weighs in A is the other one's gradient, and the other way round."""
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    (block,) = find_blocks(model, model.parameters())
+    first = block.layer
+    calls = []
+    for scale, layer in ((1.0, first), (1e-9, DerivativeLayer.after(first)), (1e3, DerivativeLayer.after(first))):
+        h, delta = torch.randn(N, 4, dtype=torch.float64), torch.randn(N, 3, dtype=torch.float64)
+        calls.append(Call(layer, scale * h, delta / max(scale, 1.0)))
+    few = factor_sums(block, [calls[0], calls[2]], N, "expand", 2**28)
+    all_three = factor_sums(block, calls, N, "expand", 2**28)
+    torch.testing.assert_close(few.A, all_three.A, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(few.B, all_three.B, rtol=1e-12, atol=1e-12)
+
+
+def test_no_gradient_at_all_leaves_the_factors_of_the_layers_own_input() -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    (block,) = find_blocks(model, model.parameters())
+    x, none = torch.randn(N, 4, dtype=torch.float64), torch.zeros(N, 3, dtype=torch.float64)
+    calls = [Call(block.layer, x, none), Call(DerivativeLayer.after(block.layer), torch.zeros_like(x), none)]
+    sums = factor_sums(block, calls, N, "expand", 2**28)
+    h = torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(sums.A[0], h.T @ h)
+    assert not sums.B.any()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_factors_do_not_depend_on_how_much_memory_there_is(name: str) -> None:
+    model, x = network(name)
+    for block, calls in captured(model, lambda: poisson(model, x).sum()).values():
+        whole, parts = (factor_sums(block, calls, N, "expand", memory) for memory in (2**28, 1))
+        torch.testing.assert_close(whole.A, parts.A)
+        torch.testing.assert_close(whole.B, parts.B)
+        assert whole.terms == parts.terms
 
 
 # --- training

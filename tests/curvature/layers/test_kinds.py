@@ -371,6 +371,13 @@ class Doubled(nn.Linear):
         return gain * super().forward(x)
 
 
+class Falcons(nn.Linear):
+    """Falcon's linear layer: its product is not torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
 class Disguised(nn.Module):
     """Each kind between two layers; ``kind`` says which."""
 
@@ -379,7 +386,7 @@ class Disguised(nn.Module):
         self.kind = kind
         self.first, self.last = nn.Linear(3, 4), nn.Linear(5, 2)
         self.inner: nn.Module = {
-            "conv1d": lambda: Conv1D(5, 4), "own forward": lambda: Doubled(4, 5),
+            "conv1d": lambda: Conv1D(5, 4), "own forward": lambda: Doubled(4, 5), "own product": lambda: Falcons(4, 5),
             "bilinear": lambda: nn.Bilinear(4, 4, 5),
             "bilinear without bias": lambda: nn.Bilinear(4, 4, 5, bias=False), "lstm cell": lambda: nn.LSTMCell(4, 5),
             "gru cell": lambda: nn.GRUCell(4, 5), "rnn cell": lambda: nn.RNNCell(4, 5),
@@ -404,10 +411,10 @@ class Plain(Disguised):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         del self.inner
-        columns = {"conv1d": 4, "own forward": 4, "bilinear": 16, "bilinear without bias": 16, "lstm cell": 11,
-                   "rnn cell": 11, "gru cell": 4}[kind]  # fmt: skip
+        columns = {"conv1d": 4, "own forward": 4, "own product": 4, "bilinear": 16, "bilinear without bias": 16,
+                   "lstm cell": 11, "rnn cell": 11, "gru cell": 4}[kind]  # fmt: skip
         rows = {"lstm cell": 20, "gru cell": 15}.get(kind, 5)
-        self.a = nn.Linear(columns, rows, bias=kind in ("conv1d", "own forward", "bilinear", "gru cell"))
+        self.a = nn.Linear(columns, rows, bias=kind in ("conv1d", "own forward", "own product", "bilinear", "gru cell"))
         if kind == "gru cell":
             self.b = nn.Linear(5, 15)
 
@@ -453,7 +460,7 @@ def pack_plain(kind: str, p: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "kind",
-    ["conv1d", "own forward", "bilinear", "bilinear without bias", "lstm cell", "gru cell", "rnn cell"],
+    ["conv1d", "own forward", "own product", "bilinear", "bilinear without bias", "lstm cell", "gru cell", "rnn cell"],
 )
 def test_a_linear_layer_in_disguise(kind: str, rule: str) -> None:
     torch.manual_seed(0)

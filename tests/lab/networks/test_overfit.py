@@ -1,6 +1,7 @@
 """VGG11 and ResNet34 without batch-norm learn 500 images by heart with EKFAC-ra, and one batch with the defaults."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from ekfac.lab.data.datasets import load_dataset
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.run import TrainConfig, train
 from ekfac.lab.training.trainer import Trainer
+from lab import patterns
 
 
-def config(task: str, **more) -> TrainConfig:
+def config(task: str, dataset: str = "mnist-5k-padded", **more) -> TrainConfig:
     return TrainConfig(
         task,
         "ekfac-ra",
-        dataset="mnist-5k-padded",
+        dataset=dataset,
         limit=500,
         batch_size=100,
         refresh_every=20,
@@ -37,10 +39,16 @@ def test_width_8_overfits(task):
     assert record["train_loss"] < 0.05 and record["train_accuracy"] > 0.99
 
 
+def test_the_images_made_for_a_gpu_are_learnt_here_too():
+    settings = config("vgg11", patterns.IMAGES, width=8, device="cpu", damping=1e-2, options={"kl_clip": None})
+    run = train(replace(settings, epochs=12))
+    assert min(record["train_loss"] for record in run.history) < 0.05
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("task", ["vgg11", "resnet34"])
 def test_full_width_overfits_on_a_gpu(task):
-    run = train(config(task, epochs=30, device="cuda"))
+    run = train(config(task, patterns.IMAGES, epochs=30, device="cuda"))
     last = run.history[-1]
     assert last["train_loss"] < 0.05 and last["train_accuracy"] > 0.99
 

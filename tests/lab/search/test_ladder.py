@@ -9,8 +9,9 @@ import pytest
 
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.data.datasets import load_dataset
+from ekfac.lab.data.datasets import Split, load_dataset
 from ekfac.lab.reproduce import main, program
+from ekfac.lab.search import workers
 from ekfac.lab.search.cifar import FACTORED, NAMES, OF_TASK, Program
 from ekfac.lab.search.known import KNOWN
 from ekfac.lab.search.ladder import Group, Ladder, Stage, name_of
@@ -121,8 +122,8 @@ def test_the_papers_program_has_all_methods_and_goes_by_importance() -> None:
     names = [stage.group.name for stage in made.stages]
     for task, methods in OF_TASK.items():
         assert {f"{task} {method}" for method in methods} <= {*names}
-    assert names.index("vgg11 KFAC") < names.index("resnet34 KFAC") < names.index("vgg11 KFAC halve_every 8")
-    assert names.index("vgg11 KFAC halve_every 8") < names.index("vgg11 KFAC batch_size 200")
+    assert names.index("vgg11 KFAC") < names.index("resnet34 KFAC") < names.index("vgg11 KFAC halve_every 20")
+    assert names.index("vgg11 KFAC halve_every 20") < names.index("vgg11 KFAC batch_size 200")
     for group in made.groups:
         if group.base.optimizer in ("kfac", "ekfac", "ekfac-ra") and group.base.task != "autoencoder":
             own = group.base.resolved()
@@ -152,11 +153,38 @@ def test_steps_are_timed_alone_and_give_runs_side_by_side_their_seconds(tmp_path
         paces.read(tmp_path)
 
 
+def test_a_pace_is_of_steps_between_renewals_and_a_renewal_of_what_is_left() -> None:
+    # Three parts of six steps, each begun by a renewal of 10 s; a step takes 2 s, in the first part 5 s.
+    at = {0: 0.0, 6: 40.0, 9: 56.0, 12: 62.0, 15: 78.0, 18: 84.0}
+    assert paces._pace(at, 6, 500) == paces.Pace(2.0, 10.0, 500)
+    assert paces._pace(at, 6, None) == paces.Pace((84.0 - 62.0) / 6)
+
+
+def test_few_examples_are_timed_too() -> None:
+    data = load_dataset("mnist-5k")
+    few = replace(data, splits={"train": Split(*(part[:100] for part in data.train))})
+    config = replace(BASE, batch_size=50, refresh_every=50).resolved()
+    assert paces.measure(config, few).step > 0
+    with pytest.raises(LabError, match=r"batch_size 500 is more than the 100"):
+        paces.measure(replace(config, batch_size=500), few)
+
+
+def test_paces_are_timed_again_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(BASE, refresh_every=50, epochs=1).resolved()
+    advance(config, tmp_path / "runs" / name_of(config), None, math.inf)
+    paces.write(tmp_path, {paces.label(config): paces.Pace(1e6, 0.0, 50)})
+    assert main(["autoencoder", "--out", str(tmp_path), "--only-paces"]) == 0
+    assert "1 kind of runs timed" in capsys.readouterr().out
+    (pace,) = paces.read(tmp_path).values()
+    assert pace.step < 1e3
+
+
 def test_from_the_command_line_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = [replace(BASE, optimizer=name, epochs=2) for name in ("sgd", "ekfac-ra")]
     monkeypatch.setitem(KNOWN, "autoencoder", lambda: [*both, both[0]])
+    monkeypatch.setattr(workers, "loaded_plugins", list)  # another test's may be gone by now
     words = ["autoencoder", "--out", str(tmp_path), "--workers", "2", "--budget", "300", "--set", "width=4"]
     assert main(words) == 0
     assert "2 runs in" in capsys.readouterr().out

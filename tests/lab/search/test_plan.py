@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import started
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import load_plugin
 from ekfac.lab.search import plan
 from ekfac.lab.search.space import Space, settings
 from ekfac.lab.training.gather import find_runs
-from processes import alive, children, hear_ctrl_c, wait_until
+from processes import alive, children, wait_until
 
 PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
 load_plugin(PLUGIN)
@@ -129,15 +130,7 @@ def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp
         PLUGIN,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        preexec_fn=hear_ctrl_c,
-    )
+    process = started.start(words, cwd=tmp_path, env=environment, group=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("done/*/metrics.jsonl"))) == 2 or process.poll() is not None)
         workers = children(process.pid)

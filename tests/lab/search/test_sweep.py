@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+import started
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
@@ -52,17 +52,14 @@ def command(out: Path, *more: str) -> list[str]:
         "--out",
         str(out),
     ]
-    return [sys.executable, *words, "--random", "0", *more]
+    return [*words, "--random", "0", *more]
 
 
-def ekfac(out: Path, *more: str, **environment: str) -> "subprocess.Popen[str]":
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        command(out, *more), env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    )
+def ekfac(out: Path, *more: str, **environment: str) -> started.Started:
+    return started.start(command(out, *more), env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, group=True)
 
 
-def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+def wait_for(condition: Callable[[], bool], process: started.Started) -> None:
     for _ in range(20_000):
         if process.poll() is not None or condition():
             break
@@ -301,7 +298,7 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], 
 def test_where_every_setting_diverges_no_best_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ekfac.cli.main import run
 
-    words = command(tmp_path, "--lr", "1e30")[3:]
+    words = command(tmp_path, "--lr", "1e30")[2:]
     assert run([*words, "--json"]) == 0
     (rows,) = json.loads(capsys.readouterr().out)["best"].values()
     assert [row["loss"] for row in rows if row["by"] == "validation"] == [None]

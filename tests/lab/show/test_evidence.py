@@ -10,7 +10,7 @@ from ekfac.cli.main import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import key
-from ekfac.lab.show.evidence import Record, fill, fill_pages
+from ekfac.lab.show.evidence import Record, claims, fill, fill_pages
 from ekfac.lab.show.evidence.__main__ import main
 from ekfac.lab.show.evidence.pages import PAGES, SOURCES
 from ekfac.lab.show.evidence.record import MISSING, tried, write
@@ -133,7 +133,12 @@ def test_verdicts_follow_their_rules(record: Record) -> None:
     assert SOURCES["claim-frequency"](record) == (
         "**partly** | loss above floor, every 500 over every 50: KFAC 4.00, EKFAC 2.00, EKFAC-ra 5.00"
     )
-    assert SOURCES["claim-sensitivity"](record) == "no claim | KFAC freq=50 4 of 6"
+    assert SOURCES["claim-sensitivity"](record) == (
+        "**not reproduced** | settings within 1.25x of the best: KFAC freq=50 4 of 6"
+    )
+    assert claims.alike(record).startswith("**not reproduced** | validation loss above floor, batch 200: KFAC")
+    assert claims.burden(record).startswith("not judged | seconds an epoch, batch 200: KFAC")
+    assert claims.every_update_is_dear(record) == claims.UNKNOWN, "KFAC at every update is not there"
     assert "| KFAC freq=50 | 4 of 6 | 2 | 1.00 |" in SOURCES["sensitivity"](record)
     assert SOURCES["claim-error"](record).startswith(MISSING)
 

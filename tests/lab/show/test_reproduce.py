@@ -92,7 +92,7 @@ def test_from_nothing_to_a_verdict_and_again(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "EKFAC-ra train below" in text and "3 of 3" in text and (out / "autoencoder.png").exists()
     kept = json.loads((out / "reproduce.json").read_text())
-    assert kept["level"] == "known" and len(kept["claims"]) == 3
+    assert kept["level"] == "known" and len(kept["claims"]) == 5
     assert kept["claims"][0]["verdict"] in ("reproduced", "partly", "not reproduced")
     assert "EKFAC-ra" in kept["claims"][0]["numbers"] and any("SGD + BN" in part for part in kept["lacks"])
     before = {file: file.stat().st_mtime_ns for file in out.rglob("metrics.jsonl")}
@@ -147,7 +147,7 @@ def test_claims_of_networks_hold_where_they_hold() -> None:
 def test_the_coverage_page_names_every_experiment(tmp_path: Path) -> None:
     rows = coverage(Record(tmp_path)).splitlines()[2:]
     assert [row.split("|")[1].strip() for row in rows] == list(EXPERIMENTS)
-    assert all("small runs only" in row or "computed" in row for row in rows)
+    assert all(claims.MISSING in row or "computed" in row for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,19 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 def test_times_are_written() -> None:
     assert [duration(s) for s in (8.2, 300, 7500, 400000)] == ["8 s", "5 min", "2 h 5 min", "5 days"]
+
+
+def test_without_data_files_the_small_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "frequency", "--budget", "2min", "--data-dir", str(tmp_path)]) == 2
+    assert "Small runs need no files: --level quick" in capsys.readouterr().err
+
+
+def test_rare_renewals_are_held_against_the_next_where_none_is_rarer_than_50() -> None:
+    config = TrainConfig("autoencoder", dataset="mnist", batch_size=200, lr=0.1, damping=0.1)
+    runs = [
+        made_up(replace(config, optimizer=name, refresh_every=every), rate)
+        for name, rates in (("kfac", (0.5, 0.9)), ("ekfac", (0.5, 0.6)), ("ekfac-ra", (0.5, 0.7)))
+        for every, rate in zip((10, 50), rates, strict=True)
+    ]
+    assert "every 50 over every 10: KFAC 10.5" in claims.frequency(Fresh(runs, Measures()))
+    assert claims.frequency(Fresh(runs[1::2], Measures())).startswith(claims.MISSING)

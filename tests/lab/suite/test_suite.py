@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import started
 from ekfac.cli.main import run as command
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config, records, runner
@@ -106,9 +106,9 @@ def test_report_has_table_profiles_pictures_and_numbers(made):
 
 def test_killed_and_resumed_gives_the_uninterrupted_records(made, tmp_path):
     out = tmp_path / "cut"
-    words = [sys.executable, "-m", "ekfac.lab.suite", "run", str(made / "tiny.json"), "--out", str(out)]
+    words = ["-m", "ekfac.lab.suite", "run", str(made / "tiny.json"), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*words, "--device", "cpu"], stdout=subprocess.DEVNULL, env=environment)
+    process = started.start([*words, "--device", "cpu"], env=environment)
     while len(Records(out).runs) < 3 and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_killed_and_resumed_gives_the_uninterrupted_records(made, tmp_path):
     file.write_bytes(whole[: len(whole) - 40])  # the last line is cut off in the middle
     kept = len(Records(out).runs)
     assert kept >= 2
-    assert main([*words[3:], "--device", "cpu"]) == 0
+    assert main([*words[2:], "--device", "cpu"]) == 0
     again = Records(out)
     assert timeless(again.runs.values()) == timeless(lines(made / "out")) and len(again.runs) == RUNS
 

@@ -3,28 +3,25 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
+import started
 from ekfac.lab.training.run import load_run
 from lab.training.test_runs import same, timeless, weights
 
-EPOCHS = 30
+EPOCHS = 20
 
 
 def start(folder, optimizer, *more):
-    words = ["classifier", "--optimizer", optimizer, "--width", "8", "--limit", "400", "--batch-size", "50"]
+    words = ["classifier", "--optimizer", optimizer, "--width", "8", "--limit", "200", "--batch-size", "50"]
     words += ["--epochs", str(EPOCHS), "--device", "cpu", "--out", str(folder), *more]
     if optimizer == "ekfac-ra":
         words += ["--refresh-every", "5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "ekfac.lab.train", *words], env=environment, stdout=subprocess.DEVNULL
-    )
+    return started.start(["-m", "ekfac.lab.train", *words], env=environment)
 
 
 def go_on(folder, optimizer):

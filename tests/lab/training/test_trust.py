@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from optuna.trial import TrialState, create_trial
 
+import started
 from ekfac import sealed
 from ekfac.cli.main import run as ekfac
 from ekfac.lab import LabError
@@ -129,10 +129,10 @@ def test_the_second_to_come_is_told_who_is_there(folder: Path, tmp_path: Path) -
 
 
 def test_two_trainings_in_one_folder_never_mix(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ekfac.lab.train", "tiny", "--plugin", PLUGIN, "--optimizer", "sgd"]
+    words = ["-m", "ekfac.lab.train", "tiny", "--plugin", PLUGIN, "--optimizer", "sgd"]
     words += ["--epochs", "3", "--device", "cpu", "--out", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.05"}
-    both = [subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [started.start(words, env=environment) for _ in range(2)]
     errors = [process.communicate(timeout=300)[1] for process in both]
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], errors
@@ -270,12 +270,10 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(folder: Path, capsys: 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_run_with_a_word_and_it_goes_on_later(number: int, code: int, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "ekfac.lab.train", "tiny", "--plugin", PLUGIN, "--optimizer", "sgd"]
+    words = ["-m", "ekfac.lab.train", "tiny", "--plugin", PLUGIN, "--optimizer", "sgd"]
     words += ["--epochs", "15", "--device", "cpu", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.05"}
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_hup
-    )
+    process = started.start(words, env=environment)
     wait_until(lambda: (out / "checkpoint.pt").exists() or process.poll() is not None)
     process.send_signal(number)
     said, error = process.communicate(timeout=120)
@@ -284,16 +282,10 @@ def test_a_signal_ends_a_run_with_a_word_and_it_goes_on_later(number: int, code:
     assert f"interrupted by {name} after epoch" in said and "with --resume goes on" in said and "Traceback" not in error
     assert not list(out.glob("*.part")) and not (out / ".lock").exists()
     environment["EKFAC_TEST_SLEEP"] = "0"
-    assert subprocess.run([*words, "--resume"], env=environment, stdout=subprocess.DEVNULL).returncode == 0
-    whole = subprocess.run([*words[:-1], str(tmp_path / "whole")], env=environment, stdout=subprocess.DEVNULL)
-    assert whole.returncode == 0
+    assert started.run([*words, "--resume"], env=environment).returncode == 0
+    assert started.run([*words[:-1], str(tmp_path / "whole")], env=environment).returncode == 0
     assert timeless(load_run(out).history) == timeless(load_run(tmp_path / "whole").history)
     assert same(weights(out), weights(tmp_path / "whole"))
-
-
-def hear_hup() -> None:
-    """For ``preexec_fn``: tests under nohup ignore SIGHUP, and so would what they start."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
@@ -311,17 +303,18 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 
 def test_term_ends_a_search_with_its_workers_and_it_goes_on_later(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "from ekfac.cli.main import main; main()", "sweep", "tiny", "--plugin", PLUGIN]
+    words = ["-c", "from ekfac.cli.main import main; main()", "sweep", "tiny", "--plugin", PLUGIN]
     words += ["--optimizer", "sgd", "--lr", "0.1,0.2", "--random", "0", "--epochs", "30", "--out", str(tmp_path)]
     words += ["--workers", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = started.start(words, env=environment)
     wait_until(lambda: bool(list(tmp_path.glob("runs/*/checkpoint.pt"))) or process.poll() is not None)
     process.terminate()
     _, error = process.communicate(timeout=120)
     assert process.returncode == 143 and error == "interrupted by SIGTERM; the same command goes on\n", error
     assert not list(tmp_path.glob("runs/*/.lock"))
-    done = subprocess.run(words, env={**environment, "EKFAC_TEST_SLEEP": "0"}, capture_output=True, text=True)
+    # One worker suffices to go on, and is this process itself.
+    done = started.run([*words[:-1], "1"], env={**environment, "EKFAC_TEST_SLEEP": "0"})
     assert done.returncode == 0 and "2 complete" in done.stdout, done.stderr
 
 

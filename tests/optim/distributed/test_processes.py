@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+import started
 
 # Run as a program, once a rank, so that whatever gloo does at exit stays out of the test process; the single process
 # that they are compared with is this one.
@@ -186,25 +185,15 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both processes ended with, for all cases: one start of the two serves them all."""
     folder: Path = tmp_path_factory.mktemp("gloo")
     (folder / "worker.py").write_text(WORKER)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "worker.py", str(rank), "2", str(folder)],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    both = [started.start(["worker.py", rank, 2, folder], cwd=folder) for rank in range(2)]
     said = []
     try:
-        for process in started:
-            said.append(process.communicate(timeout=300)[0])
+        for process in both:
+            said += process.communicate(timeout=300)
     finally:
-        for process in started:
+        for process in both:
             process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(said)
+    assert all(process.returncode == 0 for process in both), "\n".join(said)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -17,7 +17,7 @@ ON_TWO = (
     "fsdp", "fsdp_in_other_ways", "tensor_parallel", "other_kinds_of_layers", "preconditioner", "mixed_precision",
     "refusals", "scaler_skips_on_one_rank", "bytes_and_messages",
 )  # fmt: skip
-ON_FOUR = ("hsdp", "tensor_parallel", "bytes_and_messages")
+ON_FOUR = ("fsdp", "hsdp", "tensor_parallel", "bytes_and_messages")
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,27 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 @pytest.mark.parametrize(
     ("world", "layout", "method"),
-    [*((2, "fsdp", method) for method in worker.base.TRAJECTORIES), *((4, "hsdp", method) for method in worker.HYBRID)],
+    [
+        *((2, "fsdp", method) for method in worker.base.TRAJECTORIES),
+        *((4, "fsdp", method) for method in worker.base.FEW),
+        *((4, "hsdp", method) for method in worker.HYBRID),
+    ],
 )
 def test_ranks_train_as_one_process_does(world: int, layout: str, method: str, request: pytest.FixtureRequest) -> None:
     expected = worker.eventful(method)
     for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), layout):
         assert end[method]["skipped"] == expected["skipped"] == 1
         assert_near(end[method]["model"], expected["model"])
+        assert_near(end[method]["shown"], expected["shown"])
 
 
+@pytest.mark.parametrize("method", ["nothing set", "default"])
 @pytest.mark.parametrize("layout", ["fsdp, root alone", "fsdp, after"])
-def test_it_does_not_matter_what_is_sharded_when(layout: str, two: Ends) -> None:
-    expected = worker.eventful("default")
+def test_it_does_not_matter_what_is_sharded_when(layout: str, method: str, two: Ends) -> None:
+    expected = worker.eventful(method)
     for end in of(two, "fsdp_in_other_ways"):
-        assert_near(end[layout]["model"], expected["model"])
+        assert_near(end[layout][method]["model"], expected["model"])
+        assert_near(end[layout][method]["shown"], expected["shown"])
 
 
 @pytest.mark.parametrize(("layout", "method", "world"), worker.SPREAD)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+import started
 import states_worker as worker
 from ranks import TESTS, Ends, assert_near, of, run_ranks
 
@@ -47,12 +48,14 @@ def alone(folder: Path, two: Ends) -> Path:
     for chain in worker.CHAINS:
         for method in worker.SAVED:
             worker.stretch(chain, method, 2, folder=folder / "shared")
+    for way in ("sharded", "flat"):
+        worker.dcp_save("alone", way, folder=folder / "shared")
     return folder
 
 
 @pytest.fixture(scope="module")
 def again(alone: Path) -> Ends:
-    return run_in(alone, "again", 4, ("last_stretch",))
+    return run_in(alone, "again", 4, ("last_stretch", "dcp_loads_of_one"))
 
 
 @pytest.mark.parametrize("method", worker.SAVED)
@@ -65,19 +68,47 @@ def test_a_training_moves_from_layout_to_layout(method: str, again: Ends) -> Non
             assert_near(end[f"{chain}-{method}"]["model"], worker.whole(model))
 
 
+@pytest.fixture(scope="module")
+def went_on() -> dict[str, dict[str, Tensor]]:
+    """One process's training, at the moment when it is saved and two steps later."""
+    model, opt = worker.make("alone", "nothing set", 1)
+    worker.train(model, opt, "alone", range(6))
+    shown = worker.whole(model)
+    worker.train(model, opt, "alone", range(6, 8))
+    assert opt.average.offsets
+    return {"shown": shown, "model": worker.whole(model)}
+
+
 @pytest.mark.parametrize("layout", ["whole", "fsdp"])
-@pytest.mark.parametrize("saved", ["dcp-whole-4", "dcp-fsdp-4", "dcp-fsdp-4-async"])
-def test_torch_checkpoints_of_four_ranks_are_read_by_two(saved: str, layout: str, two: Ends, folder: Path) -> None:
-    went_on = torch.load(folder / "shared" / "dcp-fsdp-4.pt", weights_only=True)
+@pytest.mark.parametrize(("saved", "way"), worker.OF_FOUR)
+def test_torch_checkpoints_of_four_ranks_are_read_by_two(
+    saved: str, way: str, layout: str, two: Ends, went_on: dict[str, dict[str, Tensor]]
+) -> None:
+    """With nothing set, so that the average of the weights is among what is saved."""
     for end in of(two, "dcp_loads"):
-        assert_near(end[f"{saved} as {layout}"]["model"], went_on)
+        for moment, expected in went_on.items():
+            assert_near(end[f"{saved}, {way} as {layout}"][moment], expected)
 
 
-@pytest.mark.parametrize("saved", ["dcp-whole-4", "dcp-fsdp-4"])
-def test_torch_checkpoints_of_four_ranks_are_read_by_one(saved: str, four: Ends, folder: Path) -> None:
+@pytest.mark.parametrize("way", worker.WAYS)
+@pytest.mark.parametrize("saved", ["whole", "fsdp"])
+def test_torch_checkpoints_of_four_ranks_are_read_by_one(
+    saved: str, way: str, four: Ends, folder: Path, went_on: dict[str, dict[str, Tensor]]
+) -> None:
     of(four, "dcp_saves")
-    went_on = torch.load(folder / "shared" / "dcp-fsdp-4.pt", weights_only=True)
-    assert_near(worker.dcp_load(folder / "shared" / saved, "alone")["model"], went_on)
+    end = worker.dcp_load(folder / "shared" / f"dcp-{saved}-{way}-4", "alone", way)
+    for moment, expected in went_on.items():
+        assert_near(end[moment], expected)
+
+
+@pytest.mark.parametrize("way", ["sharded", "flat"])
+def test_torch_checkpoints_of_one_process_are_read_by_four(
+    way: str, again: Ends, went_on: dict[str, dict[str, Tensor]]
+) -> None:
+    for end in of(again, "dcp_loads_of_one"):
+        for layout in ("whole", "fsdp", "hsdp"):
+            for moment, expected in went_on.items():
+                assert_near(end[f"{way} as {layout}"][moment], expected)
 
 
 def test_the_whole_state_on_one_rank(two: Ends) -> None:
@@ -105,14 +136,14 @@ def survive(folder: Path, world: int, kills: int, steps: int) -> None:
     for step in sorted(chance.sample(range(1, steps), kills)):
         (folder / f"kill-{chance.randrange(world)}-{step}-{chance.randrange(60)}").touch()
     worker_file = str(TESTS / "states_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
                f"--max-restarts={kills}", worker_file, "elastic", str(folder), str(steps)]  # fmt: skip
     path = os.pathsep.join([str(TESTS), *sys.path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120 + 60 * kills)
+    done = started.run(command, env=environment, timeout=120 + 60 * kills)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(list(folder.glob("killed-*"))) == kills
-    model, opt = worker.make("alone", "default, bounded", 1)
+    model, opt = worker.make("alone", "nothing set", 1)
     worker.train(model, opt, "alone", range(steps))
     end = torch.load(folder / "state.pt", weights_only=True)
     assert end["step"] == end["state"]["ekfac"]["applied_steps"] == steps

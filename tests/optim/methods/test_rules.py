@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.curvature.eigensolvers import _cholesky_qr, orthogonal_iteration
+from ekfac.curvature.eigensolvers import _cholesky_qr, off_diagonal_residual, orthogonal_iteration, rayleigh
 from ekfac.rules import RULES
 from helpers import batches_for, compare_with_oracle, mean_loss, mlp
 
@@ -232,3 +232,29 @@ def test_cholesky_qr_is_qr() -> None:
     Y = torch.randn(3, 9, 9, dtype=torch.float64) * torch.logspace(-6, 3, 9, dtype=torch.float64)
     Q, expected = _cholesky_qr(Y), torch.linalg.qr(Y)[0]
     torch.testing.assert_close(Q.abs(), expected.abs(), rtol=1e-6, atol=1e-8)
+
+
+def test_cholesky_qr_of_columns_that_are_nearly_orthogonal_needs_no_mending() -> None:
+    """One pass is as good as Householder's QR there; where columns depend on one another it gives NaN, not a guess."""
+    torch.manual_seed(1)
+    near = torch.linalg.qr(torch.randn(2, 40, 40, dtype=torch.float64))[0] + 0.01 * torch.randn(2, 40, 40).double()
+    Y = near * torch.logspace(-6, 3, 40, dtype=torch.float64)
+    Y[1, :, 3] = Y[1, :, 5] * (1 + 1e-9)
+    Q = _cholesky_qr(Y, passes=1, mend=False)
+    torch.testing.assert_close(Q[0].abs(), torch.linalg.qr(Y[0])[0].abs(), rtol=1e-9, atol=1e-11)
+    assert bool(Q[1].isnan().all())
+
+
+def test_values_of_the_basis_that_was_left_cost_nothing() -> None:
+    """Without ``values`` the basis is the same, the values are of the one that it started from, the residual is new."""
+    torch.manual_seed(2)
+    for width, tolerance in ((12, 1e-9), (300, 0.2)):  # of wide ones the residual is an estimate
+        X = torch.randn(900, width, dtype=torch.float64) * torch.logspace(-1, 1, width, dtype=torch.float64)
+        A = (X.T @ X / 900)[None]
+        noise = torch.randn(1, width, width, dtype=torch.float64) * 0.3 / width**0.5
+        U = torch.linalg.qr(torch.linalg.eigh(A)[1] + noise)[0]
+        quick, full = orthogonal_iteration(A, U, values=False), orthogonal_iteration(A, U)
+        assert torch.equal(quick.U, full.U)
+        torch.testing.assert_close(quick.values, rayleigh(A, U), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(quick.residual, full.residual, rtol=tolerance, atol=1e-9)
+        assert float(full.residual) < float(off_diagonal_residual(A, U))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ekfac
-from fuzz.spikes import AFTER, BEFORE, NETWORKS, OPTIMIZERS, TRUTH, batch, losses
+from fuzz.spikes import AFTER, BEFORE, NETWORKS, OPTIMIZERS, TRUTH, batch, losses, spiked
 
 SPIKES = {
     "network": st.sampled_from(sorted(NETWORKS)),
@@ -25,7 +25,7 @@ SPIKES = {
 @settings(max_examples=3)  # make fuzz makes 576 tries
 @given(**SPIKES)
 def test_training_goes_on_after_a_spike(optimizer: str, network: str, size: float, place: tuple[int, int]) -> None:
-    found, finite = losses(network, optimizer, size, BEFORE, place, BEFORE + AFTER)
+    found, finite = losses(network, optimizer, spiked(size, BEFORE, place), BEFORE + AFTER)
     assert all(finite)
     before = found[BEFORE - 1]
     assert found[-1] <= 5 * before
@@ -40,7 +40,7 @@ def test_training_goes_on_after_a_spike(optimizer: str, network: str, size: floa
 def test_a_spike_at_the_start_leaves_nothing_that_is_not_finite(
     optimizer: str, network: str, size: float, place: tuple[int, int]
 ) -> None:
-    found, finite = losses(network, optimizer, size, 0, place, 12)
+    found, finite = losses(network, optimizer, spiked(size, 0, place), 12)
     assert all(finite) and all(map(math.isfinite, found))
 
 

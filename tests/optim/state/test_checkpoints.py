@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
+import started
 from helpers import mean_loss
 from paper import EKFAC, KFAC
 
@@ -152,12 +150,8 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     (tmp_path / "worker.py").write_text(WORKER)
-    subprocess.run(
-        [sys.executable, "worker.py", str(tmp_path), "6", "11"],
-        cwd=tmp_path,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
-    )
+    done = started.run(["worker.py", tmp_path, "6", "11"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     for method, (weights, state) in ends.items():
         end = torch.load(tmp_path / f"{method}-end.pt", weights_only=True)
         assert_same_data(dict(end["model"]), weights, method)
@@ -271,3 +265,51 @@ def test_a_template_of_the_state_leaves_nothing_behind() -> None:
         model(x).square().mean().backward()
         opt.step()
     assert torch.equal(models[0].weight, models[1].weight)
+
+
+@pytest.mark.parametrize("steps", [1, 60])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["nothing set", "momentum", "per_example", "kfac"])
+def test_a_checkpoint_of_torchs_is_loaded_before_the_first_step(
+    name: str, flat: bool, steps: int, tmp_path: Path
+) -> None:
+    """torch.distributed.checkpoint fills what is there: a new optimizer has places for what steps leave."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    kinds = {
+        "nothing set": lambda m: ekfac.EKFAC(m),
+        "momentum": lambda m: ekfac.EKFAC(m, lr=0.01, scaling="running", momentum=0.9),
+        "per_example": lambda m: ekfac.EKFAC(m, lr=0.01, scaling="per_example"),
+        "kfac": lambda m: ekfac.KFAC(m, lr=0.01),
+    }
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+    def go(model: nn.Module, opt: Any, numbers: range) -> None:
+        for step in numbers:
+            x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, other = network(), network()
+    opt, new = kinds[name](model), kinds[name](other)
+    go(model, opt, range(steps))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, opt, options=options)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    template: Any = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, new, options=options)}
+    dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(template["model"])
+    set_optimizer_state_dict(other, new, template["optimizer"], options=options)
+    for one, o in ((model, opt), (other, new)):
+        go(one, o, range(steps, steps + 4))
+    for p, q in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)

@@ -30,7 +30,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -197,7 +197,7 @@ def test_sides_that_are_kept_diagonal_say_nothing_of_how_near_the_basis_is() -> 
     for iterations, answers in (((1, 0), False), ((0, 1), True), ((1, 1), True)):
         refresh_warm(opt, iterations)
         engine.schedule.poll(wait=False)
-        assert (opt.state[block.key].pop("near", None) is not None) == answers
+        assert (opt.state[block.key].__dict__.pop("near", None) is not None) == answers
     assert engine.schedule.warm_refreshes == turned + 3
     assert opt.stats()["residual_drift"] >= 0
 

@@ -47,14 +47,89 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -
 def test_the_model_shows_the_average_of_the_weights_that_it_would_have() -> None:
     model = network()
     twin = copy.deepcopy(model)
-    opt, plain = ekfac.EKFAC(model), ekfac.EKFAC(twin, step_size=StepSize(average=False))
+    # Without decay, which rounding decides where a step has nothing to say, as along a softmax's ones.
+    opt = ekfac.EKFAC(model, weight_decay=0.0)
+    plain = ekfac.EKFAC(twin, weight_decay=0.0, step_size=StepSize(average=False))
     expected: dict[str, Tensor] = {}
+    before: dict[str, Tensor] = {}
     for t, batch in enumerate(batches(30)):
         assert train(model, opt, batch) == pytest.approx(train(twin, plain, batch), abs=1e-9)
         c, z = 9 / (t + 9), shown(twin)
-        expected = {n: z[n] if t == 0 else expected[n] + c * (z[n] - expected[n]) for n in z}
+        # Of running statistics the average takes in what the batch had.
+        new = {n: before[n] + (z[n] - before[n]) / 0.1 if t and "running" in n else z[n] for n in z}
+        expected = {n: z[n] if t == 0 else expected[n] + c * (new[n] - expected[n]) for n in z}
+        before = z
         assert close(shown(model), expected)
     assert not close(shown(model), shown(twin), 1e-4)
+
+
+class Norms(nn.Module):
+    """Calls one norm twice in a forward, another once, a third without momentum, a fourth never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.twice, self.once = nn.BatchNorm1d(8, momentum=0.3), nn.BatchNorm1d(8)
+        self.mean, self.never = nn.BatchNorm1d(8, momentum=None), nn.BatchNorm1d(8)
+        self.inputs: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for name in ("twice", "twice", "once", "mean"):
+            self.inputs.setdefault(name, []).append(x.detach())
+            x = torch.tanh(getattr(self, name)(x) + x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_running_statistics_of_the_average_are_those_of_batches(forwards: int) -> None:
+    torch.manual_seed(0)
+    model = Norms().double()
+    opt = ekfac.EKFAC(model)
+    expected: dict[str, Tensor] = {}
+    given = iter(batches(8 * forwards))
+    for t in range(8):
+        opt.zero_grad()
+        model.inputs.clear()
+        for _ in range(forwards):
+            x, y = next(given)
+            F.cross_entropy(model(x), y).backward()
+        opt.step()
+        for name, momentum in (("twice", 0.3), ("once", 0.1)):
+            seen = [(h.mean(0), h.var(0)) for h in model.inputs[name]]
+            weights = [momentum * (1 - momentum) ** k for k in reversed(range(len(seen)))]
+            means = [sum(w * s[i] for w, s in zip(weights, seen, strict=True)) / sum(weights) for i in (0, 1)]
+            for statistic, new in zip(("running_mean", "running_var"), means, strict=True):
+                there = getattr(getattr(model, name), statistic)
+                key = f"{name}.{statistic}"
+                expected[key] = there.clone() if t == 0 else expected[key] + 9 / (t + 9) * (new - expected[key])
+                torch.testing.assert_close(there, expected[key], rtol=1e-9, atol=1e-9)
+    assert torch.equal(model.never.running_var, torch.ones(8, dtype=torch.float64))
+    assert bool(model.mean.running_var.isfinite().all())
+
+
+def test_a_network_with_batch_norm_is_right_in_evaluation_after_few_steps() -> None:
+    """The running statistics that it shows are as good as new ones: not those of other weights, nor of the start."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64),
+                          nn.ReLU(), nn.Linear(64, 3)).double()  # fmt: skip
+    teacher = torch.randn(6, 3, dtype=torch.float64)
+    opt, x = ekfac.EKFAC(model), 5 + 20 * torch.randn(512, 6, dtype=torch.float64)
+    y = (x @ teacher).argmax(1)
+    for t in range(12):
+        at = torch.randperm(512, generator=torch.Generator().manual_seed(t))[:64]
+        train(model, opt, (x[at], y[at]))
+    model.eval()
+    found = F.cross_entropy(model(x), y).item()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+            module.momentum = 1.0
+    model.train()
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    assert found < 1.3 * F.cross_entropy(model(x), y).item()
 
 
 def test_evaluation_sees_the_average_and_training_does_not() -> None:
@@ -273,6 +348,6 @@ def test_a_step_that_is_refused_decides_and_changes_nothing() -> None:
             assert not opt.average.training
         opt.step()
         train(twin, plain, (x, y))
-    assert opt.average.offsets and not opt.average.save({})["trains_in_eval"]  # type: ignore[index]
+    assert opt.average.offsets and not opt.average.trains_in_eval
     names = [name for name, _ in model.named_parameters()]
     assert close({n: shown(model)[n] for n in names}, {n: shown(twin)[n] for n in names}, 1e-12)

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 import ekfac
+from ekfac.optim.optimizer import decay
 from ekfac.optim.step_size.course import usual_rate, usual_warmup, width_of
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
@@ -144,17 +145,25 @@ def test_nothing_set_has_a_warm_up_and_a_slow_fall_of_its_own() -> None:
     ("width", "rate", "warmup"), [(8, 0.02, 10), (64, 0.02, 10), (256, 0.01, 32), (4096, 0.0025, 100)]
 )
 def test_the_rate_falls_and_the_warm_up_grows_with_the_width(width: int, rate: float, warmup: int) -> None:
-    model = nn.Sequential(nn.Linear(width, width, device="meta"), nn.Conv1d(width, 3, 5, device="meta"))
-    assert usual_rate(width_of(model.parameters())) == pytest.approx(rate)
-    assert usual_warmup(width_of(model.parameters())) == warmup
+    layers = nn.Linear(width, width, device="meta"), nn.Conv1d(width, 3, 5, device="meta")
+    model = nn.Sequential(*layers, nn.LayerNorm(3, device="meta"))
+    assert usual_rate(width_of(model)) == pytest.approx(rate)
+    assert usual_warmup(width_of(model)) == warmup
 
 
 def test_frozen_weights_count_as_width_and_what_is_no_matrix_does_not() -> None:
     lora = nn.ModuleList(
         [nn.Linear(4096, 4096, device="meta").requires_grad_(False), nn.Linear(4096, 8, device="meta")]
     )
-    assert width_of([*lora.parameters(), nn.Parameter(torch.zeros(5))]) == pytest.approx(4096)
-    assert usual_rate(width_of([nn.Parameter(torch.zeros(5))])) == RATE
+    vector = nn.ParameterList([torch.zeros(5)])
+    assert width_of(nn.ModuleList([lora, vector])) == pytest.approx(4096)
+    assert usual_rate(width_of(vector)) == RATE
+
+
+def test_taps_count_as_width_where_nothing_is_normalised() -> None:
+    plain = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3))
+    assert width_of(plain) == pytest.approx(9 * 32)
+    assert width_of(nn.Sequential(*plain, nn.BatchNorm2d(8))) == pytest.approx(32)
 
 
 def test_a_known_end_has_a_warm_up_and_a_cosine() -> None:
@@ -279,9 +288,24 @@ def test_decay_per_group_is_torchs_and_the_defaults_spares_vectors() -> None:
     assert_same_weights(parameters_of(model), parameters_of(twin), 1e-12)
 
     spared = mlp(4, 5, 3)
-    before = parameters_of(spared)
-    opt = ekfac.EKFAC(spared, lr=0.1)
-    (0.0 * mean_loss(spared, batches_for(spared, (4,), n=8, steps=1)[0][0])).backward()
-    opt.step()
-    for name, p in parameters_of(spared).items():
-        torch.testing.assert_close(p, before[name] * (1 - 0.1 * 0.3 if p.dim() > 1 else 1), rtol=1e-12, atol=0)
+    bare, before = copy.deepcopy(spared), parameters_of(spared)
+    batch = batches_for(spared, (4,), n=8, steps=1)[0]
+    for net, options in ((spared, {}), (bare, {"weight_decay": 0.0})):
+        opt = ekfac.EKFAC(net, lr=0.1, **options)
+        backward(net, mean_loss, batch)
+        opt.step()
+    for (name, p), q in zip(parameters_of(spared).items(), parameters_of(bare).values(), strict=True):
+        smaller = (before[name] * (before[name] - q) > 0) & (p.dim() > 1)  # by its step in any case
+        torch.testing.assert_close(p, q - 0.1 * 0.6 * before[name] * smaller, rtol=1e-12, atol=1e-14)
+        assert p.dim() < 2 or 0 < int(smaller.sum()) < smaller.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("amount", [0.25, torch.tensor(0.25, dtype=torch.float64)], ids=["number", "tensor"])
+def test_cautious_decay_shrinks_what_the_step_shrinks(dtype: torch.dtype, amount: float | Tensor) -> None:
+    weights = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, 0.0]], dtype=dtype)
+    steps, bias = torch.tensor([[1.0, -1.0, -1.0, 1.0, 0.0, 1.0]]), torch.ones(2, dtype=dtype)
+    decay([weights, bias], [steps, torch.ones(2)], amount, vectors=False, cautious=True)
+    assert weights.tolist() == [[1.5, -1.5, 2.0, -2.0, 2.0, 0.0]] and bias.tolist() == [1.0, 1.0]
+    decay([weights, bias], [steps, torch.ones(2)], amount, vectors=True, cautious=False)
+    assert weights.tolist() == [[1.125, -1.125, 1.5, -1.5, 1.5, 0.0]] and bias.tolist() == [0.75, 0.75]

@@ -121,7 +121,7 @@ class Products(TorchFunctionMode):
         examples = self._attention.examples
         arrange = None if examples is None else partial(_examples_first, examples)
         if where is None and weight.dim() == input.dim() == 3:  # a stack of inputs too, one for each matrix
-            where = torch.arange(1, len(weight) + 1) * input.shape[1]
+            where = torch.arange(1, len(weight) + 1, device="cpu") * input.shape[1]
         found = self._find(weight, where)
         if found is not None:
             capture.watch(*found, input, output, arrange)

@@ -302,8 +302,8 @@ def order_of(block: Block) -> Tensor | None:
     """Return which entry of a block's parameters stands at each place of ``[G, O, C]``; None if they agree."""
     at, numbers = 0, {}
     for role, p in block.parameters.items():
-        numbers[role] = torch.arange(at, at + p.numel()).reshape(p.shape)
+        numbers[role] = torch.arange(at, at + p.numel(), device="cpu").reshape(p.shape)
         at += p.numel()
     order = block.layer.stack(numbers).reshape(-1)
-    same = torch.equal(order, torch.arange(at))
+    same = torch.equal(order, torch.arange(at, device="cpu"))
     return None if same else order.to(block.key.device, torch.int32)

@@ -151,7 +151,7 @@ class Data:
             with capture.separate_statistics():
                 found = backward(output, first, [*edges, *parameters], retain=False)[len(edges) :]
             fired = set(capture.fired)
-        gradients, nothing = dict(zip(parameters, found, strict=True)), torch.zeros(2)
+        gradients, nothing = dict(zip(parameters, found, strict=True)), torch.zeros(2, device="cpu")
         silent = [b for b in blocks if b not in fired and any(gradients[p] is not None for p in b.parameters.values())]
         for block in fired:
             given = [torch.zeros_like(p) if (g := gradients[p]) is None else g for p in block.parameters.values()]

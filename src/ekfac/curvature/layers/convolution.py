@@ -168,14 +168,14 @@ class ConvolutionLayer(_ConvolutionBase):
         """
         m = self.module
         pads = m._reversed_padding_repeated_twice if m.padding_mode == "zeros" else [0, 0] * len(size)
-        meets = torch.ones((), dtype=torch.float64)
+        meets = torch.ones((), dtype=torch.float64, device="cpu")
         positions = 1
         for axis, (length, k, s, d) in enumerate(zip(size, self.kernel, m.stride, m.dilation, strict=True)):
             before, after = pads[2 * (len(size) - 1 - axis) :][:2]
             whole = before + length + after
             out = (whole - d * (k - 1) - 1) // s + 1
             positions *= out
-            hits = torch.zeros(whole, dtype=torch.float64)
+            hits = torch.zeros(whole, dtype=torch.float64, device="cpu")
             for tap in range(k):
                 hits[tap * d : tap * d + (out - 1) * s + 1 : s] += 1
             meets = meets[..., None] * hits[before : before + length]

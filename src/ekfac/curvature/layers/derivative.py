@@ -14,7 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ekfac.curvature import factors
 from ekfac.curvature.layers.base import Layer
+from ekfac.curvature.layers.linear import LinearLayer
 
 
 class DerivativeLayer(Layer):
@@ -52,6 +54,15 @@ class DerivativeLayer(Layer):
 
     def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
         return self.whole.deltas(x, d, n)
+
+    @property
+    def direct_inputs(self) -> bool:
+        return isinstance(self.whole, LinearLayer) and self.whole.reads_whole_inputs
+
+    def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
+        rows, A = x.reshape(-1, 1, x.shape[-1]), x.new_zeros(1, self.shape.inputs, self.shape.inputs)
+        A[:, : x.shape[-1], : x.shape[-1]] = factors.outer_sum(rows)
+        return (A if into is None else into.add_(A)), len(rows)
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
         return self.whole.positions_per_example(d, n)

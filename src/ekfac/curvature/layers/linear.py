@@ -88,14 +88,16 @@ class LinearLayer(Layer):
             into[0, w:, :w] += sums
             into[0, w:, w:] += len(rows)
             return into, len(rows)
-        A = x.new_empty(1, self.shape.inputs, self.shape.inputs, dtype=dtype)
+        d = self.shape.inputs
+        A = x.new_empty(1, d, d, dtype=dtype)
+        stride, b = (d, 1), d - w  # its four parts by their places: slices take longer than what they hold
         if rows.dtype == dtype:
-            torch.mm(rows.T, rows, out=A[0, :w, :w])
+            torch.mm(rows.T, rows, out=A.as_strided((w, w), stride))
         else:
             A[:, :w, :w] = factors.half_products(rows[:, None])
-        A[0, :w, w:] = sums[:, None]
-        A[0, w:, :w] = sums
-        A[0, w:, w:].fill_(len(rows))  # an assignment would copy a number from the host
+        A.as_strided((w, b), stride, w).copy_(sums[:, None])
+        A.as_strided((b, w), stride, w * d).copy_(sums)
+        A.as_strided((b, b), stride, w * d + w).fill_(len(rows))
         return A, len(rows)
 
     def inputs_of_alike(self, x: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ class Conv1DLayer(LinearLayer):
 
 
 class ForeignLinearLayer(LinearLayer):
-    """A linear layer of another library, such as PyTorch Geometric's."""
+    """A linear layer of another library (PyTorch Geometric), or a subclass with a product of its own (Falcon)."""
 
     def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
         out, inputs = self.module.weight.shape

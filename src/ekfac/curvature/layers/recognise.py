@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-#: What was found out about a module: it is asked once.
+#: What was found out about a module: it is asked once, whether it behaves like something, and about its own weight.
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_MULTIPLIES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def behaves_like(module: nn.Module, features: int, *expected: Callable[[Tensor], Tensor]) -> bool:
@@ -80,11 +81,11 @@ class _OwnWeight(TorchFunctionMode):
 @torch.no_grad()
 def multiplies_with_its_weight(module: nn.Module) -> bool:
     """Tell whether a subclass of Linear or Embedding hands its weight, as it is, to torch's own function."""
-    if module not in _KNOWN:
+    if module not in _MULTIPLIES:
         weight = module._parameters.get("weight")
         if weight is None:
             return False
-        _KNOWN[module] = False
+        _MULTIPLIES[module] = False
         if not weight.is_meta:
             is_linear = isinstance(module, nn.Linear)
             width, dtype = (weight.shape[1], weight.dtype) if is_linear else (1, torch.long)
@@ -94,8 +95,8 @@ def multiplies_with_its_weight(module: nn.Module) -> bool:
                     type(module).forward(module, x)
                 except Exception:  # it wants something else
                     return False
-            _KNOWN[module] = mode.seen
-    return _KNOWN[module]
+            _MULTIPLIES[module] = mode.seen
+    return _MULTIPLIES[module]
 
 
 def takes_one_tensor(module: nn.Module) -> bool:

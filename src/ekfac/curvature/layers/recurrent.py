@@ -82,11 +82,11 @@ class RecurrentReading(Reading):
         """Return the input ``[T, N, in]``, which examples are there at each step, their order, and the states given."""
         given = [*args, *(kwargs[name] for name in ("input", "hx") if name in kwargs)]
         x, hx = given[0], given[1] if len(given) > 1 else None
-        live = order = torch.empty(0)
+        live = order = torch.empty(0, device="cpu")
         if isinstance(x, PackedSequence):
             n = int(x.batch_sizes[0])
             order = order if x.sorted_indices is None else x.sorted_indices
-            live = (torch.arange(n) < x.batch_sizes[:, None]).to(x.data.device)
+            live = (torch.arange(n, device="cpu") < x.batch_sizes[:, None]).to(x.data.device)
             x = x.data.new_zeros(*live.shape, x.data.shape[-1]).masked_scatter(live[..., None], x.data)
         elif isinstance(self.module, nn.RNNCellBase):
             x = x.reshape(1, -1, x.shape[-1])

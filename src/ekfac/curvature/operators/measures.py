@@ -99,13 +99,14 @@ def correlation(
             raise ValueError(
                 f"coordinates has unknown names: {', '.join(map(str, unknown))}. Known: {', '.join(names)}"
             )
-        places = torch.cat([starts[name] + _places(at) for name, at in coordinates.items()] or [torch.zeros(0)])
+        found = [starts[name] + _places(at) for name, at in coordinates.items()]
+        places = torch.cat(found or [_places(())])
     else:
         places = _places(coordinates)
     if places.numel() == 0 or int(places.min()) < 0 or int(places.max()) >= G.layout.numel:
         raise ValueError(f"coordinates must be whole numbers from 0 to {G.layout.numel - 1}, and not none")
     vectors = torch.zeros(G.layout.numel, len(places), dtype=G.dtype, device=G.device)
-    vectors[places, torch.arange(len(places))] = 1
+    vectors[places, torch.arange(len(places), device="cpu")] = 1
     if basis is not None:
         vectors = basis.unproject(vectors).to(vectors)
     moments = vectors.mT @ (G @ vectors)
@@ -117,7 +118,8 @@ def correlation(
 def _places(coordinates: Tensor | Iterable[int]) -> Tensor:
     """Return whole numbers as a vector."""
     try:
-        found = torch.as_tensor(coordinates if isinstance(coordinates, Tensor) else list(coordinates)).reshape(-1).cpu()
+        given = coordinates if isinstance(coordinates, Tensor) else list(coordinates)
+        found = torch.as_tensor(given, device="cpu").reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"coordinates={coordinates!r} must be whole numbers: places in the flat vector") from error
     if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):

@@ -278,7 +278,8 @@ class Curvature:
                 parts.append(part)
             elif wanted:
                 inside = Layout(part.parameters, tuple(shapes[name] for name in part.parameters))
-                places = torch.cat([torch.arange(part.numel)[inside.places((name,))] for name in wanted])
+                places = torch.arange(part.numel, device="cpu")
+                places = torch.cat([places[inside.places((name,))] for name in wanted])
                 cut = part.cut(wanted, places)
                 if cut is None:
                     raise ValueError(

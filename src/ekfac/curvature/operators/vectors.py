@@ -47,7 +47,7 @@ class Layout:
         ranges = [(starts[name], starts[name] + size_of[name]) for name in names]
         if all(one[1] == two[0] for one, two in itertools.pairwise(ranges)):
             return slice(ranges[0][0], ranges[-1][1])
-        return torch.cat([torch.arange(*r) for r in ranges])
+        return torch.cat([torch.arange(*r, device="cpu") for r in ranges])
 
     def unflatten(self, rows: Tensor) -> dict[str, Tensor]:
         """Turn ``[..., P]`` into a dict of ``[..., *shape]``."""

@@ -62,7 +62,7 @@ class Size:
 
 # By how much time there is, in seconds: what fits a few minutes of a fast GPU, and the paper's.
 SIZES: Sequence[tuple[float, dict[str, Size]]] = (
-    (0, {"vgg11": Size(((3, 3), (2, 8)), (12, 20), 3, 17), "resnet34": Size(((2, 3),), (6, 10), 3, 15)}),
+    (0, {"vgg11": Size(((3, 3), (2, 8)), (20, 50), 3, 17), "resnet34": Size(((2, 3),), (10, 20), 3, 15)}),
     (3600, {"vgg11": Size(((4, 3), (2, 10)), (20, 30)), "resnet34": Size(((3, 3), (2, 8)), (15, 30))}),
     (7200, {"vgg11": Size(((4, 4), (3, 12)), (25, 50)), "resnet34": Size(((4, 4), (3, 12)), (25, 50))}),
 )

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from ekfac import sealed
-from ekfac.lab.boundary import Stopped, exit_code, interrupted, stoppable, writing
+from ekfac.lab.boundary import Stopped, exit_code, interrupted, plainly, stoppable, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import key
@@ -176,6 +177,7 @@ def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor
 def start_worker(workers: int, plugins: Sequence[str]) -> None:
     """Make a new process one of several: it leaves Ctrl-C to its parent, ends with it and has a share of the cores."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.formatwarning = plainly
     threading.Thread(target=_end_with_parent, daemon=True).start()
     share_cores(workers)
     for plugin in plugins:

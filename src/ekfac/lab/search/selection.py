@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -115,6 +115,23 @@ def curves(runs: Iterable[Run]) -> list[Curve]:
         if run.history:
             groups.setdefault(without_seed(run.config), {})[run.config.seed] = run
     return [Curve(tuple(run for _, run in sorted(group.items()))) for group in groups.values()]
+
+
+def whole_seeds(runs: Iterable[Run]) -> list[Run]:
+    """Leave out the seeds of a setting that were ended before another of its seeds; those that diverged stay.
+
+    A mean over fewer and fewer seeds would jump where one ends, and one that was cut is no setting of its own.
+    """
+    given = list(runs)
+    longest: dict[Any, int] = {}
+    for run in given:
+        setting = _without_length(run)
+        longest[setting] = max(longest.get(setting, 0), len(run.history))
+    return [r for r in given if r.status == "diverged" or len(r.history) == longest[_without_length(r)]]
+
+
+def _without_length(run: Run) -> Any:
+    return without_seed(replace(run.config, epochs=1))
 
 
 def by_method(

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,28 @@ def open_storage(where: str) -> BaseStorage:
         # SQLAlchemy, its drivers, Optuna and the file system each raise their own kinds.
         shown = (str(error).splitlines() or [type(error).__name__])[0]
         raise LabError(f"storage {without_password(where)} cannot be opened: {shown}") from error
+
+
+@contextmanager
+def legible(where: str) -> Iterator[None]:
+    """Turn what a storage makes of a damaged file, or of a server that has gone, into one line.
+
+    Raises:
+        LabError: Instead of what Optuna's storages and SQLAlchemy raise.
+    """
+    try:
+        yield
+    except LabError:
+        raise
+    except Exception as error:
+        frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+        if not any(name.startswith(("optuna.storages.", "sqlalchemy.")) for name in frames):
+            raise
+        shown = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+        raise LabError(
+            f"storage {without_password(where)} cannot be read or written: {shown}; if it is damaged, move it away, "
+            "and the same command makes a new one from the runs that are there"
+        ) from error
 
 
 def _lock_at_once(connection: sqlalchemy.Connection) -> None:

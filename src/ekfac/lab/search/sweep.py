@@ -19,7 +19,7 @@ from ekfac.lab.labels import describe, key
 from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
 from ekfac.lab.search.ask import Search
 from ekfac.lab.search.plan import run_one, share_cores, stop_of
-from ekfac.lab.search.study import Trials, open_storage, setting, study_name
+from ekfac.lab.search.study import Trials, legible, open_storage, setting, study_name
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run, load_run
 
@@ -121,7 +121,7 @@ def sweep(
         The studies by name.
 
     Raises:
-        LabError: If an argument is wrong or the storage cannot be opened.
+        LabError: If an argument is wrong, or the storage cannot be opened or is damaged.
         OSError: If the folder cannot be made.
     """
     if workers < 1:
@@ -133,19 +133,20 @@ def sweep(
         groups.setdefault(name or study_name(config), []).append(config)
     for label in search.base if search is not None else ():
         groups.setdefault(label, [])
-    studies = open_studies(where, list(groups))
-    on_start()
-    for label, study in studies.items():
-        study.release()
-        study.add(groups[label])
-    on_state(state(list(studies.values())))
-    if workers == 1:
-        tell = _Tell(studies, on_state)
-        work(where, list(groups), devices[0] if devices else None, prune, after=tell, search=search)
-    else:
-        _work_together(where, studies, workers, devices, prune, on_state, search)
-    for study in studies.values():
-        study.note_waiting()
+    with legible(where.storage):
+        studies = open_studies(where, list(groups))
+        on_start()
+        for label, study in studies.items():
+            study.release()
+            study.add(groups[label])
+        on_state(state(list(studies.values())))
+        if workers == 1:
+            tell = _Tell(studies, on_state)
+            work(where, list(groups), devices[0] if devices else None, prune, after=tell, search=search)
+        else:
+            _work_together(where, studies, workers, devices, prune, on_state, search)
+        for study in studies.values():
+            study.note_waiting()
     return studies
 
 

@@ -72,14 +72,17 @@ def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple
 
 
 def repeated(before: Run, after: Run) -> str:
-    """Say how a repeated run compares with the one that it repeats, at the last epoch that both have."""
+    """Say how a repeated run compares with the one that it repeats, at the last epoch that both have.
+
+    Losses are above their floor, as everywhere.
+    """
     epoch = min(len(before.history), len(after.history)) - 1
     if epoch < 0:
         return "there is nothing to compare: a run has no record"
-    old, new = (run.history[epoch]["train_loss"] for run in (before, after))
+    old, new = (_above(run, run.history[epoch], "train") for run in (before, after))
     words = ["diverged" if loss is None else f"training loss {loss:.6g}" for loss in (new, old)]
     if old == new:
         return f"the same as recorded after epoch {epoch}: {words[0]}"
     words[1] += "" if before.about.get("data_sha256") == after.about.get("data_sha256") else ", on other data"
-    apart = "" if old is None or new is None else f" ({abs(new - old) / abs(old):.2g} apart)"
+    apart = f" ({abs(new - old) / abs(old):.2g} apart)" if old and new is not None else ""
     return f"after epoch {epoch}: {words[0]}; recorded: {words[1]}{apart}"

@@ -52,13 +52,14 @@ def save(draw: Callable[[Figure], None], file: str | Path, size: tuple[float, fl
     return files
 
 
-def label_ends(axes: Axes, gap: float = 0.07, numbers: str = "") -> None:
+def label_ends(axes: Axes, gap: float = 0.07, numbers: str = "", margin: bool = False) -> None:
     """Write each curve's label beside its last point, in its colour, moved apart where two would overlap.
 
     Args:
         axes: The panel, its limits set.
         gap: Smallest distance of two labels, as a fraction of the panel's height.
         numbers: Format of the last value, which follows the label; none by default.
+        margin: Write all of them right of the panel, also of curves that end within it.
     """
     axes.get_xlim(), axes.get_ylim()  # limits that follow the data are set when they are asked for
     scale = axes.transData + axes.transAxes.inverted()
@@ -66,7 +67,7 @@ def label_ends(axes: Axes, gap: float = 0.07, numbers: str = "") -> None:
     for y, x, text, colour in sorted(_ends(axes, scale, numbers)):
         below = max(y, below + gap)
         style: Any = {"color": colour, "transform": axes.transAxes, "va": "center", "fontweight": "bold"}
-        axes.text(x + 0.015, below, text, clip_on=False, **style)
+        axes.text((1.0 if margin else x) + 0.015, below, text, clip_on=False, **style)
 
 
 def _ends(axes: Axes, scale: Transform, numbers: str) -> Iterator[tuple[float, float, str, str]]:

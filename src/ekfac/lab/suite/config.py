@@ -170,7 +170,7 @@ def read(where: str | Path) -> dict[str, Any]:
         raise LabError(
             f"configuration {str(where)!r} is neither a file nor one of the library's: {', '.join(builtin())}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LabError(f"configuration {where} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise LabError(f"configuration {where} must be a JSON object")

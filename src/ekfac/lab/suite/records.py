@@ -73,9 +73,35 @@ def _read(file: Path) -> Iterator[Record]:
             raise LabError(f"{file}, line {number + 1} cannot be read: {error}") from error
         except ValueError:
             continue  # cut off by a kill: the run is made again
-        if not isinstance(record, dict) or not {"key", "status"} <= record.keys():
-            raise LabError(f"{file}, line {number + 1} is no record of the suite")
+        wrong = _wrong(record)
+        if wrong is not None:
+            raise LabError(f"{file}, line {number + 1} is no record of the suite: {wrong}")
         yield record
+
+
+def _wrong(record: Any) -> str | None:
+    """Return what a record lacks of what selection, report and pictures read; None if nothing."""
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("key", "status")):
+        return "key and status must be text"
+    if record["status"] not in OVER:
+        return None
+    for name, kind in (("measure", str), ("method", str), ("steps", int), ("machine", dict), ("versions", dict)):
+        if not isinstance(record.get(name), kind):
+            return f"{name} is missing, or of another kind"
+    if not {"torch", "source"} <= record["versions"].keys() or "gpu" not in record["machine"]:
+        return "machine or versions have lost an entry"
+    history = record.get("history")
+    if not isinstance(history, list) or not history or not all(isinstance(entry, dict) for entry in history):
+        return "history must be a list of evaluations"
+    for entry in history:
+        for name in ("step", "seconds", "train_loss", "validation_loss", "validation_accuracy"):
+            value = entry.get(name, 0.0 if name.startswith("validation") else None)
+            absent = value is None and (name.startswith("validation") or record["status"] != "finished")
+            if not absent and (isinstance(value, bool) or not isinstance(value, int | float)):
+                return f"history: {name} must be a number, not {value!r}"
+    if record["status"] == "finished" and not any(entry["step"] >= record["steps"] / 10 for entry in history):
+        return "history ends before a tenth of the steps"
+    return None
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ekfac import sealed
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.datasets import Dataset, Split, load_dataset
@@ -27,8 +29,9 @@ from ekfac.lab.training.trainer import Trainer, given
 FILE = "paces.json"
 # What is said about a run whose seconds are counted so.
 PACED = "paced"
-# Steps are timed in segments; a basis is renewed at the start of every other one, and the first two are left out.
-STEPS, SEGMENTS = 8, 6
+# So many steps in a row are timed, in three parts of which the first is left out: graphs are recorded in it. A basis is
+# renewed at the start of each. No evaluation stands in between: steps right after one may cost more.
+STEPS = {"cuda": 96, "cpu": 24}
 _FIELDS = ("task", "optimizer", "batch_norm", "dataset", "width", "batch_size", "damping_mode", "sua", "dtype")
 
 
@@ -58,28 +61,41 @@ def label(config: TrainConfig) -> str:
 
 
 def measure(config: TrainConfig, data: Dataset) -> Pace:
-    """Time some steps of a setting, which must have the machine to itself."""
+    """Time some steps of a setting in a row; it must have the machine to itself."""
     every = option(config, "refresh_every")
     size = given(config.batch_size)
-    few = min(STEPS, len(data.train.x) // size)
-    if few < 1:
+    steps = min(STEPS.get(str(config.device).split(":")[0], STEPS["cpu"]), len(data.train.x) // size)
+    if steps < 1:
         raise LabError(f"batch_size {size} is more than the {len(data.train.x)} training examples of {data.name}")
-    renewed = isinstance(every, int)
-    own = replace(config, limit=None, epochs=SEGMENTS, refresh_every=2 * few if renewed else config.refresh_every)
-    splits = {"train": Split(*(part[: few * size] for part in data.train))}
-    trainer = Trainer(own, replace(data, splits=splits))
+    part = max(1, steps // 3)
+    half, renewed = part // 2, isinstance(every, int)
+    own = replace(config, limit=None, epochs=1, refresh_every=part if renewed else config.refresh_every)
+    trainer = Trainer(own, replace(data, splits={"train": Split(*(each[: steps * size] for each in data.train))}))
+    # Where something begins or ends: the host waits for the device there and nowhere else.
+    marks = {0, part, part + half, 2 * part, 2 * part + half, 3 * part, steps}
+    at = {0: time.perf_counter()}
+
+    def on_step(step: int, _: int) -> None:
+        if step in marks:
+            if trainer.device.type == "cuda":
+                torch.cuda.synchronize(trainer.device)
+            at[step] = time.perf_counter()
+
     try:
-        times = []
-        for _ in range(SEGMENTS):
-            before = trainer.seconds
-            trainer.train_epoch()
-            times.append(trainer.seconds - before)
+        trainer.train_epoch(on_step)
     finally:
         trainer.close()
-    if not renewed:
-        return Pace(statistics.fmean(times[2:]) / few)
-    usual, renewing = statistics.median(times[3::2]), statistics.median(times[2::2])
-    return Pace(usual / few, max(0.0, renewing - usual), every)
+    return _pace(at, part, every if renewed else None) if steps >= 6 else Pace(at[steps] / steps - at[0] / steps)
+
+
+def _pace(at: dict[int, float], part: int, every: int | None) -> Pace:
+    """Return what a step costs, and a renewal, from the moments that three parts began, were half over and ended."""
+    if every is None:
+        return Pace((at[3 * part] - at[2 * part]) / part)
+    half = part // 2
+    usual = statistics.fmean(at[start + part] - at[start + half] for start in (part, 2 * part)) / (part - half)
+    renewing = statistics.fmean(at[start + half] - at[start] for start in (part, 2 * part))
+    return Pace(usual, max(0.0, renewing - half * usual), every)
 
 
 def measure_all(
@@ -89,6 +105,7 @@ def measure_all(
     load: Callable[[str], Dataset] | None = None,
     say: Callable[[str], None] = lambda line: None,
     until: float = math.inf,
+    again: bool = False,
 ) -> dict[str, Pace]:
     """Time every kind of run that ``folder`` has no pace of yet, one after another, and return all of them.
 
@@ -99,11 +116,12 @@ def measure_all(
         load: Loads a dataset by name; by default from ``data_dir``.
         say: Is told how it goes.
         until: No kind is begun later than this.
+        again: Also time those that the folder has a pace of.
     """
     wanted = {label(config): config for config in configs}
     found = read(folder)
     for name, config in wanted.items():
-        if name in found or time.time() > until:
+        if (name in found and not again) or time.time() > until:
             continue
         dataset = given(config.dataset)
         what = f"{config.task}, {config.optimizer}{' + BN' if config.batch_norm else ''}, batch {config.batch_size}"

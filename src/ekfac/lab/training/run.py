@@ -15,6 +15,7 @@ import torch
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.datasets import Dataset, load_dataset
 from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.training.ranks import Follower, Ranks, from_torchrun
 from ekfac.lab.training.records import check_history
 from ekfac.lab.training.runs import Run, RunFolder, load_run, machine, read_config, versions
 from ekfac.lab.training.trainer import Trainer, given
@@ -51,6 +52,7 @@ def train(
     progress: Progress | None = None,
     data: Dataset | None = None,
     initial: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Train a network and return what came of it.
 
@@ -67,6 +69,7 @@ def train(
         progress: Is told how it goes.
         data: The dataset, where it is loaded already, on any device.
         initial: The record of the untrained network, where it is known from a run with the same start.
+        ranks: The processes that train together, each of which calls this; one by default.
 
     Raises:
         LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, another process
@@ -74,30 +77,38 @@ def train(
     """
     _check_flags(resume, overwrite)
     config = config.resolved()
-    folder = None if out is None else RunFolder(Path(out))
+    ranks = ranks or Ranks()
+    writes = ranks.rank == 0
+    folder = None if out is None else (RunFolder if writes else Follower)(Path(out))
     try:
-        if folder is not None and folder.path.exists():
+        if folder is not None and writes and folder.path.exists():
             _open(folder, config, resume, overwrite)
-        run, trainer = _prepare(config, folder, data_dir, resume, data)
-        if folder is not None and not folder.lock.held:
+        run, trainer = _prepare(config, folder, data_dir, resume, data, ranks)
+        ranks.meet()  # all have read the folder before it changes
+        if folder is not None and writes and not folder.lock.held:
             # Not made before now, so that bad input leaves no folder behind; another may have come first.
             _open(folder, config, False, overwrite)
         saving = Saving(checkpoints is True, checkpoint_every, keep_best, last=checkpoints == "last")
         if not run.history and initial is not None:
             trainer.start_from(initial)
-        return _train(run, trainer, folder, overwrite, saving, progress or Progress())
+        return _train(run, trainer, folder, overwrite, saving, progress if progress and writes else Progress())
     finally:
         if folder is not None:
             folder.close()
 
 
 def _prepare(
-    config: TrainConfig, folder: RunFolder | None, data_dir: str | Path | None, resume: bool, data: Dataset | None
+    config: TrainConfig,
+    folder: RunFolder | None,
+    data_dir: str | Path | None,
+    resume: bool,
+    data: Dataset | None,
+    ranks: Ranks,
 ) -> tuple[Run, Trainer]:
     """Make the network, and take up the checkpoint if there is one and it is asked for."""
     run = Run(config, path=None if folder is None else folder.path)
     checkpoint = folder.load(run.notes) if folder is not None and resume else None
-    trainer = Trainer(config, data or load_dataset(given(config.dataset), data_dir))
+    trainer = Trainer(config, data or load_dataset(given(config.dataset), data_dir), ranks)
     if checkpoint is not None:
         _check_same_data(run.path, trainer)
         try:
@@ -161,7 +172,7 @@ def launch(
     keep_best: bool = False,
     progress: Progress | None = None,
 ) -> Run:
-    """Train as :func:`train` does, from the settings that a command line gave.
+    """Train as :func:`train` does, from the settings that a command line gave; under torchrun with all its processes.
 
     With ``resume`` the folder's own settings hold for all that was not given, and there must be a run to go on with:
     whoever types it would lose one that has no checkpoint.
@@ -181,8 +192,9 @@ def launch(
         settings = {**stored.to_dict(), **settings}
     config = TrainConfig.from_dict(settings)
     more: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_best": keep_best, "progress": progress}
-    run = train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, **more)
-    for note in run.notes:
+    ranks = from_torchrun(config.device)
+    run = train(config, out, data_dir=data_dir, resume=resume, overwrite=overwrite, ranks=ranks, **more)
+    for note in run.notes if ranks.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     return run
 
@@ -245,6 +257,7 @@ def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = N
         **({} if folder is None else {"data_dir": folder}),
         "versions": versions(),
         "machine": machine(),
+        **({} if trainer.ranks.size == 1 else {"processes": trainer.ranks.size}),
         "parameters": trainer.parameters,
         "examples": {name: len(split.y) for name, split in trainer.data.splits.items()},
         "floor": trainer.floors,

@@ -20,6 +20,7 @@ from ekfac.lab.data.datasets import Dataset, Split
 from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.registry import LabError
 from ekfac.lab.tasks import TASKS
+from ekfac.lab.training.ranks import Ranks
 
 EVALUATION_BATCH = 1000
 # A loss this many times the initial one is not coming back.
@@ -32,12 +33,15 @@ class Trainer:
     Args:
         config: The run's settings, resolved.
         data: Its dataset, on the CPU.
+        ranks: The processes that train together.
     """
 
-    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+    def __init__(self, config: TrainConfig, data: Dataset, ranks: Ranks | None = None) -> None:
         self.config = config
         self.task = TASKS.get(config.task)
-        self.device = torch.device(config.device)
+        self.ranks = ranks or Ranks()
+        self.ranks.check(given(config.batch_size))
+        self.device = self.ranks.device(config.device)
         self.epoch = 0
         self.steps_done = 0
         self.seconds = 0.0
@@ -59,20 +63,21 @@ class Trainer:
         self.model = self.task.build(given(config.width), config.batch_norm).to(self.device, DTYPES[config.dtype])
         self.optimizer = build_optimizer(config.optimizer, self.model, config.optimizer_options())
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
+        trained = self.ranks.wrapped(self.model)
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(trained) if config.compile else trained
 
     @property
     def parameters(self) -> int:
         """The number of trainable parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-    def _output(self, x: Tensor) -> Tensor:
+    def _output(self, x: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         if self.config.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         if self.config.dtype != "bfloat16":
-            return self._forward(x)
+            return forward(x)
         with torch.autocast(self.device.type, torch.bfloat16):
-            output = self._forward(x)
+            output = forward(x)
         return output.float()
 
     def _synchronize(self) -> None:
@@ -94,7 +99,7 @@ class Trainer:
         shuffle = torch.Generator().manual_seed((self.config.seed << 20) + self.epoch)
         order = torch.randperm(len(x), generator=shuffle).to(self.device)
         self.model.train()
-        total, first = self._sum() + self._total, self.step_in_epoch
+        total, first = self._sum() + (0.0 if self.ranks.rank else self._total), self.step_in_epoch
         self.step_losses = []
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -103,7 +108,7 @@ class Trainer:
         try:
             for step in range(first, steps):
                 self._set_lr(step / steps)
-                index = order[step * batch : (step + 1) * batch]
+                index = self.ranks.part(order[step * batch : (step + 1) * batch])
                 self._step(x[index], y[index], total)
                 self.step_in_epoch, self._sum_so_far = step + 1, total
                 if on_step is not None:
@@ -114,6 +119,9 @@ class Trainer:
                 raise
         self._synchronize()
         seconds = time.perf_counter() - self._started
+        total = self.ranks.sum(total)
+        if self.ranks.size > 1:
+            self.step_losses = list(self.ranks.sum(torch.stack(self.step_losses)))
         self.step_in_epoch, self._total = 0, 0.0
         self.epoch += 1
         self.steps_done += steps
@@ -122,10 +130,15 @@ class Trainer:
         return self._record(total.item() / steps, rate, _peak_memory(self.device))
 
     def _step(self, x: Tensor, y: Tensor, total: Tensor) -> None:
-        """Change the parameters by one batch; its mean loss before the change is added to the total."""
+        """Change the parameters by one batch; its mean loss before the change is added to the total.
+
+        Of several processes each has a part of the mean; gradients are averaged, so that each counts its own so many
+        times.
+        """
         self.optimizer.zero_grad()
-        loss = self.task.losses(self._output(x), x, y).mean()
-        loss.backward()
+        losses, size = self.task.losses(self._output(x, self._forward), x, y), self.ranks.size
+        loss = losses.mean() if size == 1 else losses.sum() / given(self.config.batch_size)
+        (loss if size == 1 else loss * size).backward()
         self.step_losses.append(loss.detach())
         total += self.step_losses[-1]
         self.optimizer.step()
@@ -172,12 +185,15 @@ class Trainer:
     def _evaluate(self, split: Split) -> tuple[float, float | None]:
         """Return mean loss and accuracy over a whole split, in evaluation mode."""
         self.model.eval()
+        self.ranks.share_buffers(self.model)
         loss, correct = self._sum(), self._sum()
-        for x, y in zip(split.x.split(EVALUATION_BATCH), split.y.split(EVALUATION_BATCH), strict=True):
-            output = self._output(x)
+        parts = (self.ranks.part(whole).split(EVALUATION_BATCH) for whole in (split.x, split.y))
+        for x, y in zip(*parts, strict=True):
+            output = self._output(x, self._forward if self.ranks.size == 1 else self.model)
             loss += self.task.losses(output, x, y).sum()
             if self.task.correct is not None:
                 correct += self.task.correct(output, y).sum()
+        loss, correct = self.ranks.sum(torch.stack([loss, correct])).unbind()
         accuracy = correct.item() / len(split.y) if self.task.correct is not None else None
         return loss.item() / len(split.y), accuracy
 
@@ -203,7 +219,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "seconds": self.seconds + (time.perf_counter() - self._started if inside else 0.0),
             "step_in_epoch": self.step_in_epoch,
-            "total": self._sum_so_far.item() if inside else 0.0,
+            "total": self.ranks.sum(self._sum_so_far).item() if inside else 0.0,
             "initial_loss": self.initial_loss,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

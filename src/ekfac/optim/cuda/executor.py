@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Places, Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
-from ekfac.optim.executor import Answer, Executor
+from ekfac.optim.executor import Answer, Executor, Part
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 #: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
 #: some eight float64 copies of its factors, which are a quarter of what it reads.
 LARGE = {"a refresh": 2**25, "taking statistics": 2**25}
-#: A refresh of factors with more numbers does not run beside the next step.
+#: A refresh of factors with more numbers does not run beside the next step, as its copies would be there at its peak.
 BESIDE = 2**22
 
 T = TypeVar("T")
-P = TypeVar("P")
+P = TypeVar("P", bound=Part)
 
 
 class CudaExecutor(Executor):
@@ -44,6 +45,8 @@ class CudaExecutor(Executor):
         whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
         device: Where the parameters are.
     """
+
+    can_replay = True
 
     def __init__(self, options: EngineOptions, whole_steps: bool, device: torch.device) -> None:
         super().__init__(options, whole_steps)
@@ -82,7 +85,7 @@ class CudaExecutor(Executor):
         finally:
             self.records = False
 
-    def method(self, method: Method[Any]) -> Method[Any]:
+    def method(self, method: Method[Any], block: Block) -> Method[Any]:
         if method not in self._methods:
             self._methods[method] = fused(method)
         return self._methods[method]
@@ -141,7 +144,7 @@ class CudaExecutor(Executor):
         if wait or len(devices) != 1 or next(iter(devices)).type != "cuda":
             self.mask.last = None
             return super().check_finite(sizes, wait)
-        ok = self.mask.mask(sizes)
+        ok, self.largest = self.mask.mask(sizes), math.inf
         self.mask.expect(ok)
         return True, ok
 

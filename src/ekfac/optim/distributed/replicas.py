@@ -31,6 +31,7 @@ from ekfac.optim.distributed.shards import Shards, is_sharded, local
 from ekfac.optim.distributed.states import keep_own, make_contiguous
 from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
 from ekfac.optim.statistics.partition import members
+from ekfac.optim.statistics.refresh import iterated_numbers
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.types import Direction, Rates, StepInputs
 
@@ -85,7 +86,7 @@ class Replicas:
             batches = size // collector.capture.mesh.size
             n = float(collector.apart)
             inputs = StepInputs({}, collector.calls, collector.sums, n, 0.0, *due, size, batches)
-        call = self._call(inputs, finite)
+        call = self._call(inputs, finite, rates.called or 0)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
             return None
@@ -127,17 +128,18 @@ class Replicas:
             self.shards.learn({p: partition.names[p] for p in partition.offered})
             self._checked = self.processes.size, partition.offered
 
-    def _call(self, inputs: StepInputs, finite: bool) -> RollCall:
+    def _call(self, inputs: StepInputs, finite: bool, called: int) -> RollCall:
         """Agree on the step, and learn how others' warm refreshes went."""
         engine, partition = self._engine, self._engine.partition
         if self._flags:  # of the last step, on a GPU
             self._raise_if_failed()
         mine = {block.key for block in partition.covered if self.owners.mine(block)}
         near: list[bool | None] = [
-            partition.states.get(p, {}).get("near") if p in mine else None for p in partition.offered
+            getattr(partition.states.get(p), "near", None) if p in mine else None for p in partition.offered
         ]
         silent = [name for p, name in partition.names.items() if p in partition.silent]
         touched = set(inputs.touched)
+        seen = {block.key for found in (inputs.calls, inputs.sums, inputs.samples) for block in found}
         call = roll_call(
             self.processes,
             partition.device,
@@ -148,7 +150,9 @@ class Replicas:
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,
+            seen=[p in seen for p in partition.offered],
             largest=self.shards.largest(inputs, partition.device),
+            called=called,
         )
         self._raise_together(call.failed)
         if call.diverged:
@@ -157,6 +161,9 @@ class Replicas:
                 f"taken {engine.schedule.applied_steps} steps and trains {len(partition.parameters)} parameters. "
                 + REMEDY
             )
+        inputs.called = call.called
+        somewhere = {p for p, was in zip(partition.offered, call.seen, strict=True) if was}
+        inputs.unseen = {block for block in partition.covered if block.key not in somewhere}
         known = dict(zip(partition.offered, call.near, strict=True))
         for block in partition.covered:
             if known[block.key] is not None and not self.owners.mine(block):
@@ -320,7 +327,7 @@ class Replicas:
             engine.warm_refresh({block: due[block]}, rates)
             make_contiguous(engine.partition.state(block))
 
-        with engine.executor.beside(engine.partition.device, sum(sum(b.factor_numbers()) for b in due)):
+        with engine.executor.beside(engine.partition.device, iterated_numbers(due)):
             self._run(renew, list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()

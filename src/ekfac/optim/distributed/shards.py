@@ -7,6 +7,7 @@ Each way is one message to every rank, of its own pieces or of those that it own
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,17 +40,41 @@ def units(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
 
 
-@contextmanager
-def resharded(model: nn.Module) -> Iterator[None]:
-    """Have the model hold its parameters as the optimizer knows them, not gathered for a forward under way."""
-    gathered = [unit for unit in units(model) if not all(is_sharded(p) for p in _own(unit))]
+def reshard(model: nn.Module) -> list[Any]:
+    """Have the model hold its parameters as the optimizer knows them; returns the units that had gathered theirs."""
+    gathered = [unit for unit in dict.fromkeys([*units(model), *_units_around()]) if not _holds_pieces(unit)]
     for unit in gathered:
         unit.state_dict()  # puts the pieces back; reshard() would do nothing within a forward
+    return gathered
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Do so for a while, in which the pieces may change: what was gathered before is then gathered anew."""
+    gathered = reshard(model)
     try:
         yield
     finally:
         for unit in gathered:
             unit.unshard()
+
+
+def _units_around() -> Iterator[Any]:
+    """Return such modules as are being called now: a model within another may be of the other's unit."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and hasattr(frame.f_locals.get("self"), "reshard"):
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def _holds_pieces(unit: Any) -> bool:
+    """Tell whether a unit has neither gathered its parameters nor begun to, nor keeps pieces of what it gathered."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    if any(getattr(group, "_all_gather_result", None) is not None for group in groups):
+        unit.unshard()  # waits for the end of it
+    return all(is_sharded(p) for p in _own(unit)) and all(getattr(group, "is_sharded", True) for group in groups)
 
 
 def _own(unit: nn.Module) -> Iterator[nn.Parameter]:
@@ -98,6 +123,11 @@ class Shards:
                 )
 
     def _check(self, p: Any, name: str) -> None:
+        if p.device.type != p.device_mesh.device_type:
+            raise ValueError(
+                f"parameter '{name}' rests on {p.device.type} and is used on {p.device_mesh.device_type}, as "
+                "CPUOffloadPolicy has it. Allowed: fully_shard without offload_policy"
+            )
         ranks = sorted(p.device_mesh.mesh.flatten().tolist())
         group = self._processes.ranks
         if not set(ranks) <= set(group):
@@ -188,6 +218,21 @@ def placed(gradient: Any, parameter: Any) -> Tensor:
     if is_sharded(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local(gradient)
+
+
+def whole_of(piece: Tensor, parameter: Any) -> Tensor:
+    """Return the whole of what ranks hold as they hold a parameter; all that hold pieces of it have to call this."""
+    if not is_sharded(parameter):
+        return piece
+    whole: Any = torch.empty_like(parameter, dtype=piece.dtype)
+    local(whole).copy_(piece)
+    found: Tensor = whole.full_tensor()
+    return found
+
+
+def piece_of(whole: Tensor, parameter: Any) -> Tensor:
+    """Return this process's piece of what is as large as the whole of a parameter."""
+    return _cut(whole, _region(parameter)) if is_sharded(parameter) else whole
 
 
 def any_sharded(parameters: Iterable[Tensor]) -> bool:

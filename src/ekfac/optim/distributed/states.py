@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,38 @@ BASES = ("U_A", "U_B", "S_A", "S_B")
 
 #: Before the names of fallbacks among the counters.
 SOLVER = "solver_"
+
+
+class States(defaultdict[Tensor, Any]):
+    """What this process keeps, by parameter: ``optimizer.state``.
+
+    Asked for what another process keeps, it tells the names, with None for each: torch.distributed.checkpoint takes a
+    flattened state dict apart by what ``optimizer.state[parameter]`` names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+        self._engine: Callable[[], Engine | None] = lambda: None
+
+    def follow(self, engine: Engine) -> None:
+        """Take from an engine who owns what."""
+        self._engine = weakref.ref(engine)
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        engine = self._engine()
+        if engine is None or engine.partition.owners.size == 1:
+            return super().__getitem__(parameter)
+        partition, rank = engine.partition, engine.options.processes.rank
+        for block in partition.blocks if partition.owners.of_parameter(parameter) != rank else ():  # type: ignore[arg-type]
+            if any(parameter is p for p in block.parameters.values()):
+                return dict.fromkeys(field.name for field in fields(engine.method_of(block).state_class))
+        return super().__getitem__(parameter)
+
+    def __bool__(self) -> bool:
+        return any(map(len, self.values()))  # a block's state may be there, with nothing in it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ class Method(Protocol[S]):
     reads_eigenvalues: bool
 
     @property
+    def for_wide(self) -> Method[S] | None:
+        """What does the same for wide blocks on a CPU, up to rounding; None where that is nothing else."""
+
+    @property
     def state_class(self) -> type[BlockState]:
         """What it keeps of a block."""
 

@@ -24,6 +24,7 @@ class EigenMethod:
     Args:
         rule: What is done with the projected gradient.
         damp: How s is damped when dividing.
+        for_wide: What does the same for wide blocks on a CPU.
     """
 
     kind = "eigenbasis"
@@ -31,7 +32,8 @@ class EigenMethod:
     damping_is_free = True
     masks_refreshes = True
 
-    def __init__(self, rule: Rule, damp: Damp) -> None:
+    def __init__(self, rule: Rule, damp: Damp, for_wide: EigenMethod | None = None) -> None:
+        self.for_wide = for_wide
         self.rule = rule
         self.damp = damp
         self.approximation = "kfac" if rule.follows_factors else "ekfac"
@@ -90,7 +92,10 @@ class EigenMethod:
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
         """Compute g = U_B^T G U_A, and the same of the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
-        step.g = step.seen = within_range(in_basis(step.gradient, basis))
+        step.g = in_basis(step.gradient, basis)
+        if not step.small:
+            step.g = within_range(step.g)
+        step.seen = step.g
         if step.ratio is not None:
             step.seen = step.g * step.ratio
         elif step.left is not None:

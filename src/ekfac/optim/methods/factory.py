@@ -10,7 +10,9 @@ from ekfac import checks
 from ekfac.optim.methods.belief import Belief
 from ekfac.optim.methods.damping import DAMPING_MODES
 from ekfac.optim.methods.eigenbasis import EigenMethod
-from ekfac.optim.methods.rules import Adagrad, Adam, Anchored, Kronecker, PerExample, RMSProp, Rule, Running
+from ekfac.optim.methods.rules import Anchored, Kronecker, PerExample, Rule, Running
+from ekfac.optim.methods.torch_rules import Adagrad, Adam, RMSProp
+from ekfac.optim.methods.wide import WideEigenMethod
 from ekfac.optim.options import RULE_OPTIONS
 
 #: The rules that have a name.
@@ -61,4 +63,4 @@ def eigen_methods(rule: Rule, damping_mode: Any) -> tuple[EigenMethod, EigenMeth
     """Return the methods for blocks that a layer covers and for the rest."""
     checks.one_of("damping_mode", damping_mode, DAMPING_MODES)
     damp = DAMPING_MODES[damping_mode]
-    return EigenMethod(rule, damp), EigenMethod(rule.elementwise(), damp)
+    return EigenMethod(rule, damp, WideEigenMethod(rule, damp)), EigenMethod(rule.elementwise(), damp)

@@ -46,6 +46,7 @@ class InverseMethod:
     masks_refreshes = False
     bounds_gradients = False
     reads_eigenvalues = True
+    for_wide = None
     stacks = False
 
     def __init__(self, pi_correction: bool, exact: bool = False) -> None:

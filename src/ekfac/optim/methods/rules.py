@@ -10,9 +10,11 @@ so a CUDA graph can hold the step, and a step with a gradient that is not finite
 
 from __future__ import annotations
 
+import math
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +22,15 @@ from torch import Tensor
 from ekfac import checks
 from ekfac.optim.types import BlockState, BlockStep, EigenState, as_scalar
 
+#: A number, of the host where that need not wait for it: on a CPU. Else on the device, one for each of several blocks.
+Number = float | Tensor
+
 #: How many times longer than before a gradient may be under :class:`Anchored`.
 SPIKE = 10.0
+#: The host's form of a float32.
+SINGLE = struct.Struct("f")
+#: What :func:`remaining` has found for the host: all blocks ask for the same.
+_REMAINING: dict[tuple[float, float, bool], float] = {}
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Rule(ABC):
     stacks: ClassVar[bool] = False
     #: Whether all that becomes of a finite gradient, however large, is finite before it is masked by ``step.ok``.
     bounds_gradients: ClassVar[bool] = False
+    #: Whether coordinates of a direction are all of about one size, so that rounding one does not drown another.
+    even: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -109,31 +120,35 @@ def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = N
         setattr(state, name, value)
 
 
-def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1) -> Tensor:
+def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1) -> Number:
     """Count a step on the device; returns how many have been counted, for each of several blocks."""
     if not hasattr(state, "count"):
         state.count = torch.zeros(() if blocks == 1 else blocks, dtype=torch.float64, device=like.device)
-    return state.count.add_(1.0 if ok is None else ok)
+    count = state.count.add_(1.0 if ok is None else ok)
+    return count.item() if count.is_cpu and blocks == 1 else count
 
 
-def spread(numbers: Tensor, over: Tensor) -> Tensor:
+def spread(numbers: Number, over: Tensor) -> Tensor:
     """Return one number a block, in the dtype and shape in which it multiplies the blocks' ``[G, O, C]``."""
+    if not isinstance(numbers, Tensor):
+        return over.new_full((), numbers)
     numbers = numbers.to(over)
     if not numbers.dim():
         return numbers
     return numbers.repeat_interleave(len(over) // len(numbers))[:, None, None]
 
 
-def norms(x: Tensor, blocks: int, order: int = 2) -> Tensor:
+def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
     """Return the norm of each block's part of x; of order 1 the sum of its magnitudes."""
     lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
-    return lengths
+    return lengths.item() if x.is_cpu and blocks == 1 else lengths
 
 
-def square_of(x: Tensor) -> Tensor:
+def square_of(x: Tensor) -> Number:
     """Return x.x of all its numbers."""
     flat = x.reshape(-1)
-    return torch.dot(flat, flat)
+    square = torch.dot(flat, flat)
+    return square.item() if x.is_cpu else square
 
 
 def bounded(square: Tensor) -> Tensor:
@@ -155,18 +170,45 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
     return bounded(g.square().mul_(n.to(g) if isinstance(n, Tensor) else n))
 
 
-def shortening(square: Tensor, limit: Tensor) -> Tensor:
+def shortening(square: Any, limit: Number) -> Number:
     """Return the factor that brings a squared length down to ``limit``; 1 if it is below, or nothing is known."""
+    if not isinstance(limit, Tensor):
+        return math.sqrt(limit / square) if 0 < limit < square else 1.0
     factor = (limit / square).sqrt().clamp(max=1).nan_to_num(1.0)
     return torch.where(limit > 0, factor, 1.0)
 
 
-def remaining(beta: float | Tensor, count: Tensor) -> Tensor:
-    """Return 1 - beta^t, which an average that began at zero is divided by; at least 1 - beta."""
-    return (1 - beta**count).clamp(min=1 - beta)
+def remaining(beta: Number, count: Number, root: bool = False) -> Number:
+    """Return 1 - beta^t, which an average that began at zero is divided by, at least 1 - beta; or its square root."""
+    if isinstance(beta, Tensor) or isinstance(count, Tensor):
+        found: Tensor = (1 - beta**count).clamp(min=1 - beta)
+        return found.sqrt() if root else found
+    key = beta, count, root
+    if key not in _REMAINING:
+        if len(_REMAINING) > 100:
+            _REMAINING.clear()
+        power: float = (beta ** torch.tensor(count, dtype=torch.float64)).item()  # to the last bit as on the device
+        _REMAINING[key] = math.sqrt(max(1 - power, 1 - beta)) if root else max(1 - power, 1 - beta)
+    return _REMAINING[key]
 
 
-def mean_gradient(state: EigenState, step: BlockStep, beta: float | Tensor, count: Tensor) -> Tensor:
+def clipped(x: Number, least: float, most: float) -> Number:
+    """Return a number within bounds."""
+    return x.clamp(least, most) if isinstance(x, Tensor) else min(max(x, least), most)
+
+
+def rounded(x: Number, like: Tensor) -> Number:
+    """Return a number of the host as it would be in the dtype of a tensor."""
+    if isinstance(x, Tensor) or like.dtype != torch.float32:
+        return x
+    try:
+        found: float = SINGLE.unpack(SINGLE.pack(x))[0]
+        return found
+    except OverflowError:
+        return math.inf
+
+
+def mean_gradient(state: EigenState, step: BlockStep, beta: Number, count: Number) -> Tensor:
     """Update m <- beta m + (1 - beta) g; return it divided by 1 - beta^t, zero where ``ok`` is 0."""
     g, ok = step.g, step.ok
     if not hasattr(state, "m"):
@@ -229,7 +271,7 @@ class PerExample(KroneckerRule):
         if s_star is None:
             return
         # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
-        weight = (1 - self.decay) / (1 - self.decay ** counted(state, s_star, step.ok)).clamp(min=1 - self.decay)
+        weight = (1 - self.decay) / remaining(self.decay, counted(state, s_star, step.ok))
         s_star = bounded(s_star.nan_to_num_(nan=torch.inf))  # infinity times zero: the example was too large to square
         blend(state.s, s_star, weight if self.decay else 1.0, step.ok)
 
@@ -272,11 +314,13 @@ class Anchored(Running):
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
         if hasattr(state, "m"):  # m would hold on to a bad batch, and s begins anew in the next basis
-            usual = square_of(state.m) + state.s.sum() / as_scalar(step.n, state.s)
+            total: Number = state.s.sum().item() if state.s.is_cpu else state.s.sum()
+            usual = square_of(state.m) + total / as_scalar(step.n, state.s)
             factor = shortening(square_of(step.seen), SPIKE**2 * usual)
             same = step.seen is step.g
-            step.g = step.g * factor
-            step.seen = step.g if same else step.seen * factor
+            if isinstance(factor, Tensor) or factor != 1:
+                step.g = step.g * factor
+                step.seen = step.g if same else step.seen * factor
         super().observe(state, step)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
@@ -305,11 +349,15 @@ class TorchRule(Rule):
     squares_penalty = True
     reads_eigenvalues = False
     stacks = True
+    even = True
 
     def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
         overwrite(state, "s", torch.zeros_like(known), ok)
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
+        if step.ok is None and not isinstance(step.n, Tensor) and hasattr(state, "examples"):
+            state.examples.fill_(step.n)
+            return
         n = step.n if isinstance(step.n, Tensor) else torch.full((), step.n, dtype=torch.float64, device=step.g.device)
         if step.ok is not None and hasattr(state, "examples"):  # one kernel, where there are hundreds of such
             state.examples.lerp_(n.to(state.examples).expand_as(state.examples), step.ok.to(state.examples))
@@ -318,61 +366,3 @@ class TorchRule(Rule):
 
     def second_moment(self, state: EigenState) -> Tensor:
         return state.s * spread(state.examples, state.s) if "examples" in state else state.s
-
-
-@dataclass(frozen=True)
-class Adam(TorchRule):
-    """torch's Adam: m and v = s are averages of g and g^2, both corrected for their start at 0."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-
-    moments = ("m",)
-
-    def observe(self, state: EigenState, step: BlockStep) -> None:
-        super().observe(state, step)
-        blend(state.s, squared(step.seen), 1 - (step.rates.betas or self.betas)[1], step.ok)
-
-    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        beta1, beta2 = step.rates.betas or self.betas
-        count = counted(state, step.g, step.ok, step.blocks)
-        mean = mean_gradient(state, step, beta1, count)
-        root = spread(remaining(beta2, count).sqrt(), step.g)
-        return mean / (state.s.sqrt() / root).add_(self.eps)
-
-    def second_moment(self, state: EigenState) -> Tensor:
-        s = super().second_moment(state)
-        if "count" in state:
-            s = s / spread(remaining(self.betas[1], state.count), s)
-        return s
-
-
-@dataclass(frozen=True)
-class RMSProp(TorchRule):
-    """torch's RMSprop: v = s <- alpha v + (1 - alpha) g^2."""
-
-    alpha: float = 0.99
-    eps: float = 1e-8
-
-    def observe(self, state: EigenState, step: BlockStep) -> None:
-        super().observe(state, step)
-        blend(state.s, squared(step.seen), 1 - self.alpha, step.ok)
-
-    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        return step.g / state.s.sqrt().add_(self.eps)
-
-
-@dataclass(frozen=True)
-class Adagrad(TorchRule):
-    """torch's Adagrad: s is the sum of all g^2 so far."""
-
-    eps: float = 1e-10
-
-    def observe(self, state: EigenState, step: BlockStep) -> None:
-        super().observe(state, step)
-        square = squared(step.seen)
-        state.s.add_(square if step.ok is None else square * step.ok.to(square))
-        bounded(state.s)
-
-    def direction(self, state: EigenState, step: BlockStep) -> Tensor:
-        return step.g / state.s.sqrt().add_(self.eps)

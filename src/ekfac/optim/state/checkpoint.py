@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.states import SOLVER, WholeState
 from ekfac.optim.engine import Engine
@@ -21,6 +22,7 @@ from ekfac.optim.state.validation import (
     refuse,
 )
 from ekfac.optim.statistics.partition import COUNTS, Members, members
+from ekfac.optim.types import filled
 
 VERSION = 4
 
@@ -43,7 +45,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "apart": engine.collector.apart,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
-        "entries": sum(map(len, whole.states.values())),
+        "entries": 0 if engine.outlined else sum(len(filled(state)) for state in whole.states.values()),
         "silent": [n for p, n in engine.partition.names.items() if p in engine.partition.silent],
     }
 
@@ -93,6 +95,7 @@ class Loaded:
 
 def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
+    checks.outside_inference_mode("load_state_dict()")
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
     groups = state_dict.get("param_groups") or [{}]
@@ -157,6 +160,8 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
         state_of: The state of every parameter.
     """
     names = engine.partition.names
+    if is_blank(saved):
+        state_of = {}
     state_of = {p: filled(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
     check_complete(saved, state_of)
     listed = saved.get("silent")
@@ -179,7 +184,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
     for place, entry in enumerate(_listed("'put_away'", saved.get("put_away"))):
         block = _block_named(engine, f"'put_away', entry {place}", entry, now)
         away = _mapping(f"'put_away', block '{block.name}'", entry.get("state"))
-        found.setdefault(members(block), (block, {n: v for n, v in away.items() if v is not None}))
+        found.setdefault(members(block), (block, filled(away)))
     firsts = {block.key for block, _ in found.values()}
     for p, state in state_of.items():
         if p not in firsts and (more := [str(n) for n, v in state.items() if n != "momentum_buffer" and v is not None]):
@@ -231,6 +236,11 @@ def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapp
     return refuse(where, f"{', '.join(listed)} are no block of this optimizer; {LAYOUT}")
 
 
+def is_blank(saved: Mapping[str, Any]) -> bool:
+    """Tell whether a checkpoint is of an optimizer that had no state: what it holds then only has the right shapes."""
+    return bool(saved.get("entries") == 0 and saved.get("applied_steps") == 0)
+
+
 def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse a checkpoint that has lost state on its way."""
     found, count = sum(map(len, state_of.values())), saved.get("entries", 0)
@@ -241,31 +251,6 @@ def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str,
             "only what is there: give it the state of an optimizer that has taken steps, or convert the checkpoint "
             "with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
         )
-
-
-def outline(engine: Engine) -> None:
-    """Name all that a state can hold, where there is none yet: torch loads a flattened state dict by these names."""
-    states = engine.partition.states
-    if states and not engine.outlined:
-        return
-    engine.outlined = True
-    for block in engine.partition.blocks:
-        for p in block.parameters.values():
-            states[p] = dict.fromkeys(f.name for f in fields(engine.method_of(block).state_class))
-
-
-def drop_outline(engine: Engine) -> None:
-    """Let go of the names, before there is state."""
-    if engine.outlined:
-        engine.outlined = False
-        engine.partition.states.clear()
-
-
-def filled(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a flattened state dict did not hold."""
-    return {
-        name: value for name, value in state.items() if not (value is None or (isinstance(value, dict) and not value))
-    }
 
 
 def adopt(engine: Engine, loaded: Loaded) -> None:
@@ -289,7 +274,7 @@ def adopt(engine: Engine, loaded: Loaded) -> None:
     first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum
     refresher.refreshes = saved["refreshes"] if first else 0
     engine.schedule.warm_refreshes = saved["warm_refreshes"] if first else 0
-    refresher.drift = torch.tensor(float(saved["residual_drift"]))
+    refresher.drift = torch.tensor(float(saved["residual_drift"]), dtype=torch.float64, device="cpu")
     refresher.fallbacks.clear()
     refresher.fallbacks.update(saved["fallbacks"] if first else {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,6 +104,11 @@ def weigh(
     """
     first, counts = additions[0].A, [len(a.terms) for a in additions]
     terms = [t for a in additions for t in a.terms]
+    known = not any(isinstance(number, Tensor) for number in (n, square, *terms))
+    if known and first.device.type == "cpu" and bad is None and len(terms) == len(additions):
+        for a in additions:
+            weigh_on_host(a, float(n), float(square), bounded)
+        return
     if any(isinstance(t, Tensor) for t in terms):
         each = torch.stack([torch.as_tensor(t, dtype=first.dtype, device=first.device) for t in terms])
         weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
@@ -130,6 +136,24 @@ def weigh(
             matrix.mul_(over(numbers, matrix))
             if holes:
                 matrix.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def weigh_on_host(a: Addition, n: float, square: float, bounded: bool) -> None:
+    """Do what :func:`weigh` does for one block in the host's numbers, for which it need not wait on a CPU."""
+    kept, (terms,) = torch.finfo(a.A.dtype), a.terms
+    by = [n / float(terms) if terms else math.inf, n * square]
+    sizes = [float(traces(new, a.weight)) * number for new, number in zip((a.A, a.B), by, strict=True)]
+    if bounded and a.old is not None:
+        past = max(float(a.old.factor_weight), float(kept.tiny))
+        for side, old in enumerate((a.old.A, a.old.B)):
+            limit = OUTLIER * float(traces(old, a.weight)) / past * n
+            by[side] *= limit / sizes[side] if 0 < limit < sizes[side] else 1.0
+    spoilt = not all(size <= float(kept.max) for size in sizes)
+    a.weight.fill_(0.0 if spoilt else n)
+    for new, number in zip((a.A, a.B), by, strict=True):
+        new.mul_(0.0 if spoilt else number)
+        if spoilt:
+            new.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addition, Tensor]], ...]:

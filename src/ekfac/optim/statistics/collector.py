@@ -29,7 +29,7 @@ from ekfac.optim.statistics import ownership
 from ekfac.optim.statistics.averages import take_in
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
-from ekfac.optim.statistics.gradients import NO_EXAMPLES, GradientWatch
+from ekfac.optim.statistics.gradients import GradientWatch, refuse_unless_empty
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, sums_of_samples
@@ -81,12 +81,12 @@ class Collector:
         self.samples: dict[Block, list[Sample]] = {}
         #: Blocks that are called several times in a forward, so that their gradient is no product of few rows.
         self._several: set[Block] = set()
+        self._by_rows: dict[Block, bool] = {}  # what may_use_rows has told
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
-        #: How many examples were in ``statistics()`` last; from then on gradients may come from anywhere.
+        #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
         self.apart = 0
-        #: Whether low coverage has been told, if there was any to tell.
-        self._told_coverage = False
+        self._told_coverage = False  # if it is low
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
         me = weakref.proxy(self)  # whom the capture must not keep alive
@@ -112,12 +112,15 @@ class Collector:
         if self.active:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
+        self._by_rows = {}
         known = set(self._partition.blocks)
         self.sums = {b: s for b, s in self.sums.items() if b in known}
         self.samples = {b: s for b, s in self.samples.items() if b in known}
 
-    def _replaced(self) -> None:
-        """Go on with the parameters that have been put in the place of those that were offered."""
+    def follow(self) -> None:
+        """Go on with what ``fully_shard``, say, has put in the place of the parameters that were offered."""
+        if not self._partition.is_replaced():
+            return
         new = self._partition.replace()
         self.drop()
         self.fingerprints.unverified.clear()
@@ -146,8 +149,7 @@ class Collector:
 
         Returns whether to capture: not where the whole model is frozen, as another's adversary.
         """
-        if self._partition.is_replaced():
-            self._replaced()
+        self.follow()
         if self._partition.is_frozen():
             return False
         if not self._partition.is_current() and not self._partition.is_exchanged():
@@ -182,9 +184,9 @@ class Collector:
             self.calls.setdefault(block, []).append((calls, n))
             self.capture.held.add_calls(calls)
             return
-        self._several |= {block} if len(calls) > 1 else set()
-        if self.may_use_rows(block):  # rows of several batches are of no use to the step
-            for earlier, count in self.calls.pop(block, []):
+        self._several.update([block] if len(calls) > 1 else ())
+        if block in self.calls and self.may_use_rows(block):  # rows of several batches are of no use to the step
+            for earlier, count in self.calls.pop(block):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 self.capture.held.remove_calls(earlier)
         if not self._keeps_sample(block, calls, n):
@@ -203,7 +205,9 @@ class Collector:
 
     def may_use_rows(self, block: Block) -> bool:
         """Tell whether the gradient of a block can be known to be the product of its rows."""
-        return not self.capture.separate and may_use_rows(block, self.options)
+        if block not in self._by_rows:
+            self._by_rows[block] = may_use_rows(block, self.options)
+        return self._by_rows[block] and not self.capture.separate and self.options.processes.size == 1
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
@@ -229,14 +233,13 @@ class Collector:
                 self.capture.held.add_calls(calls)
             else:
                 self.executor.join()
-                basis = self._method.basis(block, self._partition.states[block.key])
+                basis = self._method.basis(block, self._partition.state(block))
                 assert basis is not None
                 gathered.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
 
     def _take_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
-        memory, vectors = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
-        found = fingerprint.of_calls(block, calls, n, memory, vectors)
-        sums.setdefault(block, BlockSums()).add_fingerprint(found)
+        own = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
+        sums.setdefault(block, BlockSums()).add_fingerprint(fingerprint.of_calls(block, calls, n, *own))
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
@@ -271,7 +274,7 @@ class Collector:
 
     def inputs(self) -> StepInputs | None:
         """Return what the host can know before anything is computed; None if there is no gradient."""
-        if not self.active:
+        if not self.active or torch.is_inference_mode_enabled():
             ownership.refuse(self)
         if self.watch.hooks.away:
             self.watch.catch_up()
@@ -296,7 +299,9 @@ class Collector:
         self.apart = self.capture.separate_examples or self.apart
         n, mean = float(self.capture.examples or self.apart), 1.0
         if n == 0 and processes == 1:
-            raise RuntimeError(NO_EXAMPLES)
+            refuse_unless_empty(self.capture.forwards.records, gradients.values())
+            self.drop()
+            return None
         silent = [
             b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
         ]
@@ -324,7 +329,7 @@ class Collector:
         if inputs.processes > 1:
             speaks = self.capture.mesh.first
             counts = [int(inputs.n) * speaks, int(inputs.n_statistics) * speaks]
-            expected = {b: self._expected(b) for b in self._partition.covered}
+            expected = {b: self._expected(b) for b in self._partition.covered if b not in inputs.unseen}
             owners = self._partition.owners
             totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
             inputs.n, inputs.n_statistics = totals

@@ -34,14 +34,14 @@ class Rows:
     def projected(self, basis: Basis) -> tuple[Tensor, Tensor]:
         """Compute delta U_B and h U_A, once: rows live for one step, which has one basis."""
         if self._inside is None:
-            delta = self.delta if basis.U_B is None else self.delta @ basis.U_B
-            self._inside = delta, rotate_columns(self.h, basis.U_A, basis.shape)
+            delta = self.delta if basis.U_B is None else basis.times(self.delta, basis.U_B)
+            self._inside = delta, rotate_columns(self.h, basis.U_A, basis.shape, basis.times)
         return self._inside
 
     def in_basis(self, basis: Basis) -> Tensor:
         """Return U_B^T G U_A."""
         delta, h = self.projected(basis)
-        return delta.mT @ h
+        return basis.times(delta.mT, h)
 
     def square_norm(self) -> Tensor:
         """Return |G|^2, from the products of rows with one another."""

@@ -94,12 +94,14 @@ class Fingerprints:
             if fingerprint.differs(block, of_gradient, of_calls / inputs.batches):
                 raise RuntimeError(
                     f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
-                    "also used elsewhere (a penalty on it, say: use weight_decay), or a hook on it or a change of "
+                    "also used elsewhere (for tied weights, x @ embedding.weight.T say, use a layer: head.weight = "
+                    "embedding.weight; for a penalty on it, weight_decay), or a hook on it or a change of "
                     ".grad.data has altered it, or the gradient was computed in another way; or, for a kind of layer "
                     f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
-                    "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot "
-                    f"be captured: exclude=['{block.name}'], or take it from a loss of your choice, with "
-                    "opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as grad_scaler="
+                    "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot be "
+                    f"captured: coverage=ekfac.Coverage(exclude=['{block.name}']), or take it from a loss of your "
+                    "choice, with opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as "
+                    "grad_scaler="
                 )
             self.unverified.discard(block)
 

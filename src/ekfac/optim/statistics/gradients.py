@@ -17,11 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.capture.hooks import Mutable, remove_hooks
+from ekfac.curvature.capture.records import Record
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.types import BlockStep, Rates, StepInputs
 
+#: So few numbers are worth no other way to their norm.
+FEW = 1024
 #: What is wrong where there are gradients but nothing was captured.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer (not a copy), "
@@ -29,6 +32,13 @@ NO_EXAMPLES = (
     "come from elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
+
+
+def refuse_unless_empty(records: Iterable[Record], gradients: Iterable[Tensor]) -> None:
+    """Raise, as no example was captured; but not after a batch of none, whose gradients are zero or NaN."""
+    reached = any(record.reached for record in records)
+    if not reached or any(bool((g.isfinite() & (g != 0)).any()) for g in gradients):
+        raise RuntimeError(NO_EXAMPLES)
 
 
 class GradientWatch:
@@ -256,9 +266,9 @@ def block_step(
     them bears what is not finite (``bounded``).
     """
     found = [_gradient_of(block, inputs, rates, squares_penalty) for block in blocks]
-    gradients, ratios, lefts = zip(*found, strict=True)
     G, ratio, left = found[0]
     if len(blocks) > 1:
+        gradients, ratios, lefts = zip(*found, strict=True)
         G, ratio, left = torch.cat(gradients), None, None
         if any(r is not None for r in (*ratios, *lefts)):
             whole = [g if r is None else g * r for g, r, _ in found]
@@ -267,7 +277,8 @@ def block_step(
         G = G.masked_fill(inputs.bad, 0.0)
         ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
     own = rates.groups[rates.group_of[blocks[0].key]]
-    return BlockStep(G, inputs.n, own, inputs.ok, ratio, left, blocks=len(blocks))
+    small = inputs.small and ratio is None and left is None
+    return BlockStep(G, inputs.n, own, inputs.ok, ratio, left, blocks=len(blocks), small=small)
 
 
 def _gradient_of(
@@ -275,14 +286,16 @@ def _gradient_of(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return one block's gradient, the factor that undoes a rescaling, or the gradient as backward left it."""
     rescaled, parameters, mean, dtype = inputs.rescaled, block.parameters, inputs.mean, block.dtype
-    stack, groups = block.layer.stack, {role: rates.groups[rates.group_of[p]] for role, p in parameters.items()}
-    gradients = {}
+    stack, gradients, penalised = block.layer.stack, {}, False
     for role, p in parameters.items():
-        given = inputs.gradients.get(p)
-        g = (torch.zeros(p.shape, device=p.device) if given is None else given).to(dtype)
+        given, group = inputs.gradients.get(p), rates.groups[rates.group_of[p]]
+        g = torch.zeros(p.shape, device=p.device) if given is None else given
+        if g.dtype != dtype:
+            g = g.to(dtype)
         if isinstance(mean, Tensor) or mean != 1:
             g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
         gradients[role] = g
+        penalised |= group.maximize or bool(group.l2)
     G = stack(gradients)
     ratio = left = None
     if rescaled:
@@ -291,7 +304,8 @@ def _gradient_of(
             ratio = next(iter(own.values())).to(dtype)
         elif own:
             left = stack({role: g * own.get(role, 1.0) for role, g in gradients.items()})
-    if any(group.maximize or group.l2 for group in groups.values()):
+    if penalised:
+        groups = {role: rates.of(p) for role, p in parameters.items()}
         whole = left if left is not None else G if ratio is None else G * ratio
         weights = {role: inputs.weights.get(p, p).to(dtype) for role, p in parameters.items()}
         penalty = stack({role: groups[role].l2 * weight for role, weight in weights.items()})
@@ -307,7 +321,19 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     """Return max |x| of each tensor, NaN where it holds one; 0 of one without numbers."""
     if not tensors:
         return []
-    return list(torch._foreach_norm([t if t.numel() else t.new_zeros(1) for t in tensors], float("inf")))
+    numbers = [t.numel() for t in tensors]
+    if not all(numbers):
+        tensors = [t if n else t.new_zeros(1) for t, n in zip(tensors, numbers, strict=True)]
+    if max(numbers) <= FEW or tensors[0].device.type != "cpu":
+        return list(torch._foreach_norm(tensors, torch.inf))
+    found: list[Tensor] = []
+    for t, n in zip(tensors, numbers, strict=True):
+        if n <= FEW:
+            found += torch._foreach_norm([t], torch.inf)
+            continue
+        smallest, largest = torch.aminmax(t)  # a tenth of the time of torch's norm
+        found.append(torch.maximum(-smallest, largest))
+    return found
 
 
 def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:

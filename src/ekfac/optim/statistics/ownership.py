@@ -5,7 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
 from torch import nn
+
+from ekfac import checks
 
 if TYPE_CHECKING:
     from ekfac.optim.statistics.collector import Collector
@@ -21,7 +24,9 @@ TAKEN_OVER = (
 
 
 def refuse(collector: Collector) -> NoReturn:
-    """Raise an error that tells why an optimizer has no hooks."""
+    """Raise an error that tells why an optimizer cannot take a step here, or has no hooks."""
+    if torch.is_inference_mode_enabled():
+        checks.outside_inference_mode("step()")
     raise RuntimeError(TAKEN_OVER if any(ref() is collector for ref in _LIVE) else CLOSED)
 
 

@@ -20,6 +20,8 @@ from ekfac.optim.distributed.shards import any_sharded, is_sharded, resharded, u
 from ekfac.optim.options import Coverage
 from ekfac.optim.types import BlockState
 
+#: What a dict holds.
+VALUES = operator.methodcaller("values")
 #: A part of a network whose bases are refreshed together has at least so many numbers in its factors.
 PART = 2**21
 
@@ -351,18 +353,18 @@ class Layout:
         self._parameters = parameters
         self._parts: list[Any] = [part for m in modules for part in (m._parameters, m._modules)]
         self._forms, self._inside = self._now()
+        self._ids = list(map(id, self._inside))
 
     def _now(self) -> tuple[list[object], list[object]]:
         parameters = self._parameters
         forms = [p.requires_grad for p in parameters], [p.dtype for p in parameters], [p.shape for p in parameters]
         where = [p.device for p in parameters[:1]]
-        return [*forms, where], list(itertools.chain.from_iterable(part.values() for part in self._parts))
+        return [*forms, where], list(itertools.chain.from_iterable(map(VALUES, self._parts)))
 
     def holds(self) -> bool:
         """Tell whether all is as it was."""
         forms, inside = self._now()
-        same = len(inside) == len(self._inside) and all(map(operator.is_, inside, self._inside))
-        return same and forms == self._forms
+        return forms == self._forms and list(map(id, inside)) == self._ids
 
 
 def members(block: Block) -> Members:

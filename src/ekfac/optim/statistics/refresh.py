@@ -29,7 +29,7 @@ from ekfac.optim.types import Rates, factors_of
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
-#: So many numbers of factors are iterated at a time: eight float64 matrices of 1,448 columns.
+#: So many numbers of factors are iterated at a time, since there are some eight float64 copies of them.
 NUMBERS = 2**24
 
 
@@ -55,7 +55,8 @@ class Refresher:
     def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
         """Return U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
         started = time.perf_counter()
-        with factors.full_precision(A.device):
+        widest = max(A.shape[-1], B.shape[-1])
+        with factors.full_precision(A.device), self.executor.fast_products(widest**3):
             U_A, S_A, kept_A = self._side(block, "A", A, block.diagonal_A, None if old is None else old.U_A)
             U_B, S_B, kept_B = self._side(block, "B", B, block.diagonal_B, None if old is None else old.U_B)
         failures = failures + 1 if kept_A or kept_B else 0
@@ -134,16 +135,18 @@ class Refresher:
         drift = self._drift_on(renewals[0].old.S_A.device)
 
         def renew() -> tuple[Tensor]:
-            new, residuals = self._turned(renewals)
-            if ok is not None:
-                residuals = torch.where(ok > 0, residuals, torch.nan)
-            for renewal, basis in zip(renewals, new, strict=True):
-                change(renewal, basis)
+            widest = max(max(r.old.S_A.shape[-1], r.old.S_B.shape[-1]) for r in renewals)
+            with self.executor.fast_products(widest**3):
+                new, residuals = self._turned(renewals)
+                if ok is not None:
+                    residuals = torch.where(ok > 0, residuals, torch.nan)
+                for renewal, basis in zip(renewals, new, strict=True):
+                    change(renewal, basis)
             self._drifted(residuals.nan_to_num(0.0, 0.0, 0.0).clamp(min=0).max().to(drift))
             return (residuals,)
 
         if ok is None:
-            fixed = [drift, *(t for r in renewals for _, t in sorted(r.state.items()) if isinstance(t, Tensor))]
+            fixed = [drift, *(t for r in renewals for t in r.tensors())]
             key = tuple((r.blocks, r.iterations, r.near, r.values) for r in renewals)
             (residuals,) = self.executor.call("a refresh", key, renew, fixed=fixed)
         else:
@@ -165,26 +168,26 @@ class Refresher:
         """Iterate all sides of one width together, so many at a time that they fit into memory."""
         together: dict[Any, list[int]] = {}
         for index, side in enumerate(sides):
-            kind = side.matrix.shape[1:], side.iterations, side.passes, side.matrix.dtype
+            kind = side.matrix.shape[1:], side.iterations, side.near, side.values, side.matrix.dtype
             together.setdefault(kind, []).append(index)
         found: dict[int, WarmBasis] = {}
-        for (shape, iterations, passes, _), indices in together.items():
+        for (shape, *how, _), indices in together.items():
             lengths = [len(sides[i].matrix) for i in indices]
             matrices, bases = joined([sides[i].matrix for i in indices]), joined([sides[i].U for i in indices])
             most = max(1, NUMBERS // shape.numel())
             parts = zip(matrices.split(most), bases.split(most), strict=True)
-            done = [self._iterate(*part, iterations, passes) for part in parts]
+            done = [self._iterate(*part, *how) for part in parts]
             fields = [joined(list(field)).split(lengths) for field in zip(*map(fields_of, done), strict=True)]
             found.update({i: WarmBasis(*field) for i, *field in zip(indices, *fields, strict=True)})
         return [found[i] for i in range(len(sides))]
 
-    def _iterate(self, matrix: Tensor, U: Tensor, iterations: int, passes: int) -> WarmBasis:
+    def _iterate(self, matrix: Tensor, U: Tensor, iterations: int, near: bool, values: bool) -> WarmBasis:
         try:
-            return orthogonal_iteration(matrix, U, iterations, passes)
+            return orthogonal_iteration(matrix, U, iterations, near, values)
         except RuntimeError:  # torch.linalg.LinAlgError is one
             if len(matrix) > 1:  # of which the others may be good
                 each = zip(matrix.split(1), U.split(1), strict=True)
-                done = [fields_of(self._iterate(*one, iterations, passes)) for one in each]
+                done = [fields_of(self._iterate(*one, iterations, near, values)) for one in each]
                 return WarmBasis(*(torch.cat(field) for field in zip(*done, strict=True)))
             self.fallbacks["kept"] += 1
             far = matrix.new_full((len(matrix),), torch.inf)
@@ -198,7 +201,8 @@ class Side(NamedTuple):
     U: Any
     S: Any
     iterations: int
-    passes: int
+    near: bool
+    values: bool
 
     @property
     def iterated(self) -> bool:
@@ -228,11 +232,23 @@ class Renewal:
     old: Any = None
     values: bool = True
 
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of the state that it reads or writes."""
+        still = [side for side, n in zip("AB", self.iterations, strict=True) if not (n or self.values)]
+        idle = {name for side in still for name in (side, f"U_{side}", f"S_{side}") if f"U_{side}" in self.state}
+        return [t for name, t in sorted(self.state.items()) if isinstance(t, Tensor) and name not in idle]
+
     def sides(self) -> tuple[Side, Side]:
         """Return A and B."""
-        o, (n_A, n_B), passes = self.old, self.iterations, 1 if self.near else 2
-        A, B = factors_of(self.state)
-        return Side(A, o.U_A, o.S_A, n_A, passes), Side(B, o.U_B, o.S_B, n_B, passes)
+        o, (n_A, n_B) = self.old, self.iterations
+        # Whether a basis that was far has come near has to be seen.
+        A, B, values = *factors_of(self.state), self.values or not self.near
+        return Side(A, o.U_A, o.S_A, n_A, self.near, values), Side(B, o.U_B, o.S_B, n_B, self.near, values)
+
+
+def iterated_numbers(due: Mapping[Block, tuple[int, int]]) -> int:
+    """Return how many numbers the factors have that are iterated in warm refreshes."""
+    return sum(n for b, sides in due.items() for n, times in zip(b.factor_numbers(), sides, strict=True) if times)
 
 
 def renewed(renewal: Renewal, sides: Sequence[Side], warm: Sequence[WarmBasis | None]) -> Basis:

@@ -98,14 +98,23 @@ def factor_sums_by(
         replay: Whether an earlier run may be replayed.
     """
     sample = sample_of(options, block, calls, n)
-    if not replay or block.layer.scattered:
-        return factor_sums(options, block, sample)
+    if not (replay and executor.can_replay) or block.layer.scattered:
+        if options.refresh.deterministic:
+            return factor_sums(options, block, sample)
+        with executor.fast_products(multiplications(block, sample)):
+            return factor_sums(options, block, sample)
 
     def taken(*tensors: Tensor) -> tuple[Any, ...]:
         sums = factor_sums(options, block, sample.at(tensors))
         return sums.A, sums.terms, sums.B
 
     return FactorSums(*executor.call("taking statistics", (block, sample.key), taken, *sample.tensors()))
+
+
+def multiplications(block: Block, sample: Sample) -> int:
+    """Count those of a sample's A and B."""
+    positions = sum(c.layer.positions_per_example(c.d, sample.n) for c in sample.calls) * sample.n
+    return positions * (block.shape.inputs**2 + block.shape.out**2)
 
 
 def kept_sample(
@@ -145,6 +154,11 @@ class Alike:
 
     blocks: tuple[Block, ...]
     samples: tuple[Sequence[Sample], ...]
+
+    @property
+    def multiplications(self) -> int:
+        """How many the largest products of one of the blocks take."""
+        return self.blocks[0].multiplications
 
 
 def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> list[Alike]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ekfac import checks
-from ekfac.optim.state.validation import check_count, check_tensor, refuse
+from ekfac.optim.distributed.shards import any_sharded, local, reshard, resharded
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
@@ -34,13 +34,20 @@ POWER = 8
 #: Running statistics of batch-norm, which belong to the weights that they were taken with.
 VARIANCE = "running_var"
 STATISTICS = ("running_mean", VARIANCE)
+#: How a model was called since the last step, if at all.
+NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
 
 
-def width_of(weights: Iterable[Tensor]) -> float:
-    """Return how wide a network is: the geometric mean, over all its weights, of their layers' inputs (or channels)."""
-    matrices = [p for p in weights if p.is_floating_point() and p.dim() > 1 and p.numel()]
+def width_of(model: nn.Module) -> float:
+    """Return how wide a network is: the geometric mean, over all its weights, of how many an output sums over.
+
+    Taps of convolutions count where nothing is normalised; where something is, its scale is not that of the weights.
+    """
+    matrices = [p for p in model.parameters() if p.is_floating_point() and p.dim() > 1 and p.numel()]
     size = sum(p.numel() for p in matrices)
-    return math.exp(sum(p.numel() / size * math.log(p.shape[1]) for p in matrices))
+    normalised = any("norm" in type(module).__name__.lower() for module in model.modules())
+    inputs = [p.shape[1] if normalised else p.numel() // len(p) for p in matrices]
+    return math.exp(sum(p.numel() / size * math.log(n) for p, n in zip(matrices, inputs, strict=True)))
 
 
 def usual_rate(width: float) -> float:
@@ -105,6 +112,19 @@ def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: 
     return RateCourse(0, decay_steps)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What all processes know of a step that they take together.
+
+    Attributes:
+        gradients: The parameters of which any of them has a gradient.
+        called: How the model was called, by the one that has come furthest.
+    """
+
+    gradients: Collection[nn.Parameter]
+    called: int
+
+
 class WeightAverage:
     r"""Trains weights z and shows their running average x.
 
@@ -115,7 +135,14 @@ class WeightAverage:
     What is kept is d = z - x, so a change that somebody makes to the weights in between changes both.
 
     A model that is trained by other methods than its forward has no such moment, and is not averaged. Neither are
-    parameters in half precision or sharded over ranks.
+    parameters in half precision.
+
+    Running statistics of batch-norm belong to the weights that they were taken with, so x has its own: the average,
+    with the same weights c, of what each batch had. The modules' own, which lag behind by some ten batches and begin
+    with 0 and 1, are those of z.
+
+    Where ranks hold pieces of parameters, each averages its own. What was gathered from pieces is let go before they
+    change.
 
     Args:
         model: The model.
@@ -125,7 +152,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, wanted: bool | None) -> None:
         self.wanted = wanted
         self._model = weakref.ref(model)
-        #: d = z - x of parameters, and of running statistics by their module.
+        #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
         self.statistics: dict[tuple[nn.Module, str], Tensor] = {}
         #: Whether the parameters hold z.
@@ -136,34 +163,51 @@ class WeightAverage:
         self._possible_now: bool | None = None
         self.averaged: list[nn.Parameter] = []
         self.weight = 0.0
-        #: Whether there was a forward since the last step, and it was in training mode; None if there was none.
-        self._forward_in_training: bool | None = None
-        self._trains_in_eval = False
+        #: How the model was called since the last step.
+        self.called = NOT_CALLED
+        self.trains_in_eval = False
+        #: Whether ranks hold pieces of the parameters.
+        self._sharded = False
         #: Parameters in whose update the offsets hold d - z.
-        self._in_update: Sequence[nn.Parameter] = ()
+        self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
         self._shown: dict[tuple[nn.Module, str], Tensor] = {}
-        #: The modules that keep running statistics; looked for at the first step.
-        self._norms: list[nn.Module] | None = None
+        #: The modules that keep running statistics, each with how many batches it has seen, and, once a step has told,
+        #: how many in a forward: to ask every time would have the host wait. Looked for at the first forward.
+        self._norms: dict[nn.Module, int] | None = None
+        self._calls: dict[nn.Module, int] | None = None
+        #: Forwards in training mode since the last step.
+        self._forwards = 0
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, while there is one."""
+        return self._model()
 
     def before_forward(self) -> None:
         """Put z into the parameters, as the model's forward is about to be called with gradients.
 
         Not in evaluation mode, where many forget ``no_grad``, unless the model has been seen to be trained in it.
         """
-        model = self._model()
+        model = self.model
         trains = model is not None and model.training
-        self._forward_in_training = trains or bool(self._forward_in_training)
-        if not self.training and model is not None and (trains or self._trains_in_eval):
+        self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
+        self._forwards += trains
+        if self._norms is None:
+            self._norms = {module: batches_of(module) for module in norms_of(model)}
+        if not self.training and model is not None and (trains or self.trains_in_eval):
             self._to_training()
 
     @torch.no_grad()
     def _to_training(self) -> None:
         self.training = True
         # What is frozen, or has another shape by now, stays as it is.
-        self.offsets = {p: d for p, d in self.offsets.items() if p.requires_grad and p.shape == d.shape}
+        self.offsets = {p: d for p, d in self.offsets.items() if p.requires_grad and local(p).shape == d.shape}
         if self.offsets:
-            torch._foreach_add_(list(self.offsets), self._moved())
+            self._sharded = any_sharded(self.offsets)
+            model = self.model
+            with resharded(model) if self._sharded and model is not None else nullcontext():
+                torch._foreach_add_(self._held(), self._moved())
         places = [place for place in self.statistics if place[0].training]
         if places:
             buffers = [getattr(module, name) for module, name in places]
@@ -172,61 +216,83 @@ class WeightAverage:
             torch._foreach_add_(buffers, offsets)
             torch._foreach_clamp_min_([b for b, (_, name) in zip(buffers, places, strict=True) if name == VARIANCE], 0)
 
+    def _held(self) -> list[Tensor]:
+        """Return what this process holds of the parameters that have offsets."""
+        return list(map(local, self.offsets))
+
     def _moved(self) -> list[Tensor]:
         """Return the offsets where their parameters are, which the user may have moved or cast."""
         for p, d in self.offsets.items():
             if d.device != p.device or d.dtype != p.dtype:
-                self.offsets[p] = d.to(p)
+                self.offsets[p] = d.to(p.device, p.dtype)
         return list(self.offsets.values())
 
     @torch.no_grad()
     def rest(self) -> None:
         """Show x, after a step that was refused too."""
-        if self._in_update:
-            self.after_update(self._in_update)
+        if self.in_update:
+            self.after_update(self.in_update)
         if self.training:
             self.training = False
             if self.offsets:
-                torch._foreach_sub_(list(self.offsets), self._moved())
+                self._let_go()
+                torch._foreach_sub_(self._held(), self._moved())
             if self._shown:
                 torch._foreach_copy_(
                     [getattr(module, name) for module, name in self._shown], list(self._shown.values())
                 )
             self._shown = {}
 
+    def _let_go(self) -> None:
+        """Let go of copies that were gathered from pieces which are about to change."""
+        model = self.model
+        if self._sharded and model is not None:
+            reshard(model)
+
     # --- a step ---------------------------------------------------------------------------------------------------
 
+    def enter_step(self) -> None:
+        """Make sure that the parameters hold z, where processes have yet to agree on the step."""
+        if self.possible and self.offsets and not self.training:
+            self._to_training()
+
     @torch.no_grad()
-    def begin_step(self, parameters: Iterable[nn.Parameter], t: int) -> None:
+    def begin_step(self, parameters: Iterable[nn.Parameter], t: int, shared: Shared | None = None) -> None:
         """Make sure that the parameters hold z; nothing is decided, as the step may yet be refused.
 
         Args:
             parameters: Those that are to be averaged.
             t: How many steps there were before.
+            shared: What all processes know of the step, where others take it too.
         """
         wanted = dict.fromkeys(parameters)
         self.averaged, self.weight, self._possible_now = [], 0.0, self.possible
         if not (wanted or self.offsets):
             return
+        if shared is not None:
+            self.called = shared.called
         if self.possible is None:
-            self._possible_now = self._forward_in_training is not None
+            self._possible_now = self.called != NOT_CALLED
         if not self._possible_now:
             return
         if not self.training:
             self._to_training()
         self.offsets = {p: d for p, d in self.offsets.items() if p in wanted}  # others go on from z
-        self.averaged = [p for p in wanted if p.grad is not None and p.dtype in (torch.float32, torch.float64)]
+        full = [p for p in wanted if p.dtype in (torch.float32, torch.float64)]
+        self.averaged = [p for p in full if (p.grad is not None if shared is None else p in shared.gradients)]
         self.weight = (POWER + 1) / (t + POWER + 1)
         for p in self.averaged:
             if p not in self.offsets:
-                self.offsets[p] = torch.zeros_like(p)
+                self.offsets[p] = torch.zeros_like(p if shared is None else local(p))
+        self._sharded = shared is not None and any_sharded(self.offsets)
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
         """Prepare to see by how much the step moves the parameters."""
         if averaged:
-            self._in_update = averaged
-            torch._foreach_sub_([self.offsets[p] for p in averaged], list[Tensor](averaged))
+            self.in_update = averaged
+            pieces = [local(p) for p in averaged] if self._sharded else list[Tensor](averaged)
+            torch._foreach_sub_([self.offsets[p] for p in averaged], pieces)
 
     @torch.no_grad()
     def after_update(
@@ -240,9 +306,9 @@ class WeightAverage:
             ok: 0 on the device in a step that changed nothing; None where that is known.
         """
         if averaged:
-            self._in_update = ()
+            self.in_update = ()
             offsets = [self.offsets[p] for p in averaged]
-            torch._foreach_add_(offsets, list(averaged))
+            torch._foreach_add_(offsets, [local(p) for p in averaged] if self._sharded else list(averaged))
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
@@ -254,95 +320,78 @@ class WeightAverage:
             done: Whether the step was taken: False if it was skipped, None if there was no gradient.
             ok: 0 on the device in a step that changed nothing; None where that is known.
         """
-        seen, self._forward_in_training = self._forward_in_training, None
-        if done is not None:
+        called, self.called = self.called, NOT_CALLED
+        if done:
             self.possible = self._possible_now
         if not self.offsets:
             return
-        self._trains_in_eval |= seen is False
-        self._norms = norms_of(self._model()) if self._norms is None else self._norms
-        for module in self._norms:
+        self.trains_in_eval |= bool(done) and called == IN_EVALUATION
+        forwards, self._forwards = self._forwards, 0
+        norms = self._norms or {}
+        if self._calls is None:
+            seen = {module: batches_of(module) - before for module, before in norms.items()}
+            self._calls = {module: max(1, batches // max(1, forwards)) for module, batches in seen.items()}
+        for module in norms:
             for name in STATISTICS if module.training else ():
                 if (module, name) not in self._shown:
                     self.statistics[module, name] = torch.zeros_like(getattr(module, name))
         if self._shown:
-            buffers = [getattr(module, name) for module, name in self._shown]
-            offsets = torch._foreach_sub(buffers, list(self._shown.values()))
-            weight = self.weight if done else 0.0
-            remaining = 1 - weight if ok is None else (1 - weight * ok).to(offsets[0])
-            torch._foreach_mul_(offsets, remaining)
-            torch._foreach_sub_(buffers, offsets)
-            self.statistics.update(zip(self._shown, offsets, strict=True))
-            self._shown = {}
-        torch._foreach_sub_(list(self.offsets), list(self.offsets.values()))
+            self._average_statistics(forwards, self.weight if done else 0.0, ok)
+        if self._sharded:
+            self._let_go()
+        torch._foreach_sub_(self._held() if self._sharded else list(self.offsets), list(self.offsets.values()))
         self.training = False
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def _average_statistics(self, forwards: int, weight: float, ok: Tensor | None) -> None:
+        """Take what the batches of this step had into the running statistics of x: x <- x + c (b - x).
 
-    def save(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any] | None:
-        """Return what is kept, as plain data; None if it is nothing."""
-        if self.possible is None and not self.offsets:
-            return None
-        model = self._model()
-        modules = {} if model is None else {module: name for name, module in model.named_modules()}
-        offsets = {names[p]: d for p, d in self.offsets.items() if p in names}
-        statistics = {f"{modules[m]}.{name}": d for (m, name), d in self.statistics.items() if m in modules}
-        return {
-            "possible": bool(self.possible),
-            "trains_in_eval": self._trains_in_eval,
-            "training": self.training,
-            "offsets": offsets,
-            "statistics": statistics,
-            "entries": len(offsets) + len(statistics),
-        }
+        A module's own go from z to z' = z + f (b - z), where f is its momentum, or more after several batches.
 
-    def load(self, saved: Mapping[str, Any] | None, parameters: Mapping[str, nn.Parameter]) -> Callable[[], None]:
-        """Check what :meth:`save` returned; nothing changes before what this returns is called."""
-        offsets: dict[nn.Parameter, Tensor] = {}
-        statistics: dict[tuple[nn.Module, str], Tensor] = {}
-        saved = {} if saved is None else saved
-        if not isinstance(saved, Mapping):
-            refuse("'average'", f"is of type {type(saved).__name__}. Allowed: a dict")
-        flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training")}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                refuse(f"'average', {name!r}", f"is {flag!r}. Allowed: True or False")
-        for name, d in dict(saved.get("offsets") or {}).items():
-            if name not in parameters:
-                refuse("'average', 'offsets'", f"{name!r} is no parameter of this model")
-            p = parameters[name]
-            _check(f"parameter '{name}', 'average'", d, p)
-            offsets[p] = d.detach().to(p, copy=True)
-        model = self._model()
-        modules = {} if model is None else dict(model.named_modules())
-        for place, d in dict(saved.get("statistics") or {}).items():
-            owner, _, name = str(place).rpartition(".")
-            module = modules.get(owner)
-            buffer = getattr(module, name, None) if name in STATISTICS else None
-            if module is None or not isinstance(buffer, Tensor):
-                refuse("'average', 'statistics'", f"{place!r} is no running statistic of this model")
-            _check(f"buffer '{place}', 'average'", d, buffer)
-            statistics[module, name] = d.detach().to(buffer, copy=True)
-        found, entries = len(offsets) + len(statistics), saved.get("entries", 0)
-        check_count("'average', 'entries'", entries)
-        if found < entries:
-            refuse("'average'", f"lacks {entries - found} of {entries} entries")
+        Args:
+            forwards: How many batches there were.
+            weight: c.
+            ok: 0 on the device in a step that changed nothing; None where that is known.
+        """
+        places, shown = list(self._shown), list(self._shown.values())
+        buffers = [getattr(module, name) for module, name in places]
+        old = [self.statistics[place].to(b) for place, b in zip(places, buffers, strict=True)]
+        new = torch._foreach_sub(buffers, shown)  # z' - x, which is z - x of the next step, less what x is to move
+        moved = list(torch._foreach_sub(new, old))
+        torch._foreach_div_(moved, [fraction(m, forwards * (self._calls or {}).get(m, 1)) for m, _ in places])
+        torch._foreach_add_(moved, old)  # b - x
+        torch._foreach_mul_(moved, weight if ok is None else (weight * ok).to(moved[0]))
+        torch._foreach_copy_(buffers, torch._foreach_add(shown, moved))
+        torch._foreach_clamp_min_([b for b, (_, name) in zip(buffers, places, strict=True) if name == VARIANCE], 0)
+        self.statistics.update(zip(places, torch._foreach_sub(new, moved), strict=True))
+        self._shown = {}
 
-        def take() -> None:
-            self.offsets, self.statistics, self._shown = offsets, statistics, {}
-            self.possible = flags["possible"] if saved else None
-            self._trains_in_eval, self.training = flags["trains_in_eval"], flags["training"]
+    def adopt(
+        self,
+        offsets: dict[nn.Parameter, Tensor],
+        statistics: dict[tuple[nn.Module, str], Tensor],
+        possible: bool | None,
+        trains_in_eval: bool,
+        training: bool,
+    ) -> None:
+        """Go on from what a checkpoint has, in place of what is there."""
+        self.offsets, self.statistics, self._shown = offsets, statistics, {}
+        self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
+        self._sharded = any_sharded(offsets)
 
-        return take
+
+def fraction(module: nn.Module, batches: int) -> float:
+    """Return how much of a norm's running statistics is from its last batches; all where it keeps a plain mean."""
+    momentum = getattr(module, "momentum", None)
+    return 1.0 if momentum is None or not batches else 1 - (1 - momentum) ** batches or 1.0
+
+
+def batches_of(module: nn.Module) -> int:
+    """Return how many batches a norm has seen; 0 where it does not count them."""
+    counted = getattr(module, "num_batches_tracked", None)
+    return int(counted) if isinstance(counted, Tensor) else 0
 
 
 def norms_of(model: nn.Module | None) -> list[nn.Module]:
     """Return the modules of a model that keep running statistics."""
     modules = [] if model is None else list(model.modules())
     return [m for m in modules if isinstance(m, _NormBase) and isinstance(m.running_mean, Tensor)]
-
-
-def _check(where: str, offset: Any, like: Tensor) -> None:
-    check_tensor(where, "offset", offset, tuple(like.shape), like.dtype)
-    if not offset.is_floating_point():
-        refuse(where, f"is of {offset.dtype}. Allowed: floating point")

@@ -1,4 +1,4 @@
-"""VGG11 and ResNet34 on CIFAR-10: tables, and the paper's claims, each judged by a rule that is written down.
+"""VGG11 and ResNet34 on CIFAR-10: the paper's claims, each judged by a rule that is written down.
 
 As in the paper, a method's loss at an epoch, or within a time, is that of its best setting for that epoch or time.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy
@@ -14,16 +15,14 @@ import numpy
 from ekfac.lab.labels import counted
 from ekfac.lab.search.selection import Curve, Envelope, best_validation, by_method, curves, per_epoch
 from ekfac.lab.show.evidence.claims import UNKNOWN, verdict
-from ekfac.lab.show.evidence.record import LOSS, MISSING, Record, percent, table, tried, write
+from ekfac.lab.show.evidence.record import LOSS, Record, percent, write
 from ekfac.lab.show.figures import paper
-from ekfac.lab.show.figures.cifar import NAMES, of_task, usual_batch_size
+from ekfac.lab.show.figures.cifar import of_task, usual_batch_size
 from ekfac.lab.show.figures.curves import budgets
-from ekfac.lab.show.figures.style import DAGGER
 from ekfac.lab.show.looks import ordered, split
 from ekfac.lab.training.runs import Run
 
 BASELINES = ("KFAC", "SGD", "SGD + BN")
-EPOCHS = (1, 2, 3, 5, 8, 10, 12, 15, 20, 30, 50, 100)
 # Validation as good as the best baseline's, less this.
 GOOD = 0.01
 # "Usually": at so many of the epochs.
@@ -44,7 +43,7 @@ Groups = dict[str, list[Curve]]
 
 def groups(runs: Iterable[Run], task: str, scheduled: bool = False, size: int | None = None) -> Groups:
     """Return each method's settings on a network, at a batch size or at the method's own."""
-    own = [run for run in runs if of_task(task, scheduled)(run) and not _plain_damping(run)]
+    own = [run for run in runs if of_task(task, scheduled)(run) and not plain_damping(run)]
     if size is not None:
         own = [run for run in own if run.config.batch_size == size]
     found = curves(paper.of_one_length(own))
@@ -53,7 +52,7 @@ def groups(runs: Iterable[Run], task: str, scheduled: bool = False, size: int | 
     return {name: named[name] for name in ordered(named)}
 
 
-def _plain_damping(run: Run) -> bool:
+def plain_damping(run: Run) -> bool:
     """Tell whether a factored method of the paper is without the appendix's damping."""
     return run.config.optimizer in ("ekfac", "ekfac-ra") and run.config.damping_mode == "plain"
 
@@ -70,51 +69,91 @@ def reached(found: Envelope, loss: float) -> float | None:
     return float(found.x[where[0]]) if len(where) else None
 
 
-def _ends(own: Groups, names: Sequence[str]) -> tuple[int, dict[str, float]]:
-    """Return the last epoch that some methods have in common, and the loss of each there."""
+def envelopes(own: Groups, names: Iterable[str]) -> dict[str, Envelope]:
+    """Return the best by epoch of some methods, without those that have no epoch: they diverged in the first."""
     found = {name: per_epoch(own[name]) for name in names if name in own}
-    found = {name: envelope for name, envelope in found.items() if len(envelope.x)}
-    if not found:
-        return 0, {}
-    last = int(min(envelope.x[-1] for envelope in found.values()))
+    return {name: envelope for name, envelope in found.items() if len(envelope.x) and envelope.x[-1] > 0}
+
+
+def ends(own: Groups, names: Iterable[str]) -> tuple[int, dict[str, float]]:
+    """Return the last epoch that some methods have in common, and the loss of each there."""
+    found = envelopes(own, names)
+    last = int(min((envelope.x[-1] for envelope in found.values()), default=0))
     return last, {name: value for name, e in found.items() if (value := value_at(e, last)) is not None}
 
 
+def until(group: Iterable[Curve], epoch: int) -> list[Curve]:
+    """Return settings as if they had been ended after an epoch."""
+    return [Curve(tuple(replace(run, history=run.history[: epoch + 1]) for run in curve.runs)) for curve in group]
+
+
 def by_epoch(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES, scheduled: bool = False) -> Judge:
-    """Judge that ours are below each rival after the last epoch that all have."""
+    """Judge that each of ours is below each rival after the last epoch that it and they have."""
 
     def judge(record: Holder) -> str:
-        last, found = _ends(groups(record.cifar, task, scheduled), (*ours, *rivals))
-        pairs = [(mine, rival) for mine in ours for rival in rivals if mine in found and rival in found]
-        if not pairs:
-            return UNKNOWN
-        words = ", ".join(f"{name} {write(value)}" for name, value in found.items())
-        return f"{verdict(found[a] < found[b] for a, b in pairs)} | training loss after {last} epochs: {words}"
+        own, held, words = groups(record.cifar, task, scheduled), [], []
+        for mine in ours:
+            last, found = ends(own, (mine, *rivals))
+            against = {name: loss for name, loss in found.items() if name != mine}
+            if mine in found and against:
+                held += [found[mine] < loss for loss in against.values()]
+                others = ", ".join(f"{name} {write(loss)}" for name, loss in against.items())
+                words.append(f"after {last} epochs: {mine} {write(found[mine])}, {others}")
+        return f"{verdict(held)} | training loss {'; '.join(words)}" if held else UNKNOWN
 
     return judge
 
 
-def usually(task: str, ours: Sequence[str], rival: str = "KFAC") -> Judge:
-    """Judge that the best of ours is below the best of a rival at three quarters of the epochs."""
+def usually(task: str, ours: Sequence[str], rival: str = "KFAC", x: str = "epochs") -> Judge:
+    """Judge that the best of ours is below the best of a rival at three quarters of the epochs, or of the times."""
+    select = per_epoch if x == "epochs" else budgets
 
     def judge(record: Holder) -> str:
         own = groups(record.cifar, task)
         if rival not in own or not any(name in own for name in ours):
             return UNKNOWN
+        other, held, words = select(own[rival]), [], []
+        for name in (name for name in ours if name in own):
+            mine = select(own[name])
+            if not len(mine.x) or not len(other.x):
+                continue
+            end = min(mine.x[-1], other.x[-1])
+            common = [at for at in numpy.union1d(mine.x, other.x) if 0 < at <= end]
+            pairs = [(value_at(mine, at), value_at(other, at)) for at in common]
+            below = [a < b for a, b in pairs if a is not None and b is not None]
+            held.append(sum(below) >= USUALLY * len(below))
+            words.append(f"{name} below {rival} at {sum(below)} of {len(below)} {x}")
+        return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
+
+    return judge
+
+
+def no_setting_below_all(task: str, ours: Sequence[str], rival: str = "KFAC") -> Judge:
+    """Judge that no setting of ours is below all of a rival's at every epoch that the two have."""
+
+    def judge(record: Holder) -> str:
+        own = groups(record.cifar, task)
+        if rival not in own:
+            return UNKNOWN
         other, held, words = per_epoch(own[rival]), [], []
         for name in (name for name in ours if name in own):
-            mine = per_epoch(own[name])
-            common = [x for x in mine.x if x > 0 and x <= other.x[-1]]
-            below = [value_at(mine, x) < value_at(other, x) for x in common]  # type: ignore[operator]
-            held.append(sum(below) >= USUALLY * len(below))
-            words.append(f"{name} below {rival} at {sum(below)} of {len(below)} epochs")
-        return f"{verdict(held)} | {'; '.join(words)}"
+            counts = []
+            for curve in own[name]:
+                mine = per_epoch([curve])
+                common = [at for at in mine.x if 0 < at <= other.x[-1]]
+                pairs = [(value_at(mine, at), value_at(other, at)) for at in common]
+                counts.append((len(common), sum(a < b for a, b in pairs if a is not None and b is not None), curve))
+            epochs, below, best = max(counts, key=lambda row: row[:2])
+            if epochs:
+                held.append(below < epochs)
+                words.append(f"{name} at {setting(best)} is below all of {rival}'s at {below} of {epochs} epochs")
+        return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
 
     return judge
 
 
 def by_time(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES, scheduled: bool = False) -> Judge:
-    """Judge that ours are down at each rival's last loss sooner than the rival."""
+    """Judge that ours are down at each rival's loss sooner than the rival: the loss when the first of the two ends."""
 
     def judge(record: Holder) -> str:
         own = {name: budgets(group) for name, group in groups(record.cifar, task, scheduled).items()}
@@ -122,17 +161,21 @@ def by_time(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES, s
         for mine, rival in itertools.product(ours, rivals):
             if not all(name in own and len(own[name].x) for name in (mine, rival)):
                 continue
-            loss = float(own[rival].value[-1])
+            end = float(min(own[name].x[-1] for name in (mine, rival)))
+            loss = value_at(own[rival], end)
+            if loss is None:
+                continue
             spent, its = reached(own[mine], loss), reached(own[rival], loss)
             held.append(spent is not None and its is not None and spent < its)
-            share = "never there" if spent is None or not its else f"{write(spent / its)} of its time"
-            words.append(f"{mine} at {rival}'s last loss: {share}")
+            there = spent is not None and spent <= end
+            share = f"{write(spent / its)} of its time" if there and spent and its else "not there by then"
+            words.append(f"{mine} at the loss of {rival} after {write(end)} s: {share}")
         return f"{verdict(held)} | {'; '.join(words)}" if held else UNKNOWN
 
     return judge
 
 
-def _accuracies(curve: Curve) -> tuple[float, float]:
+def accuracies(curve: Curve) -> tuple[float, float]:
     """Return a setting's best validation accuracy, and the test accuracy at that epoch."""
     validation, test = curve.mean("validation_accuracy"), curve.mean("test_accuracy")
     best = int(numpy.nanargmax(validation))
@@ -140,21 +183,27 @@ def _accuracies(curve: Curve) -> tuple[float, float]:
 
 
 def validation(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES) -> Judge:
-    """Judge that ours, selected on validation, are within a point of the best rival's accuracy or above."""
+    """Judge that ours, selected on validation, are within a point of the best rival's accuracy or above.
+
+    Each of ours is compared within the epochs that it and all rivals have.
+    """
 
     def judge(record: Holder) -> str:
-        own = groups(record.cifar, task)
-        chosen = {name: best_validation(own[name]) for name in (*ours, *rivals) if name in own}
-        found = {name: _accuracies(curve) for name, curve in chosen.items() if curve is not None}
-        best = max((found[name][0] for name in rivals if name in found), default=None)
-        mine = [found[name][0] for name in ours if name in found]
-        if best is None or not mine:
-            return UNKNOWN
-        words = ", ".join(
-            f"{name} {percent(at)}" + ("" if numpy.isnan(test) else f" (test {percent(test)})")
-            for name, (at, test) in found.items()
-        )
-        return f"{verdict(value >= best - GOOD for value in mine)} | best validation accuracy: {words}"
+        own, held, words = groups(record.cifar, task), [], []
+        for mine in ours:
+            last, there = ends(own, (mine, *rivals))
+            chosen = {name: best_validation(until(own[name], last)) for name in there}
+            found = {name: accuracies(curve) for name, curve in chosen.items() if curve is not None}
+            best = max((at for name, (at, _) in found.items() if name != mine), default=None)
+            if best is None or mine not in found:
+                continue
+            held.append(found[mine][0] >= best - GOOD)
+            texts = [
+                f"{name} {percent(at)}" + ("" if numpy.isnan(test) else f" (test {percent(test)})")
+                for name, (at, test) in found.items()
+            ]
+            words.append(f"within {last} epochs: " + ", ".join(texts))
+        return f"{verdict(held)} | best validation accuracy {'; '.join(words)}" if held else UNKNOWN
 
     return judge
 
@@ -166,9 +215,9 @@ def _gains(record: Holder, task: str) -> dict[int, dict[str, float]]:
     for size in sizes:
         own = groups(record.cifar, task, size=size)
         for name in ("EKFAC", "EKFAC-ra"):
-            _, ends = _ends(own, ("KFAC", name))
-            if len(ends) == 2:
-                found.setdefault(size, {})[name] = ends["KFAC"] / ends[name]
+            _, losses = ends(own, ("KFAC", name))
+            if len(losses) == 2:
+                found.setdefault(size, {})[name] = losses["KFAC"] / losses[name]
     return found
 
 
@@ -210,19 +259,36 @@ def small_batches_catch_up(record: Holder) -> str:
     return f"{verdict(held)} | {'; '.join(words)}"
 
 
+def no_gain_in_time(record: Holder) -> str:
+    """Judge that over all batch sizes the best EKFAC on VGG11 is not below the best KFAC in time."""
+    runs = [run for run in record.cifar if of_task("vgg11")(run)]
+    sizes = sorted({run.config.batch_size or 0 for run in runs if run.config.optimizer == "kfac"})
+    found = {}
+    for name in ("KFAC", "EKFAC"):
+        own = [curve for size in sizes for curve in groups(runs, "vgg11", size=size).get(name, [])]
+        found[name] = budgets(own)
+    if len(sizes) < 2 or not all(len(envelope.x) for envelope in found.values()):
+        return UNKNOWN
+    end = float(min(envelope.x[-1] for envelope in found.values()))
+    losses = {name: value_at(envelope, end) for name, envelope in found.items()}
+    words = ", ".join(f"{name} {write(loss)}" for name, loss in losses.items())
+    held = losses["EKFAC"] >= losses["KFAC"]  # type: ignore[operator]
+    return f"{verdict([held])} | training loss after {write(end)} s, any batch size: {words}"
+
+
 def factored_damping(record: Holder) -> str:
     """Judge that the appendix's damping ends below a damping that is only added to the eigenvalues."""
     runs = [r for r in record.cifar if of_task("vgg11")(r) and r.config.optimizer == "ekfac-ra"]
-    ends = {}
+    found = {}
     for name, plain in (("factored", False), ("plain", True)):
-        own = curves(paper.of_one_length(run for run in runs if _plain_damping(run) == plain))
+        own = curves(paper.of_one_length(run for run in runs if plain_damping(run) == plain))
         own = [curve for curve in own if curve.config.batch_size == 500]
         if own:
-            ends[name] = per_epoch(own)
-    if len(ends) < 2:
+            found[name] = per_epoch(own)
+    if len(found) < 2:
         return UNKNOWN
-    last = float(min(found.x[-1] for found in ends.values()))
-    losses = {name: value_at(found, last) for name, found in ends.items()}
+    last = float(min(envelope.x[-1] for envelope in found.values()))
+    losses = {name: value_at(envelope, last) for name, envelope in found.items()}
     words = ", ".join(f"{name} {write(value)}" for name, value in losses.items())
     held = losses["factored"] < losses["plain"]  # type: ignore[operator]
     return f"{verdict([held])} | EKFAC-ra on VGG11 after {last:g} epochs: {words}"
@@ -245,60 +311,7 @@ def every_step(record: Record) -> str:
     return f"{verdict([held])} | loss above floor after {last:g} epochs: {words}; {settings} tried at every update"
 
 
-def training(record: Holder, task: str, scheduled: bool = False) -> str:
-    """Tabulate the best loss at some epochs, and the setting that has the last."""
-    own = groups(record.cifar, task, scheduled)
-    if not own:
-        return MISSING
-    found = {name: per_epoch(group) for name, group in own.items()}
-    last = max(float(envelope.x[-1]) for envelope in found.values())
-    shown = [epoch for epoch in EPOCHS if epoch < last] + [int(last)]
-    runs = [run for run in record.cifar if of_task(task, scheduled)(run)]
-    counts = {split(name)[0]: count for name, count in tried(runs).items()}
-    rows = []
-    for name, envelope in found.items():
-        final, timed = envelope.chosen[-1], envelope.chosen[-1].timed
-        losses = [write(value_at(envelope, e)) if envelope.x[-1] >= e else "" for e in shown]
-        error = float(final.standard_error("train_loss")[-1]) if len(final.runs) > 1 else None
-        losses[-1] = write(float(envelope.value[-1]), error) if envelope.x[-1] >= last else ""
-        each = None if timed is None else float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
-        marked = name + (DAGGER if paper.added(task, [name]) else "")
-        rows.append([marked, *losses, write(each), _setting(final), str(counts[name]), str(len(final.runs))])
-    return table(["", *map(str, shown), "seconds an epoch", "setting", "tried", "seeds"], rows)
-
-
-def _setting(curve: Curve) -> str:
+def setting(curve: Curve) -> str:
     """Return what was searched; all else is the same for all of a method's runs."""
     values = {name: getattr(curve.config, name) for name in ("lr", "damping")}
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None) or "nothing set"
-
-
-def accuracy(record: Holder, task: str) -> str:
-    """Tabulate accuracies at the epoch that validates best, of the setting that does."""
-    own = groups(record.cifar, task)
-    rows = []
-    for name, group in own.items():
-        best = best_validation(group)
-        if best is not None:
-            place = int(numpy.nanargmax(best.mean("validation_accuracy")))
-            names = ("train_accuracy", "validation_accuracy", "test_accuracy")
-            errors = [float(best.standard_error(n)[place]) if len(best.runs) > 1 else None for n in names]
-            cells = [percent(float(best.mean(n)[place]), e) for n, e in zip(names, errors, strict=True)]
-            marked = name + (DAGGER if paper.added(task, [name]) else "")
-            epoch = f"{int(best.mean('epoch')[place])}"
-            rows.append([marked, *cells, epoch, _setting(best)])
-    return table(["", "training", "validation", "test", "at epoch", "setting"], rows) if rows else MISSING
-
-
-def sizes(record: Holder, task: str) -> str:
-    """Tabulate the last loss by method and batch size."""
-    rows = []
-    for size in sorted({run.config.batch_size or 0 for run in record.cifar if of_task(task)(run)}):
-        own = {n: g for n, g in groups(record.cifar, task, size=size).items() if n in paper.FACTORED}
-        if len(own) > 1:
-            last, ends = _ends(own, paper.FACTORED)
-            rows.append([str(size), str(last), *(write(ends.get(name)) for name in paper.FACTORED)])
-    return table(["batch", "epochs", *paper.FACTORED], rows) if rows else MISSING
-
-
-TASKS = tuple(NAMES)

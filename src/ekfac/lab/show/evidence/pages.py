@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ekfac.lab.registry import LabError
-from ekfac.lab.show.evidence import claims, networks, tables
+from ekfac.lab.show.evidence import claims, network_tables, tables
 from ekfac.lab.show.evidence.record import MISSING, Record, table
 from ekfac.lab.show.figures import FIGURES
 
@@ -37,7 +37,7 @@ def _claims(record: Record) -> str:
 
 def _picture(record: Record, name: str) -> str:
     """Return a figure on CIFAR-10 as a page shows it, light and dark, if there are runs for it."""
-    if not any(FIGURES.get(name).takes(run) for run in record.cifar):
+    if not network_tables.runs_for(record, name):
         return MISSING
     return (
         f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="images/{name}-dark.png">\n'
@@ -67,12 +67,12 @@ SOURCES: dict[str, Source] = {
 SOURCES |= {
     "machine-cifar": partial(tables.machine, places=("cifar",)),
 }
-for _task in networks.TASKS:
+for _task in network_tables.TASKS:
     SOURCES |= {
-        f"training-{_task}": partial(networks.training, task=_task),
-        f"accuracy-{_task}": partial(networks.accuracy, task=_task),
-        f"scheduled-{_task}": partial(networks.training, task=_task, scheduled=True),
-        f"sizes-{_task}": partial(networks.sizes, task=_task),
+        f"training-{_task}": partial(network_tables.training, task=_task),
+        f"accuracy-{_task}": partial(network_tables.accuracy, task=_task),
+        f"scheduled-{_task}": partial(network_tables.training, task=_task, scheduled=True),
+        f"sizes-{_task}": partial(network_tables.sizes, task=_task),
     }
 SOURCES |= {f"epochs-{size}": partial(tables.epochs, batch_size=size) for size in SIZES}
 SOURCES |= {f"times-{size}": partial(tables.times, batch_size=size) for size in SIZES}

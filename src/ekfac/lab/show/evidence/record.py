@@ -24,7 +24,7 @@ from ekfac.lab.training.runs import Run
 TIMED = "finals"
 # The mean over an epoch's batches.
 LOSS = "train_loss_mean"
-MISSING = "not recorded yet"
+MISSING = "not run yet"
 
 
 class Record:
@@ -168,7 +168,9 @@ def _size(value: float) -> int:
 
 
 def percent(value: float, error: float | None = None) -> str:
-    """Write a fraction as a percentage, to one decimal."""
+    """Write a fraction as a percentage, to one decimal; nothing where there is none."""
+    if math.isnan(value):
+        return ""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "") + " %"
 
 

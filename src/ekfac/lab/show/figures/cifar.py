@@ -10,11 +10,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from ekfac.lab.search.selection import Curve, best_validation, by_method, curves, per_epoch
 from ekfac.lab.show.figures import paper, quick, style
 from ekfac.lab.show.figures.base import FIGURES, FigureSpec, Request
-from ekfac.lab.show.figures.curves import budgets, draw_curves, has_times, loss_axis, whole
+from ekfac.lab.show.figures.curves import budgets, draw_curves, has_times, loss_axis, trained, whole
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.runs import Run
 
 NAMES = {"vgg11": "VGG11", "resnet34": "ResNet34"}
+DATA = {"cifar10": "CIFAR-10"}
 
 
 def of_task(task: str, scheduled: bool = False) -> Callable[[Run], bool]:
@@ -40,7 +41,8 @@ def title(request: Request, tasks: Sequence[str], what: str = "") -> str:
     names = " and ".join(NAMES[task] for task in tasks)
     if request.quick:
         return f"{names}{what}\n{quick.NOTE_CIFAR}"
-    return f"{names} on {', '.join(sorted({str(run.config.dataset) for run in request.runs})) or 'CIFAR-10'}{what}"
+    data = sorted({DATA.get(str(run.config.dataset), str(run.config.dataset)) for run in request.runs})
+    return f"{names} on {', '.join(data) or 'CIFAR-10'}{what}"
 
 
 def draw(task: str) -> Callable[[Request], Figure]:
@@ -48,13 +50,15 @@ def draw(task: str) -> Callable[[Request], Figure]:
 
     def figure_of(request: Request) -> Figure:
         groups = by_method(usual_batch_size(curves(paper.of_one_length(filter(of_task(task), request.runs)))))
+        # What diverged within the first epoch has nothing to show; it is named among what is missing.
+        groups = {name: group for name, group in groups.items() if len(trained(per_epoch(group)).x)}
         looks = style.lines(style.ordered(groups))
         timed = has_times(curve for group in groups.values() for curve in group)
         panels = {"epoch": "training loss", "seconds": "wall-clock time"} if timed else {"epoch": "training loss"}
         figure, axes = style.panels(1, len(panels) + 1, height=2.9)
         for number, (axis, (x, heading)) in enumerate(zip(axes, panels.items(), strict=False)):
             select = per_epoch if x == "epoch" else budgets
-            entries = {name: select(group) for name, group in groups.items()}
+            entries = {name: trained(select(group)) for name, group in groups.items()}
             draw_curves(axis, entries, looks)
             loss_axis(axis, list(entries.values()), "train_loss", x)
             axis.set_title(f"{style.letter(number)} {heading}")
@@ -69,7 +73,7 @@ def draw(task: str) -> Callable[[Request], Figure]:
         last.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         added = paper.added(task, groups)
         figure.suptitle(title(request, [task]) + (paper.NOTE if added else ""))
-        style.share_legend(figure, axes, marked=added)
+        style.share_legend(figure, axes, columns=4, marked=added)
         return figure
 
     return figure_of

@@ -63,6 +63,13 @@ def budgets(candidates: Sequence[Curve], name: str = "train_loss") -> Envelope:
     return Envelope(found.x[keep], found.value[keep], found.low[keep], found.high[keep], chosen)
 
 
+def trained(found: Envelope) -> Envelope:
+    """Return a curve without the untrained network, whose loss with batch-norm is a matter of chance."""
+    keep = found.x > 0
+    chosen = [curve for curve, kept in zip(found.chosen, keep, strict=True) if kept]
+    return Envelope(found.x[keep], found.value[keep], found.low[keep], found.high[keep], chosen)
+
+
 def _nothing() -> Envelope:
     empty = numpy.empty(0)
     return Envelope(empty, empty, empty, empty, [])

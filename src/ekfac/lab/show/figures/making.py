@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,13 +98,26 @@ def make(
         missing_parts = [] if quick else paper.lacks(name, shown)
         request = Request(shown, quick, dataset, data_dir, kept, grid, missing_parts)
         try:
-            files = draw_to(folder / f"{name}{suffix}", spec, request, formats)
+            with _drawable(name, kept):
+                files = draw_to(folder / f"{name}{suffix}", spec, request, formats)
             made.append(Made(name, files, lacks=tuple(request.lacks)))
         except LabError as error:
             if not everything:
                 raise
             made.append(Made(name, reason=str(error)))
     return made
+
+
+@contextmanager
+def _drawable(name: str, kept: Measures) -> Iterator[None]:
+    """Raise a LabError where numbers that were read from a file are not what the figure is drawn from."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+        if name not in kept.read:
+            raise
+        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LabError(f"{kept.read[name]}: {name} cannot be drawn from its values: {shown}") from error
 
 
 def draw_to(stem: Path, spec: FigureSpec, request: Request, formats: Sequence[str] = FORMATS) -> tuple[Path, ...]:

@@ -23,15 +23,27 @@ class Measures:
     def __init__(self, file: str | Path | None = None, more: Sequence[str | Path] = ()) -> None:
         self.file = None if file is None else Path(file)
         self._entries: dict[str, Any] = {}
+        #: The figures whose numbers came from a file, and that file.
+        self.read: dict[str, Path] = {}
         if self.file is not None and self.file.exists():
             self._entries = _read(self.file)
-        self._more = [_read(Path(other)) for other in more]
+        self._more = {Path(other): _read(Path(other)) for other in more}
 
     def get(self, name: str, dataset: str | None = None, quick: bool = False) -> dict[str, Any] | None:
-        """Return a figure's numbers, if they are there, and of this dataset and size."""
-        for entries in (self._entries, *self._more):
+        """Return a figure's numbers, if they are there, and of this dataset and size.
+
+        Raises:
+            LabError: If a file holds something else under that name.
+        """
+        for file, entries in ((self.file, self._entries), *self._more.items()):
             entry = entries.get(name)
-            if entry is not None and dataset in (None, entry["dataset"]) and quick == entry["quick"]:
+            if entry is None:
+                continue
+            if not isinstance(entry, dict) or not isinstance(entry.get("values"), dict):
+                raise LabError(f"{file} cannot be read: {name} has no values")
+            if dataset in (None, entry.get("dataset")) and quick == entry.get("quick"):
+                if file is not None:
+                    self.read[name] = file
                 return dict(entry["values"])
         return None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ekfac.lab.labels import method
+from ekfac.lab.labels import method, without_seed
 from ekfac.lab.search.ladder import SEARCHED
+from ekfac.lab.search.selection import whole_seeds
 from ekfac.lab.show.looks import ordered, split
 from ekfac.lab.training.runs import Run
 
@@ -54,7 +56,8 @@ def lacks(figure: str, runs: Sequence[Run]) -> list[str]:
             found += _absent(f"{task} at batch {size}: ", expected, at) if at else [f"{task} at batch {size}"]
     if figure == "frequency":
         found += _intervals(runs)
-    return found + _shorter(runs)
+    searched = any(SEARCHED in run.about for run in runs)
+    return found + _shorter(of_one_length(runs) if searched else runs) + _of_search(runs)
 
 
 def _absent(where: str, wanted: Iterable[str], runs: Iterable[Run]) -> list[str]:
@@ -73,13 +76,30 @@ def _intervals(runs: Sequence[Run]) -> list[str]:
 
 
 def _shorter(runs: Sequence[Run]) -> list[str]:
-    """Name the methods that were only run for fewer epochs than the others."""
+    """Name the methods that were only run for fewer epochs than the others, and those that diverged."""
     longest: dict[str, int] = {}
     for run in runs:
         name = method(run.config)
-        longest[name] = max(longest.get(name, 0), run.config.epochs or 0)
+        longest[name] = max(longest.get(name, 0), 0 if run.status == "diverged" else run.config.epochs or 0)
     most = max(longest.values())
-    return [f"{name}{SHORTER}{longest[name]} of {most}" for name in ordered(longest) if longest[name] < most]
+    found = []
+    for name in (name for name in ordered(longest) if longest[name] < most):
+        found.append(f"{name}{SHORTER}{longest[name]} of {most}" if longest[name] else f"{name}, which diverged")
+    return found
+
+
+def _of_search(runs: Sequence[Run]) -> list[str]:
+    """Say what a search by successive halving had no time for: the last epochs of its finals, their other seeds."""
+    searched = [run for run in runs if SEARCHED in run.about]
+    if not searched:
+        return []
+    kept = of_one_length(searched)
+    wanted, longest = max(map(_nominal, searched)), max(map(_epochs, kept))
+    seeds: dict[tuple[Any, ...], int] = {}
+    for run in kept:
+        seeds[_setting(run)] = seeds.get(_setting(run), 0) + 1
+    found = [f"epochs {longest + 1} to {wanted}"] if longest < wanted else []
+    return found + {1: ["a second and a third seed"], 2: ["a third seed"]}.get(max(seeds.values()), [])
 
 
 def of_one_length(runs: Iterable[Run]) -> list[Run]:
@@ -87,7 +107,8 @@ def of_one_length(runs: Iterable[Run]) -> list[Run]:
 
     Of lengths that as many methods have, the longest. Runs of a search by successive halving have the length of its
     finals, whenever they were ended: at the epochs that they have they are what a whole run would be. If time was over
-    before all finals were, all are cut to what most methods reached.
+    before all finals were, all are cut to what most methods reached, and a setting's seeds that were ended before
+    another of its seeds are left out: a mean over fewer and fewer of them would jump where one ends.
     """
     given = list(runs)
     lengths: dict[str, set[int]] = {}
@@ -106,13 +127,13 @@ def _nominal(run: Run) -> int:
 
 
 def _cut(runs: Sequence[Run]) -> list[Run]:
-    """Cut runs at the longest length that more than half of the methods reached."""
+    """Cut runs at the longest length that more than half of the methods reached; leave out seeds that are shorter."""
     reached: dict[str, int] = {}
-    for run in runs:
+    for run in (run for run in runs if run.status != "diverged"):
         name = method(run.config)
-        reached[name] = max(reached.get(name, 0), run.history[-1]["epoch"] if run.history else 0)
-    length = sorted(reached.values())[(len(reached) - 1) // 2]
-    return [
+        reached[name] = max(reached.get(name, 0), _epochs(run))
+    length = sorted(reached.values())[(len(reached) - 1) // 2] if reached else max(map(_epochs, runs))
+    found = [
         replace(
             run,
             config=replace(run.config, epochs=min(length, run.config.epochs or 0)),
@@ -120,3 +141,12 @@ def _cut(runs: Sequence[Run]) -> list[Run]:
         )
         for run in runs
     ]
+    return whole_seeds(found)
+
+
+def _setting(run: Run) -> tuple[Any, ...]:
+    return without_seed(replace(run.config, epochs=1))
+
+
+def _epochs(run: Run) -> int:
+    return int(run.history[-1]["epoch"]) if run.history else 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 
 from ekfac.lab.labels import counted, describe, option
+from ekfac.lab.search.ladder import SEARCHED
 from ekfac.lab.search.selection import (
     Curve,
     Envelope,
@@ -20,7 +21,7 @@ from ekfac.lab.search.selection import (
     time_to_reach,
 )
 from ekfac.lab.show.looks import lines, ordered
-from ekfac.lab.show.report.groups import Group, leader, name_of, shown, timed
+from ekfac.lab.show.report.groups import Group, leader, name_of, searched, shown, timed
 from ekfac.lab.training.paces import PACED
 from ekfac.lab.training.runs import Run
 
@@ -144,10 +145,13 @@ def _has(candidates: Sequence[Curve], name: str) -> bool:
 
 
 def planes(group: Group) -> list[dict[str, Any]]:
-    """Return the (learning rate, damping) plane of every method that was run at several points of it."""
-    found = []
+    """Return the (learning rate, damping) plane of every method that was run at several points of it.
+
+    Of a search by halving, after the last epoch that all settings have: most were ended early.
+    """
+    found, epoch = [], _shortest(group)
     for name, candidates in methods_of(group).items():
-        points = [(option(c.config, "lr"), option(c.config, "damping"), last(c), c) for c in candidates]
+        points = [(option(c.config, "lr"), option(c.config, "damping"), _loss(c, epoch), c) for c in candidates]
         points = [point for point in points if None not in point[:2]]
         if min((len({p[0] for p in points}), len({p[1] for p in points}))) < 2:
             continue
@@ -161,6 +165,26 @@ def planes(group: Group) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def about_planes(group: Group) -> str:
+    """Say what the planes show."""
+    epoch = _shortest(group)
+    when = "Final training loss" if epoch is None else f"Training loss after {counted(epoch, 'epoch')}"
+    return (
+        f"{when}{' above its floor' if any(c.floor > 0 for c in group.curves) else ''} over learning rate and damping"
+    )
+
+
+def _shortest(group: Group) -> int | None:
+    """Return the last epoch that all settings of a search have; ``None`` for runs that are no search."""
+    if not any(map(searched, group.curves)):
+        return None
+    return max(1, min((curve.length - 1 for curve in group.curves if curve.finished), default=1))
+
+
+def _loss(curve: Curve, epoch: int | None) -> float:
+    return last(curve) if epoch is None else float(curve.mean("train_loss")[min(epoch, curve.length - 1)])
 
 
 def table(heads: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
@@ -184,7 +208,8 @@ def number(value: float | None, pattern: str = "#.4g", without: str = "–") -> 
 def best_table(group: Group) -> dict[str, Any]:
     """Return the table of best settings."""
     floor, accurate = any(c.floor > 0 for c in group.curves), _has(group.curves, "validation_accuracy")
-    heads = ["method", "best setting", "tried", "diverged", "seeds", "training loss"]
+    unequal = len(set(_lengths(group))) > 1
+    heads = ["method", "best setting", "tried", "diverged", "seeds", *(["epochs"] if unequal else []), "training loss"]
     heads += ["above its floor"] if floor else []
     heads += ["validation loss", *(["validation accuracy"] if accurate else []), "how it ended"]
     rows = []
@@ -193,7 +218,8 @@ def best_table(group: Group) -> dict[str, Any]:
         diverged = sum(any(run.status == "diverged" for run in c.runs) for c in candidates)
         loss, validation = last(curve), last(curve, "validation_loss")
         row = [words(name), words(describe(curve.config)), number(len(candidates), "d"), number(diverged, "d")]
-        row += [number(len(curve.runs), "d"), number(loss, without="diverged")]
+        row += [number(len(curve.runs), "d"), *([number(last(curve, "epoch"), ".0f")] if unequal else [])]
+        row += [number(loss, without="diverged")]
         row += [number(loss - curve.floor, without="diverged")] if floor else []
         row += [number(validation, without="diverged")]
         row += [number(last(curve, "validation_accuracy"), ".2%")] if accurate else []
@@ -202,7 +228,17 @@ def best_table(group: Group) -> dict[str, Any]:
 
 
 def _ended(curve: Curve) -> str:
+    """Say how a setting's runs ended; those of a search that time cut short say how long they were to be."""
+    wanted = curve.runs[0].about.get(SEARCHED)
+    if wanted is not None and curve.finished and last(curve, "epoch") < wanted:
+        return f"cut, of {wanted} epochs"
     return ", ".join(dict.fromkeys(run.status for run in curve.runs))
+
+
+def _lengths(group: Group) -> list[int]:
+    """Return how many epochs the setting has that stands for each method, without those that diverged."""
+    found = [leader(candidates) for candidates in methods_of(group).values()]
+    return [int(last(curve, "epoch")) for curve in found if curve is not None]
 
 
 def final(curve: Curve) -> float:
@@ -235,6 +271,7 @@ def times(group: Group) -> dict[str, Any] | None:
     return {
         "methods": list(best),
         "first": baseline(list(best)),
+        "without": "not in its epochs" if any(map(searched, group.curves)) else "never",
         "table": table(["method", "seconds an epoch", "ms a step"], rows),
         "shares": {
             f"{name}|{goal}": [_shares(curve, rival, reach(rival)) for curve in best.values()]
@@ -275,14 +312,19 @@ def about_times(group: Group) -> str:
 
 
 def headline(group: Group) -> str:
-    """Say which method ends lowest."""
+    """Say which method ends lowest; of a search whose finals are unequally long, after the last epoch that all have."""
     best = {name: curve for name, found in methods_of(group).items() if (curve := leader(found)) is not None}
     if not best:
         return "Every run diverged."
-    first = min(best, key=lambda name: last(best[name]))
-    value, floor = last(best[first]), best[first].floor
+    when, ends = "at the end", {name: last(curve) for name, curve in best.items()}
+    common = min(_lengths(group))
+    if any(map(searched, group.curves)) and common < max(_lengths(group)):
+        when = f"after {counted(common, 'epoch')}, the last that all methods have"
+        ends = {name: float(curve.mean("train_loss")[common]) for name, curve in best.items()}
+    first = min(best, key=lambda name: ends[name])
+    value, floor = ends[first], best[first].floor
     above = f" ({value - floor:.4g} above its floor)" if floor > 0 else ""
-    return f"Lowest training loss at the end: {first}, {value:.4g}{above}."
+    return f"Lowest training loss {when}: {first}, {value:.4g}{above}."
 
 
 def machines(runs: Sequence[Run]) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from ekfac.lab.labels import shown_method
 from ekfac.lab.search.ladder import SEARCHED
-from ekfac.lab.search.selection import Curve, best_final, by_method, curves, last
+from ekfac.lab.search.selection import Curve, best_final, by_method, curves, last, whole_seeds
 from ekfac.lab.training.runs import Run
+
+SEARCH = "a search by halving"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Group:
     curves: list[Curve]
 
 
+def searched(curve: Curve) -> bool:
+    """Tell whether a setting is of a search by successive halving."""
+    return SEARCHED in curve.runs[0].about
+
+
 def name_of(curve: Curve) -> str:
     """Return the name of a setting's method."""
     return shown_method(curve.config)
@@ -40,7 +47,11 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     sizes: then each size is a comparison of its own.
     """
     found: dict[tuple[Any, ...], list[Curve]] = {}
-    for curve in curves(runs):
+    by_search: dict[Any, list[Run]] = {}
+    for run in runs:
+        by_search.setdefault(run.about.get(SEARCHED), []).append(run)
+    each = [curves(own if epochs is None else whole_seeds(own)) for epochs, own in by_search.items()]
+    for curve in (curve for several in each for curve in several):
         found.setdefault(_key(curve), []).append(curve)
     for key in list(found):
         sizes = _common_sizes(found[key])
@@ -59,8 +70,10 @@ def _key(curve: Curve) -> tuple[Any, ...]:
         return config.task, config.dataset, config.width, config.limit, None, f"{seconds:g} s of training each", None
     schedule = f"learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
     schedule += "learning rate along a cosine" if config.cosine else ""
-    # What a search by halving ended early stands with its finals.
+    schedule += ", " if schedule and searched(curve) else ""
+    # What a search by halving ended early stands with its finals, and with nothing else.
     epochs = curve.runs[0].about.get(SEARCHED, config.epochs)
+    schedule += SEARCH if searched(curve) else ""
     return config.task, config.dataset, config.width, config.limit, epochs, schedule, None
 
 

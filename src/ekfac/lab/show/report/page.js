@@ -128,7 +128,7 @@
     if (!times.methods.includes(view.rival)) view.rival = times.first;
     const goal = `${view.rival}'s ${view.goal === "final" ? "final loss" : "lowest loss"}`;
     const shares = times.shares[`${view.rival}|${view.goal}`];
-    const cell = (value) => (value === null ? { text: "never" } : { text: value.toPrecision(3), value });
+    const cell = (value) => (value === null ? { text: times.without } : { text: value.toPrecision(3), value });
     const data = {
       heads: [...times.table.heads, "share of its epochs", "share of its time"], numeric: [...times.table.numeric, true, true],
       rows: times.table.rows.map((row, i) => [...row, cell(shares[i][0]), cell(shares[i][1])]),
@@ -165,7 +165,7 @@
     view.times = element("div");
     view.timesNote = element("p", { className: "note" });
     view.planes = element("div", { className: "planes" });
-    view.planesTitle = element("h3", { textContent: `Final training loss${chart.floor ? " above its floor" : ""} over learning rate and damping` });
+    view.planesTitle = element("h3");
     view.heading = element("h2", { id: section.id });
     main.append(element("section", {},
       view.heading, view.headline, controls, view.chart, view.legend,
@@ -190,6 +190,7 @@
     view.headline.textContent = section.headline;
     view.best.replaceChildren(table(section.best, view.order));
     view.planesTitle.hidden = !section.planes.length;
+    view.planesTitle.textContent = section.about_planes;
     while (view.planes.children.length < section.planes.length) view.planes.append(element("div", {}, element("h4"), element("div", { className: "plane" })));
     section.planes.forEach((plane, i) => { view.planes.children[i].firstChild.textContent = plane.name; });
     drawLegend(view);

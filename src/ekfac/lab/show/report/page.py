@@ -98,6 +98,7 @@ def _section(group: Group) -> dict[str, Any]:
         "headline": content.headline(group),
         "chart": content.chart(group),
         "planes": content.planes(group),
+        "about_planes": content.about_planes(group),
         "best": content.best_table(group),
         "times": content.times(group),
         "about_times": content.about_times(group),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ekfac.lab.labels import counted
 from ekfac.lab.show.duration import duration
+from ekfac.lab.show.evidence.network_tables import runs_for
 from ekfac.lab.show.evidence.record import MISSING, Record, table
-from ekfac.lab.show.figures import FIGURES
+from ekfac.lab.show.figures import FIGURES, paper
 from ekfac.lab.show.reproduce.catalogue import EXPERIMENTS
 from ekfac.lab.show.reproduce.claims import Fresh
 from ekfac.lab.training.runs import Run
@@ -21,7 +22,7 @@ def coverage(record: Record) -> str:
         runs = _recorded(record, name)
         status, cost = _status(record, name, runs)
         fresh = Fresh(record.cifar if entry.halving else runs, record.measures, record.folder)
-        known = status != "small runs only"
+        known = status != MISSING
         answers = [claim.judge(fresh).partition(" | ")[0].strip("* ") for claim in entry.claims] if known else []
         agrees = ", ".join(dict.fromkeys(answers)) or "–"
         rows.append([name, entry.where, status, f"`ekfac reproduce {name}`", cost, agrees])
@@ -39,7 +40,7 @@ def _recorded(record: Record, name: str) -> list[Run]:
     if name.startswith("comparison-"):
         task = name.removeprefix("comparison-")
         return record.runs(f"comparison/{task}/finals", f"comparison/{task}/seeds")
-    return [run for run in record.cifar if FIGURES.get(name).takes(run)] if name in FIGURES else []
+    return runs_for(record, name) if name in FIGURES else []
 
 
 def _status(record: Record, name: str, runs: Sequence[Run]) -> tuple[str, str]:
@@ -48,6 +49,8 @@ def _status(record: Record, name: str, runs: Sequence[Run]) -> tuple[str, str]:
         measured = record.measures.get(entry.figure) is not None
         return ("measured on full MNIST" if measured else "computed on the spot"), "–"
     if not runs:
-        return "small runs only", MISSING
+        return MISSING, "–"
     seconds = sum(run.history[-1]["seconds"] for run in runs if run.history)
-    return "recorded", f"{counted(len(runs), 'run')}, {duration(seconds)} of training"
+    lacks = paper.lacks(entry.figure, runs) if entry.halving else []
+    status = f"recorded; missing: {'; '.join(lacks)}" if lacks else "recorded"
+    return status, f"{counted(len(runs), 'run')}, {duration(seconds)} of training"

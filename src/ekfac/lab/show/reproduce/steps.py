@@ -10,6 +10,7 @@ from typing import Any
 
 from ekfac import sealed
 from ekfac.lab.config import TrainConfig
+from ekfac.lab.data.files import DataError
 from ekfac.lab.labels import counted
 from ekfac.lab.registry import LabError
 from ekfac.lab.search.cifar import Program
@@ -176,7 +177,13 @@ def _costed(
     say: Callable[[str], None],
     why: str,
 ) -> Plan:
-    return Plan(name, level, tuple(configs), sum(cost.seconds_of(configs, data_dir, say)), why)
+    try:
+        seconds = sum(cost.seconds_of(configs, data_dir, say))
+    except DataError as error:
+        if "quick" in EXPERIMENTS.get(name).levels and level != "quick":
+            raise DataError(f"{error}. Small runs need no files: --level quick") from error
+        raise
+    return Plan(name, level, tuple(configs), seconds, why)
 
 
 def finish(plan: Plan, runs: Sequence[Run], out: str | Path, data_dir: str | Path | None = None) -> Result:

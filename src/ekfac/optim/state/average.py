@@ -1,0 +1,84 @@
+"""The average of the weights in checkpoints: whole, however the parameters are laid out over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ekfac.optim.distributed.processes import Processes
+from ekfac.optim.distributed.shards import local, piece_of, whole_of
+from ekfac.optim.state.validation import check_count, check_tensor, refuse
+from ekfac.optim.step_size.course import STATISTICS, WeightAverage
+
+
+def save_average(
+    average: WeightAverage, names: Mapping[nn.Parameter, str], processes: Processes
+) -> dict[str, Any] | None:
+    """Return what is kept, as plain data; None if it is nothing. All processes that train together must call this.
+
+    Of running statistics, which every process takes from its own batches, the first one's are saved.
+    """
+    if average.possible is None and not average.offsets:
+        return None
+    model = average.model
+    modules = {} if model is None else {module: name for name, module in model.named_modules()}
+    offsets = {names[p]: whole_of(average.offsets[p], p) for p in names if p in average.offsets}
+    statistics = {f"{modules[m]}.{name}": d for (m, name), d in average.statistics.items() if m in modules}
+    if processes.size > 1:
+        statistics = processes.gather({place: d.cpu() for place, d in statistics.items()})[0]
+    return {
+        "possible": bool(average.possible),
+        "trains_in_eval": average.trains_in_eval,
+        "training": average.training,
+        "offsets": offsets,
+        "statistics": statistics,
+        "entries": len(offsets) + len(statistics),
+    }
+
+
+def load_average(
+    average: WeightAverage, saved: Mapping[str, Any] | None, parameters: Mapping[str, nn.Parameter]
+) -> Callable[[], None]:
+    """Check what :func:`save_average` returned; nothing changes before what this returns is called."""
+    offsets: dict[nn.Parameter, Tensor] = {}
+    statistics: dict[tuple[nn.Module, str], Tensor] = {}
+    saved = {} if saved is None else saved
+    if not isinstance(saved, Mapping):
+        refuse("'average'", f"is of type {type(saved).__name__}. Allowed: a dict")
+    flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training")}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            refuse(f"'average', {name!r}", f"is {flag!r}. Allowed: True or False")
+    for name, d in dict(saved.get("offsets") or {}).items():
+        if name not in parameters:
+            refuse("'average', 'offsets'", f"{name!r} is no parameter of this model")
+        p = parameters[name]
+        _check(f"parameter '{name}', 'average'", d, p)
+        offsets[p] = piece_of(d.detach(), p).to(local(p.detach()), copy=True)
+    modules = {} if average.model is None else dict(average.model.named_modules())
+    for place, d in dict(saved.get("statistics") or {}).items():
+        owner, _, name = str(place).rpartition(".")
+        module = modules.get(owner)
+        buffer = getattr(module, name, None) if name in STATISTICS else None
+        if module is None or not isinstance(buffer, Tensor):
+            refuse("'average', 'statistics'", f"{place!r} is no running statistic of this model")
+        _check(f"buffer '{place}', 'average'", d, buffer)
+        statistics[module, name] = d.detach().to(buffer, copy=True)
+    found, entries = len(offsets) + len(statistics), saved.get("entries", 0)
+    check_count("'average', 'entries'", entries)
+    if found < entries:
+        refuse("'average'", f"lacks {entries - found} of {entries} entries")
+
+    def take() -> None:
+        possible = flags["possible"] if saved else None
+        average.adopt(offsets, statistics, possible, flags["trains_in_eval"], flags["training"])
+
+    return take
+
+
+def _check(where: str, offset: Any, like: Tensor) -> None:
+    check_tensor(where, "offset", offset, tuple(like.shape), like.dtype)
+    if not offset.is_floating_point():
+        refuse(where, f"is of {offset.dtype}. Allowed: floating point")

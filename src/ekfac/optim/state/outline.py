@@ -1,0 +1,100 @@
+"""The state that a first step would leave, before there is one: torch.distributed.checkpoint fills what is there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.distributed.states import make_contiguous
+from ekfac.optim.engine import Engine
+from ekfac.optim.statistics.sums import BlockSums, no_scaling
+from ekfac.optim.step_size.course import STATISTICS, WeightAverage, norms_of
+from ekfac.optim.types import Rates, StepInputs
+
+
+@torch.no_grad()
+def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter]) -> None:
+    """Make a state of the right names, shapes and dtypes, where there is none yet: that of gradients of zero.
+
+    It is gone when it has been saved, or when another comes. Every process makes that of the blocks that it owns.
+
+    Args:
+        engine: The engine.
+        rates: The numbers of a step.
+        with_momentum: Parameters whose momentum is kept.
+    """
+    partition, refresher = engine.partition, engine.refresher
+    if partition.states and not engine.outlined:
+        return
+    engine.replicas.together()
+    counted = refresher.refreshes, refresher.drift, Counter(refresher.fallbacks)
+    for block in filter(partition.owners.mine, partition.blocks):
+        gradients = {p: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in block.parameters.values()}
+        sums = {block: BlockSums(_factors(block), no_scaling(block))} if block.covered else {}
+        solves = {block} if block.covered else set()
+        inputs = StepInputs(gradients, {}, sums, 1.0, 1.0, solves, blocks=[block])
+        engine.collector.update_factors(inputs, sums)
+        engine.compute_eigenbases([block], inputs, rates)
+        (direction,) = engine.precondition([block], inputs, rates)
+        for p, step in direction.steps.items():
+            if p in with_momentum:
+                state = partition.state(block) if p is block.key else partition.states.setdefault(p, {})
+                state["momentum_buffer"] = torch.zeros_like(step, memory_format=torch.contiguous_format)
+        make_contiguous(partition.state(block))
+    refresher.refreshes, refresher.drift, refresher.fallbacks = counted
+    engine.outlined = True
+
+
+def _factors(block: Block) -> FactorSums:
+    """Return sums that make both factors the identity."""
+    options: dict[str, Any] = {"dtype": block.dtype, "device": block.key.device}
+
+    def one(width: int, diagonal: bool) -> Tensor:
+        whole = torch.ones(width, **options) if diagonal else torch.eye(width, **options)
+        return whole.expand(block.shape.groups, *whole.shape).contiguous()
+
+    return FactorSums(one(block.shape.inputs, block.diagonal_A), 1, one(block.shape.out, block.diagonal_B))
+
+
+def drop_outline(engine: Engine) -> None:
+    """Let go of it, before there is a state."""
+    if engine.outlined:
+        engine.outlined = False
+        engine.partition.states.clear()
+        engine.partition.generation += 1
+
+
+def outline_average(
+    average: WeightAverage, groups: list[dict[str, Any]], usual_lr: Any, names: Mapping[nn.Parameter, str]
+) -> dict[str, Any] | None:
+    """Return what a checkpoint holds of the average, with zeros for everything; None if nothing is to be averaged.
+
+    Args:
+        average: The average.
+        groups: torch's parameter groups.
+        usual_lr: The rate of groups that nobody has named another for; None if these have no built-in course.
+        names: The names of the parameters.
+    """
+    offsets = {}
+    for group in groups:
+        on_course = not group["lr_named"] and group["lr"] == usual_lr and "initial_lr" not in group
+        for p in group["params"] if average.wanted or (average.wanted is None and on_course) else ():
+            if p in names and p.requires_grad and p.dtype in (torch.float32, torch.float64):
+                offsets[names[p]] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    if not offsets:
+        return None
+    model = average.model
+    modules = {} if model is None else {module: name for name, module in model.named_modules()}
+    statistics = {
+        f"{modules[module]}.{name}": torch.zeros_like(getattr(module, name))
+        for module in norms_of(model)
+        for name in STATISTICS
+    }
+    flags = dict.fromkeys(("possible", "trains_in_eval", "training"), False)
+    return {**flags, "offsets": offsets, "statistics": statistics, "entries": 0}
