@@ -21,6 +21,9 @@ except ImportError:  # Windows
 # A file system without locks: the folder is used as before, by whoever comes.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
+# How many seconds an owner may take to write its name after it has taken the lock.
+_TO_SIGN = 1.0
+
 
 class Lock:
     """The right to write into a folder.
@@ -55,8 +58,8 @@ class Lock:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
-                    with stream:
-                        raise self._refused(stream) from None
+                    stream.close()
+                    raise self._refused() from None
             # Whoever held it before may have removed the file between the two calls: then this lock is on no file.
             if not _same_file(stream, self.file):
                 stream.close()
@@ -75,12 +78,14 @@ class Lock:
             self._stream.close()
             self._stream = None
 
-    def _refused(self, stream: IO[str]) -> LabError:
-        stream.seek(0)
-        owner = "another process"
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found = json.loads(stream.read())
-            owner = f"process {int(found['pid'])} on {found['host']} since {found['since']}"
+    def _refused(self) -> LabError:
+        """Return the error that names the owner, which writes its name a moment after it has taken the lock."""
+        owner, patience = "another process", time.monotonic() + _TO_SIGN
+        while owner == "another process" and time.monotonic() < patience:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found = json.loads(self.file.read_text())
+                owner = f"process {int(found['pid'])} on {found['host']} since {found['since']}"
+            time.sleep(0.01)
         return LabError(f"{self.folder} is in use by {owner}: wait until it is over, or name another folder")
 
 
