@@ -30,7 +30,7 @@ class Reused(nn.Module):
 
 
 def refused_by_optimizer(model: nn.Module, x: Tensor, y: Tensor) -> bool:
-    with ekfac.EKFAC(model) as opt:
+    with ekfac.EKFAC(model, scaling="running") as opt:
         F.cross_entropy(model(x), y).backward()
         try:
             opt.step()

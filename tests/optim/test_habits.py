@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ekfac
-from ekfac import EKFAC, KFAC
+from ekfac import EKFAC, KFAC, Coverage
 from ekfac.optim.statistics.schedule import START
 from loops import X, Y, assert_same, loss_of, mlp, usual, weights
 
@@ -249,15 +250,67 @@ def test_parameters_may_get_new_memory() -> None:
 # --- what a guard notices ---------------------------------------------------------------------------------------------
 
 
-def test_a_penalty_on_the_weights_is_refused_again_and_again() -> None:
+class TiedByHand(nn.Module):
+    """A language model whose logits are products with the embedding's own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(10, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.hidden(self.embedding(x))) @ self.embedding.weight.T
+
+
+def penalised(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(X.double()), Y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"scaling": "running"}, {"scaling": "per_example"}, {"coverage": Coverage(unsupported="error")}]
+)
+def test_a_penalty_on_the_weights_is_refused_where_curvature_has_to_match(options: dict[str, Any]) -> None:
     model = mlp().double()
-    opt = EKFAC(model)
+    opt = EKFAC(model, **options)
     for _ in range(5):
         opt.zero_grad()
-        loss = F.cross_entropy(model(X.double()), Y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
+        penalised(model).backward()
         with pytest.raises(RuntimeError, match=r"its \.grad is not"):
             opt.step()
+
+
+def test_a_penalty_on_the_weights_is_told_once_and_trained() -> None:
+    model = mlp().double()
+    opt, losses = EKFAC(model), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(30):
+            opt.zero_grad()
+            loss = penalised(model)
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    assert [str(w.message) for w in told if "not only the gradient" in str(w.message)] == [str(told[0].message)]
+    assert "layers 0, 2: their .grad" in str(told[0].message) and "exclude=['0', '2']" in str(told[0].message)
+    assert losses[-1] < losses[0]
+
+
+def test_an_embedding_that_is_the_output_too_is_trained_by_its_whole_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = TiedByHand().double(), torch.randint(0, 10, (16, 5))
+    opt, losses = EKFAC(model), []
+
+    def step() -> None:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x).flatten(0, 1), (x + 1).flatten() % 10)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+
+    with pytest.warns(RuntimeWarning, match=r"layer 'embedding': its \.grad is not only .*x @ embedding\.weight\.T"):
+        step()
+    for _ in range(40):
+        step()
+    assert losses[-1] < 0.2 * losses[0]
 
 
 RESCALE = {
@@ -274,7 +327,7 @@ RESCALE = {
 def test_a_penalty_is_noticed_whatever_was_done_to_the_gradients_since(how: str, scaled: bool) -> None:
     model = mlp().double()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-    opt = EKFAC(model, grad_scaler=scaler)
+    opt = EKFAC(model, grad_scaler=scaler, coverage=Coverage(unsupported="error"))
     penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
     scaler.scale(F.cross_entropy(model(X.double()), Y) + penalty).backward()
     scaler.unscale_(opt)

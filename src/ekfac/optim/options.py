@@ -104,7 +104,8 @@ class Coverage(Group):
     Attributes:
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
-        unsupported: "diagonal" gives parameters that no block covers the diagonal method, "error" refuses them.
+        unsupported: "diagonal" gives parameters that no block covers the diagonal method, "error" refuses them, and
+            weights that are used outside their layers too.
         max_factor_dim: A side wider than this is kept diagonal; None for no limit.
         sua: Take the taps of a convolution as uncorrelated. None: where it reads more than 512 numbers at a position,
             whose factors would cost more than all else; never with sharing="reduce".

@@ -70,7 +70,7 @@ class Collector:
         self._moved = moved
         #: Told the new parameter for every old one where the model is found to have others.
         self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
-        self.fingerprints = Fingerprints(options.processes)
+        self.fingerprints = Fingerprints(options, method)
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
         #: What has been gathered for this step so far.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
-from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import is_sharded
+from ekfac.optim.methods.base import Method
+from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.types import StepInputs
 
@@ -18,12 +21,19 @@ from ekfac.optim.types import StepInputs
 class Fingerprints:
     """Compares ``.grad``, as backward left it, with what the layers' calls account for.
 
+    A gradient that holds more is refused, but not where a rule takes nothing but a basis from the calls: that rule goes
+    on with a warning, as it uses ``.grad`` whole, and any basis will do. A kind of layer that is not the library's is
+    refused by every rule: most likely the kind itself is wrong.
+
     Args:
-        processes: Those that average their gradients.
+        options: Checked options.
+        method: What is done with blocks that a layer covers.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, options: EngineOptions, method: Method[Any]) -> None:
+        self._processes = options.processes
+        reads_more = method.needs_examples or method.reads_eigenvalues
+        self._strict = reads_more or options.coverage.unsupported == "error"
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
         #: The gradients of those as the last backward pass left them: clipping and unscaling come later.
@@ -60,7 +70,7 @@ class Fingerprints:
         loss_scale: float | Tensor,
         here: Callable[[Block], bool] = lambda block: True,
     ) -> None:
-        """Raise if ``.grad`` holds more than what the layers' calls account for; once for every block.
+        """Raise, or warn, if ``.grad`` holds more than what the layers' calls account for; once for every block.
 
         Args:
             inputs: What the step has gathered.
@@ -88,25 +98,44 @@ class Fingerprints:
         if left:
             noted = self._as_backward_left_them(left, inputs.processes)
             found |= {b: one for b, one in zip(left, noted, strict=True) if b in found and bool(one[1] > 0)}
+        more = []
         for block, of_gradient in found.items():
             of_calls = inputs.sums[block].fingerprint
             assert of_calls is not None
             if fingerprint.differs(block, of_gradient, of_calls / inputs.batches):
-                raise RuntimeError(
-                    f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
-                    "also used elsewhere (for tied weights, x @ embedding.weight.T say, use a layer: head.weight = "
-                    "embedding.weight; for a penalty on it, weight_decay), or a hook on it or a change of "
-                    ".grad.data has altered it, or the gradient was computed in another way; or, for a kind of layer "
-                    f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
-                    "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot be "
-                    f"captured: coverage=ekfac.Coverage(exclude=['{block.name}']), or take it from a loss of your "
-                    "choice, with opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as "
-                    "grad_scaler="
-                )
+                if self._strict or not type(block.layer).__module__.startswith("ekfac."):
+                    raise RuntimeError(_refusal(block))
+                more.append(block.name)
             self.unverified.discard(block)
+        if more:
+            warnings.warn(_warning(more), RuntimeWarning, stacklevel=2)
 
     def _as_backward_left_them(self, blocks: list[Block], processes: int) -> list[Tensor]:
         """Return fingerprints of gradients touched since, 0 where none was noted; averaged, as by hand."""
         none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)
         noted = torch.stack([self.left.get(block, none) for block in blocks])
         return list(noted if processes == 1 else self._processes.sum(noted) / processes)
+
+
+def _refusal(block: Block) -> str:
+    return (
+        f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
+        "also used elsewhere (for tied weights, x @ embedding.weight.T say, use a layer: head.weight = "
+        "embedding.weight; for a penalty on it, weight_decay), or a hook on it or a change of "
+        ".grad.data has altered it, or the gradient was computed in another way; or, for a kind of layer "
+        f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
+        "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot be "
+        f"captured: coverage=ekfac.Coverage(exclude=['{block.name}']), or take it from a loss of your "
+        "choice, with opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as "
+        "grad_scaler="
+    )
+
+
+def _warning(names: list[str]) -> str:
+    layers = f"layer '{names[0]}': its .grad is" if len(names) == 1 else f"layers {', '.join(names)}: their .grad is"
+    return (
+        f"{layers} not only the gradient that passed through the calls: the weight is also used elsewhere (in a "
+        "penalty, or by hand, x @ embedding.weight.T), or a hook changes its gradient. Training goes on: .grad is used "
+        "whole, in a basis that is made of the calls. To leave such layers to the diagonal method: "
+        f"coverage=ekfac.Coverage(exclude={names!r}); to have this refused: Coverage(unsupported='error')"
+    )
