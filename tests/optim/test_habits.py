@@ -247,6 +247,21 @@ def test_parameters_may_get_new_memory() -> None:
     assert_same(*models)
 
 
+def test_layers_with_many_rows_are_left_alone_between_statistics() -> None:
+    """A product of so many rows is dearer than the gradient, so nobody waits for them."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt, x = EKFAC(model), torch.randn(4, 50, 6)
+    quiet = []
+    for _ in range(40):
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        latest = opt.engine.collector.capture.forwards.latest
+        quiet.append(latest is not None and latest.quiet)
+        loss.backward()
+        opt.step()
+    assert sum(quiet) >= 10
+
+
 # --- what a guard notices ---------------------------------------------------------------------------------------------
 
 

@@ -291,6 +291,29 @@ def test_it_trains_as_it_comes(options: dict[str, Any], clip: float | None) -> N
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("loss", [poisson, penalty])
+def test_hooks_are_away_between_statistics_and_change_nothing(loss: Callable[..., Tensor]) -> None:
+    """Only layers can tell which examples count in such a loss; most rules need not know."""
+    found, quiet = [], []
+    for exact in (True, False):
+        model, x = network("dense")
+        opt = EKFAC(model)
+        capture = opt.engine.collector.capture
+        capture.exact_count |= exact
+        count = 0
+        for _ in range(60):
+            opt.zero_grad()
+            each = loss(model, x)
+            count += capture.forwards.latest is not None and capture.forwards.latest.quiet
+            each.mean().backward()
+            opt.step()
+        quiet.append(count)
+        found.append([p.detach().clone() for p in model.parameters()])
+        assert opt.stats()["steps"] == 60
+    assert quiet[0] == 0 < 20 < quiet[1]
+    assert all(map(torch.equal, *found))
+
+
 def test_a_norm_between_them_is_refused_by_name() -> None:
     """A norm's backward pass uses its weight in a way that no hook sees."""
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)).double()

@@ -79,12 +79,12 @@ class Capture:
         self.receive = receive
         self.wanted = wanted
         self.reaches_parameters = reaches_parameters
-        self.held = Held()
-        self.batch_dim = batch_dim
+        self.held, self.batch_dim = Held(), batch_dim
         self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
         self.per_example = per_example
         #: Who computes the layers together with this process.
         self.mesh = Mesh()
+        self.exact_count = True  # N, at every step: of losses of derivatives only layers' hooks can tell it
         #: Told that a forward is quiet, and that a backward pass has come to its output.
         self.on_quiet: Callable[[bool], None] = lambda come: None
         #: Told each tensor whose gradient is waited for.
@@ -193,7 +193,7 @@ class Capture:
         if record is not None:
             record.quiet = quiet
         self._layer_hooks.mute(quiet and not self.compiled)
-        if quiet:
+        if quiet and self.by_outputs:
             self.on_quiet(False)
 
     def passed(self) -> None:
@@ -205,8 +205,8 @@ class Capture:
 
     def _nothing_to_learn(self) -> bool:
         """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
-        elsewhere = not self.by_outputs or self.separate or self.on_output is not None
-        return not elsewhere and self._blocks <= self.fired and not self.wanted(None)
+        unsure = not self.by_outputs and (self.exact_count or self.by_outputs is None)
+        return not (unsure or self.separate or self.on_output) and self._blocks <= self.fired and not self.wanted(None)
 
     def end(self, output: Any) -> None:
         """Note that a forward of the model has ended, well or by an exception."""
@@ -336,7 +336,7 @@ class Capture:
         if self.counts(None):
             record.by_output = True
             self._reach(record)
-            if record.quiet:
+            if record.quiet and self.by_outputs:
                 self.on_quiet(True)
 
     def _reach(self, record: Record) -> None:

@@ -65,8 +65,7 @@ class Collector:
         self._method = method
         self._partition = partition
         self._stacks = stacks
-        self._schedule = schedule
-        self.executor = executor
+        self._schedule, self.executor = schedule, executor
         self._moved = moved
         #: Told the new parameter for every old one where the model is found to have others.
         self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
@@ -79,8 +78,8 @@ class Collector:
         self.calls: dict[Block, KeptCalls] = {}
         #: Samples whose sums the step takes, by itself or by a replay.
         self.samples: dict[Block, list[Sample]] = {}
-        #: Blocks that are called several times in a forward, so that their gradient is no product of few rows.
-        self._several: set[Block] = set()
+        #: Blocks whose gradient, when last looked at, was no product of few rows: called several times, or with many.
+        self._by_gradient: set[Block] = set()
         self._by_rows: dict[Block, bool] = {}  # what may_use_rows has told
         #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
         self.separate = False
@@ -96,6 +95,7 @@ class Collector:
             options.batch.dim, options.batch.count,
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
+        self.capture.exact_count = self.fingerprints.strict or options.batch.reduction == "sum"
         self.watch.on_end, self.capture.on_quiet = self.capture.me, self.watch.quiet
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -166,10 +166,10 @@ class Collector:
     def _wanted(self, block: Block | None) -> bool:
         if block is None:
             needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
-            return bool(needed) or any(self.may_use_rows(b) and b not in self._several for b in self._partition.covered)
+            return bool(needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
         if self._method.needs_examples or block in self.fingerprints.unverified:
             return True
-        return self._schedule.takes_factors(block) or (self.may_use_rows(block) and block not in self._several)
+        return self._schedule.takes_factors(block) or (self.may_use_rows(block) and block not in self._by_gradient)
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -181,10 +181,11 @@ class Collector:
                 self._take_fingerprint(self.sums, block, calls, n)
             return
         if self._keeps_for_step(block, calls, n):
+            self._by_gradient.discard(block)
             self.calls.setdefault(block, []).append((calls, n))
             self.capture.held.add_calls(calls)
             return
-        self._several.update([block] if len(calls) > 1 else ())
+        self._by_gradient.add(block)
         if block in self.calls and self.may_use_rows(block):  # rows of several batches are of no use to the step
             for earlier, count in self.calls.pop(block):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
@@ -291,20 +292,19 @@ class Collector:
             if grad.layout != torch.strided:
                 name = self._partition.names[p]
                 raise ValueError(f"parameter '{name}': its gradient is {grad.layout}. Allowed: dense gradients")
+        processes, covered = self._partition.owners.size, self._partition.covered
         if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
             warnings.warn(text, UserWarning, stacklevel=2)
         self._told_coverage = True
         self.capture.finish()
-        processes, covered = self._partition.owners.size, self._partition.covered
         self.apart = self.capture.separate_examples or self.apart
         n, mean = float(self.capture.examples or self.apart), 1.0
         if n == 0 and processes == 1:
             refuse_unless_empty(self.capture.forwards.records, gradients.values())
             self.drop()
             return None
-        silent = [
-            b for b in covered if b not in self.capture.fired and any(p in gradients for p in b.parameters.values())
-        ]
+        there, fired = gradients.keys(), self.capture.fired
+        silent = [b for b in covered if b not in fired and not there.isdisjoint(b.parameters.values())]
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
@@ -349,7 +349,7 @@ class Collector:
                 )
             inputs.unknown.add(block)
         known = [block for block in self._partition.blocks if block not in inputs.unknown]
-        inputs.blocks = [b for b in known if any(p in inputs.gradients for p in b.parameters.values())]
+        inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
 
     def take_calls(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept for the step."""

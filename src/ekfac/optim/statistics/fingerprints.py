@@ -33,7 +33,7 @@ class Fingerprints:
     def __init__(self, options: EngineOptions, method: Method[Any]) -> None:
         self._processes = options.processes
         reads_more = method.needs_examples or method.reads_eigenvalues
-        self._strict = reads_more or options.coverage.unsupported == "error"
+        self.strict = reads_more or options.coverage.unsupported == "error"
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
         #: The gradients of those as the last backward pass left them: clipping and unscaling come later.
@@ -103,7 +103,7 @@ class Fingerprints:
             of_calls = inputs.sums[block].fingerprint
             assert of_calls is not None
             if fingerprint.differs(block, of_gradient, of_calls / inputs.batches):
-                if self._strict or not type(block.layer).__module__.startswith("ekfac."):
+                if self.strict or not type(block.layer).__module__.startswith("ekfac."):
                     raise RuntimeError(_refusal(block))
                 more.append(block.name)
             self.unverified.discard(block)
