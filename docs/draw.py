@@ -102,7 +102,7 @@ def default(figure: Figure) -> None:
         axes.grid(axis="y", alpha=0.2)
         label_ends(axes, gap=0.09, numbers=form)
     panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    title = "With nothing set, EKFAC is far ahead of AdamW and level with Muon, or ahead of it (one seed)"
+    title = "With its defaults, EKFAC is far ahead of AdamW and level with Muon, or ahead of it (one seed)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
 
 
