@@ -102,7 +102,7 @@ def default(figure: Figure) -> None:
         axes.grid(axis="y", alpha=0.2)
         label_ends(axes, gap=0.09, numbers=form)
     panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    title = "With its defaults, EKFAC is far ahead of AdamW and level with Muon, or ahead of it (one seed)"
+    title = "With its defaults, EKFAC is far ahead of AdamW\nand level with Muon, or ahead of it (one seed)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
 
 
@@ -302,7 +302,7 @@ def darken(file: Path) -> None:
 
 Draw = Callable[[Figure], None]
 PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
-    "default": (default, (9, 3.4)),
+    "default": (default, (7.8, 3.4)),
     "paper-methods": (paper_methods, (7, 3.8)),
     "autoencoder-200": (
         partial(autoencoder, size=200, title="Batch 200: EKFAC-ra ends below KFAC and Adam, by epoch and by time"),
