@@ -152,7 +152,10 @@ def comparison(figure: Figure) -> None:
             plot(above, curve, name)
             plot(below, curve, name, "validation_accuracy")
         above.set_yscale("log")
+        if task == "charlm":
+            log_axis(above, (1, 1.5, 2))
         above.minorticks_off()
+        above.grid(visible=False)
         above.set_title(heading, loc="center", fontsize=10.5)
         ends = [float(curve.mean("validation_accuracy")[-1]) for curve in best.values()]
         below.set(xlabel="epoch", ylim=(min(ends) - 0.06, max(ends) + 0.02))
@@ -240,12 +243,12 @@ def spectra(figure: Figure) -> None:
 CUT = "one seed; runs were cut by time: a dot is the last epoch, or second, that a method has"
 NETWORKS = {
     "vgg11": (
-        "VGG11: EKFAC and EKFAC-ra train below KFAC; EKFAC(model) generalizes best",
+        "VGG11: EKFAC and EKFAC-ra train below KFAC; EKFAC(model) generalises best",
         ("SGD", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"),
         (1e-4, 1e-3, 1e-2, 0.1, 1),
     ),
     "resnet34": (
-        "ResNet34: KFAC trains furthest, EKFAC-ra generalizes best",
+        "ResNet34: KFAC trains furthest, EKFAC-ra generalises best",
         ("SGD + BN", "Adam + BN", "KFAC", "EKFAC-ra"),
         (1e-3, 1e-2, 0.1, 1),
     ),

@@ -44,7 +44,7 @@ class EKFAC(Optimizer):
 
     This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they
     mean in AdamW, and torch's schedulers work as usual. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which
-    has g / (s + epsilon) instead of m / sqrt(s); :mod:`ekfac.rules` has the other rules.
+    has g / (s + epsilon) instead of m / sqrt(s). :mod:`ekfac.rules` has all rules, and this one in full.
 
     Example:
         >>> import torch, ekfac
