@@ -1,11 +1,12 @@
 """Draw the pages' pictures from the record, in a light form and a dark one: ``python docs/draw.py [NAME ...]``.
 
-Each has one message, in its title, and at most six curves, labelled at their ends. ``make gallery`` draws those of the
+Each has one message, in its title, and at most five curves, labelled at their ends. ``make gallery`` draws those of the
 examples; ``ekfac figure`` draws the paper's figures as the paper has them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -75,8 +76,38 @@ def log_axis(axes: Axes, ticks: Sequence[float]) -> None:
     axes.grid(axis="y", alpha=0.2)
 
 
+RUNS = {
+    "EKFAC(model)": ("step/schedule.jsonl", {"method": "ekfac", "variant": "today", "kappa": 0.005}, "C0"),
+    "Muon": ("suite/results.jsonl", {"method": "muon", "rate": 0.003}, "C5"),
+    "AdamW": ("suite/results.jsonl", {"method": "adamw", "rate": 0.001}, "C1"),
+}
+
+
+def default(figure: Figure) -> None:
+    """The README's picture: the default and two rivals, on the two tasks on which all three were run."""
+    panels = figure.subplots(1, 2)
+    tasks = (
+        ("gpt", "validation_loss", "GPT of 8 layers", ".2f", (2.5, 5)),
+        ("resnet18", "validation_accuracy", "ResNet18, CIFAR-10", ".1%", (0.5, 0.92)),
+    )
+    for axes, (task, measure, heading, form, limits) in zip(panels, tasks, strict=True):
+        for name, (file, wanted, look) in RUNS.items():
+            lines = [json.loads(line) for line in (ROOT / "results" / file).read_text().splitlines()]
+            run = [one for one in lines if {"task": task, **wanted}.items() <= one.items()][-1]
+            history = [row for row in run["history"] if row["step"] >= 0.15 * run["steps"]]
+            axes.plot([row["step"] for row in history], [row[measure] for row in history], color=look, label=name)
+        axes.set(xlabel="step", ylabel=measure.replace("_", " "), xlim=(0, None), ylim=limits)
+        axes.set_title(heading, loc="center", fontsize=10.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        axes.grid(axis="y", alpha=0.2)
+        label_ends(axes, gap=0.09, numbers=form)
+    panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    title = "With its defaults, EKFAC is far ahead of AdamW\nand level with Muon, or ahead of it (one seed)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
+
+
 def paper_methods(figure: Figure) -> None:
-    """The README's picture: the paper's five methods at batch 200."""
+    """The paper's five methods at batch 200."""
     axes = figure.subplots()
     found = record().autoencoder(200)
     for name in ("KFAC freq=50", "SGD + BN", "Adam + BN", "EKFAC freq=50", "EKFAC-ra freq=50"):
@@ -121,7 +152,10 @@ def comparison(figure: Figure) -> None:
             plot(above, curve, name)
             plot(below, curve, name, "validation_accuracy")
         above.set_yscale("log")
+        if task == "charlm":
+            log_axis(above, (1, 1.5, 2))
         above.minorticks_off()
+        above.grid(visible=False)
         above.set_title(heading, loc="center", fontsize=10.5)
         ends = [float(curve.mean("validation_accuracy")[-1]) for curve in best.values()]
         below.set(xlabel="epoch", ylim=(min(ends) - 0.06, max(ends) + 0.02))
@@ -155,7 +189,7 @@ def frequency(figure: Figure) -> None:
     panels[0].set_ylabel("training loss minus its lower bound")
     for axes in panels:
         label_ends(axes)
-    figure.suptitle("Rare renewals cost EKFAC little, KFAC and EKFAC-ra more", x=0.01, ha="left", fontsize=11.5)
+    figure.suptitle("Rare refreshes cost EKFAC little, KFAC and EKFAC-ra more", x=0.01, ha="left", fontsize=11.5)
 
 
 def sensitivity(figure: Figure) -> None:
@@ -176,11 +210,12 @@ def sensitivity(figure: Figure) -> None:
         axes.set_xlabel("learning rate")
         axes.spines[:].set_visible(False)
     panels[0].set_ylabel("damping")
-    figure.suptitle(f"Settings that end within {NEAR:g} times the best loss (bold)", x=0.01, ha="left", fontsize=11.5)
+    title = f"How many of 25 settings end within {NEAR:g} times the best loss, which is in bold"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
 
 
 def drift(figure: Figure, measure: str, ylabel: str, title: str) -> None:
-    """What was measured while the classifier trains and the basis is renewed every 100 steps."""
+    """What was measured while the classifier trains and the basis is refreshed every 100 steps."""
     found = record().measures.get("error")
     assert found is not None
     axes = figure.subplots()
@@ -188,32 +223,32 @@ def drift(figure: Figure, measure: str, ylabel: str, title: str) -> None:
         axes.plot(found["steps"], found[measure][name], color=COLOURS[name], label=name)
     for step in range(0, found["steps"][-1] + 1, found["renewed_every"]):
         axes.axvline(step, color="C7", linewidth=0.6, linestyle=(0, (2, 2)))
-    axes.set(xlabel="step; dotted lines: the basis is renewed", ylabel=ylabel, ylim=(0, None), title=title)
+    axes.set(xlabel="step (dotted: the basis is refreshed)", ylabel=ylabel, ylim=(0, None), title=title)
     label_ends(axes)
 
 
 def spectra(figure: Figure) -> None:
-    """Distance of each spectrum to the true one, in the basis of the start."""
+    """Distance of each spectrum to the true one, in the initial basis."""
     found = record().measures.get("frequency")
     assert found is not None
     axes = figure.subplots()
     for name, values in found["distances"].items():
         shares = numpy.array(values) / numpy.array(found["norms"])
         axes.semilogy(found["steps"][1:], shares[1:], color=COLOURS[name], label=name)
-    axes.set(xlabel="step", ylabel="distance to the true spectrum\n(share of its norm)")
-    axes.set_title("In the basis of the start, only EKFAC's spectrum stays nearer than KFAC's")
+    axes.set(xlabel="step", ylabel="distance to the true spectrum\n(relative to its norm)")
+    axes.set_title("With a fixed basis, only EKFAC's spectrum stays closer to the true one")
     label_ends(axes)
 
 
-CUT = "one seed each; dots: the last epoch there is to compare, as runs were cut by time"
+CUT = "one seed; runs were cut by time: a dot is the last epoch, or second, that a method has"
 NETWORKS = {
     "vgg11": (
-        "VGG11: EKFAC and EKFAC-ra train below KFAC; Adam with batch-norm ends lowest",
-        ("SGD", "SGD + BN", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"),
+        "VGG11: EKFAC and EKFAC-ra train below KFAC; EKFAC(model) generalises best",
+        ("SGD", "Adam + BN", "KFAC", "EKFAC", "EKFAC-ra"),
         (1e-4, 1e-3, 1e-2, 0.1, 1),
     ),
     "resnet34": (
-        "ResNet34: EKFAC-ra and KFAC pass SGD and Adam; KFAC ends lowest, EKFAC-ra validates best",
+        "ResNet34: KFAC trains furthest, EKFAC-ra generalises best",
         ("SGD + BN", "Adam + BN", "KFAC", "EKFAC-ra"),
         (1e-3, 1e-2, 0.1, 1),
     ),
@@ -221,38 +256,41 @@ NETWORKS = {
 
 
 def network(figure: Figure, task: str) -> None:
-    """Three panels as the paper has them: loss by epoch, by time, accuracy; each selected for what it shows."""
+    """Three panels: loss by epoch, by time, best accuracy; each at the settings selected for what it shows."""
     title, names, ticks = NETWORKS[task]
     own = groups(record().cifar, task)
-    by_epoch, by_time, accuracy = figure.subplots(1, 3)
+    by_epoch, by_time, accuracy = figure.subplots(1, 3, width_ratios=(1, 1, 1))
     longest = max(float(per_epoch(own[name]).x[-1]) for name in names)
     for name in names:
-        look = {"color": "C9" if name == "SGD + BN" else colour(name), "linewidth": 1.8}
         for axes, select in ((by_epoch, per_epoch), (by_time, budgets)):
             found = trained(select(own[name]))
             short = select is per_epoch and found.x[-1] < longest / 2
             label = shown(name) + (f", {found.x[-1]:.0f} epochs" if short else "")
-            axes.plot(found.x, found.value, label=label, **look)
-            axes.plot(found.x[-1:], found.value[-1:], ".", markersize=9, color=look["color"])
-        best = best_validation(own[name])
-        assert best is not None
-        for measure, style in (("train_accuracy", "-"), ("validation_accuracy", (0, (4, 1.5)))):
-            accuracy.plot(best.mean("epoch"), best.mean(measure), color=look["color"], linestyle=style, linewidth=1.6)
+            axes.plot(found.x, found.value, label=label, color=colour(name), linewidth=1.8)
+            axes.plot(found.x[-1:], found.value[-1:], ".", markersize=9, color=colour(name))
     for axes, heading, x in (
-        (by_epoch, "(a) training loss, best setting for each epoch", "epoch"),
-        (by_time, "(b) the same for each time (in doubt, see text)", "seconds, of steps timed alone"),
-        (accuracy, "(c) accuracy: whole lines training,\ndashes validation, best setting on it", "epoch"),
+        (by_epoch, "(a) training loss by epoch", "epoch"),
+        (by_time, "(b) by time (timings in doubt)", "seconds"),
     ):
-        axes.set_title(heading, loc="center", fontsize=9.5)
+        axes.set_title(heading, loc="center", fontsize=10.5)
         axes.set_xlabel(x)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    for axes in (by_epoch, by_time):
         log_axis(axes, ticks)
         axes.set_ylim(axes.get_ylim()[0], 2)
-    accuracy.grid(axis="y", alpha=0.2)
-    accuracy.set_ylim(0.4, 1.02)
-    accuracy.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     label_ends(by_epoch, margin=True)
+    best = {name: best_validation(curves) for name, curves in own.items()}
+    ends = {name: 100 * max(one.mean("validation_accuracy")) for name, one in best.items() if one is not None}
+    ends = {name: value for name, value in ends.items() if value > 20}  # what diverged is at chance
+    low, high = min(ends.values()), max(ends.values())
+    for place, (name, value) in enumerate(sorted(ends.items(), key=lambda item: item[1])):
+        accuracy.plot(value, place, "o", color="C9" if name == OLD else colour(name))
+        text = f"{'EKFAC(model)' if name == OLD else shown(name)}  {value:.1f} %"
+        left = value > (low + high) / 2 and high - low > 10
+        where = {"xytext": (-8 if left else 8, 0), "textcoords": "offset points", "ha": "right" if left else "left"}
+        accuracy.annotate(text, (value, place), va="center", fontsize=9.5, **where)
+    accuracy.set(xlim=(low - 2, max(high + 2, low + 16)), ylim=(-0.7, len(ends) - 0.3), yticks=(), xlabel="%")
+    accuracy.spines["left"].set_visible(False)
+    accuracy.set_title("(c) best validation accuracy", loc="center", fontsize=10.5)
     figure.suptitle(f"{title}\n({CUT})", x=0.01, ha="left", fontsize=11.5)
 
 
@@ -267,6 +305,7 @@ def darken(file: Path) -> None:
 
 Draw = Callable[[Figure], None]
 PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
+    "default": (default, (7.8, 3.4)),
     "paper-methods": (paper_methods, (7, 3.8)),
     "autoencoder-200": (
         partial(autoencoder, size=200, title="Batch 200: EKFAC-ra ends below KFAC and Adam, by epoch and by time"),
@@ -282,7 +321,12 @@ PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
     "frequency": (frequency, (9, 3.6)),
     "sensitivity": (sensitivity, (9, 3.4)),
     "error": (
-        partial(drift, measure="error", ylabel="relative error", title="Between renewals EKFAC ages less than KFAC"),
+        partial(
+            drift,
+            measure="error",
+            ylabel="relative error",
+            title="Between refreshes, EKFAC drifts from the Fisher less than KFAC",
+        ),
         (7, 3.4),
     ),
     "angle": (
@@ -290,7 +334,7 @@ PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
             drift,
             measure="angle",
             ylabel="degrees",
-            title="The angle to the exact step: EKFAC is ahead only at the start",
+            title="Angle to the exact step: EKFAC is clearly better only at the start",
         ),
         (7, 3.4),
     ),

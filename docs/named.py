@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from cite import RESULTS, load, pick
+from cite import RESULTS, ROOT, load, pick
 
 from ekfac.lab.search.selection import curves
 from ekfac.lab.show.evidence import Record, tables
@@ -78,6 +78,11 @@ def mnist() -> dict[str, float]:
     }
 
 
+def verdicts(verdict: str) -> float:
+    """Count the claims of the paper with a verdict, in the table that is written from the record."""
+    return (ROOT / "docs" / "claims.md").read_text().count(f"| {verdict} |")
+
+
 NAMED: dict[str, Callable[[], float]] = {
     f"{task}.{method}.{what}": partial(speed, task, method, what)
     for task in ("gpt", "ae", "vit", "resnet18")
@@ -118,3 +123,10 @@ NAMED |= {
     )
     for size in (200, 500)
 }
+VERDICTS = {
+    "reproduced": "**reproduced**",
+    "partly": "**partly**",
+    "not_reproduced": "**not reproduced**",
+    "not_run": "not run yet",
+}
+NAMED |= {f"claims.{name}": partial(verdicts, verdict) for name, verdict in VERDICTS.items()}

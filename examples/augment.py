@@ -1,4 +1,4 @@
-"""Train a convolutional network on 1,000 digits, with random shifts and turns of the images and without."""
+"""Train a convolutional network on 200 digits, with random shifts and rotations of the images, and without."""
 
 import torch
 from matplotlib.figure import Figure
@@ -9,15 +9,15 @@ import ekfac
 from ekfac.lab.data.datasets import load_dataset
 from ekfac.lab.show.picture import label_ends, publish
 
-EPOCHS, BATCH = 20, 100
+EPOCHS, BATCH = 40, 50
 splits = load_dataset("mnist-5k").splits
 (pixels, y), (held_out, truth) = splits["train"], splits["validation"]
-pixels, y = F.avg_pool2d(pixels[:1000].view(-1, 1, 28, 28), 2), y[:1000]
+pixels, y = F.avg_pool2d(pixels[:200].view(-1, 1, 28, 28), 2), y[:200]
 test = F.avg_pool2d(held_out.view(-1, 1, 28, 28), 2)
 
 
 def augmented(images: Tensor) -> Tensor:
-    """Turn each image by up to 15 degrees and shift it by up to a tenth of its width."""
+    """Rotate each image by up to 15 degrees and shift it by up to a tenth of its width."""
     angle, shift = torch.rand(len(images)) * 0.52 - 0.26, torch.rand(len(images), 2) * 0.4 - 0.2
     rows = [torch.stack([angle.cos(), -angle.sin(), shift[:, 0]], 1)]
     rows += [torch.stack([angle.sin(), angle.cos(), shift[:, 1]], 1)]
@@ -56,8 +56,8 @@ def draw(figure: Figure) -> None:
     axes = figure.subplots()
     for (name, values), colour in zip(curves.items(), ("C0", "C7"), strict=True):
         axes.plot(range(1, EPOCHS + 1), values, color=colour, label=name)
-    axes.set(xlabel="epoch", ylabel="held-out accuracy", ylim=(0.8, 1.0), xticks=(1, 5, 10, 15, 20))
-    axes.set_title("1,000 digits, EKFAC: shifting and turning the images")
+    axes.set(xlabel="epoch", ylabel="held-out accuracy", ylim=(0.7, 1.0), xticks=(1, 10, 20, 30, 40))
+    axes.set_title("200 digits: shifting and rotating the images lifts accuracy")
     label_ends(axes, numbers=".1%")
 
 

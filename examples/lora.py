@@ -1,4 +1,4 @@
-"""Fine-tune with LoRA: a network trained on upright digits learns turned ones through adapters of rank 4.
+"""Fine-tune with LoRA: a network trained on upright digits learns rotated ones through adapters of rank 4.
 
 The adapters are two small `Linear` layers beside each frozen one, so EKFAC covers them as any other layer, peft's too.
 """
@@ -44,7 +44,7 @@ base = nn.Sequential(nn.Linear(196, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReL
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, steps: int) -> list[float]:
-    """Accuracy on turned digits that were held out, after every ten steps."""
+    """Accuracy on rotated digits that were held out, after every ten steps."""
     batches, found = torch.Generator().manual_seed(0), []
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, opt.param_groups[0]["lr"], steps, pct_start=0.2)
     for step in range(1, steps + 1):
@@ -65,14 +65,14 @@ for name in ("AdamW", "EKFAC"):
     model = nn.Sequential(*(LoRA(m) if isinstance(m, nn.Linear) else m for m in copy.deepcopy(base)))
     opt = ekfac.EKFAC(model, lr=1e-2) if name == "EKFAC" else torch.optim.AdamW(model.parameters(), lr=1e-2)
     curves[name] = [before, *train(model, opt, turned(upright, 60), STEPS)]
-    print(f"{name}: accuracy on turned digits {before:.1%} before, {curves[name][-1]:.1%} after {STEPS} steps")
+    print(f"{name}: accuracy on rotated digits {before:.1%} before, {curves[name][-1]:.1%} after {STEPS} steps")
 
 
 def draw(figure: Figure) -> None:
     axes = figure.subplots()
     for name, values in curves.items():
         axes.plot(range(0, STEPS + 1, 10), values, color=COLOURS[name], label=name)
-    axes.set(xlabel="step of fine-tuning", ylabel="accuracy", title="LoRA of rank 4 teaches a network turned digits")
+    axes.set(xlabel="step of fine-tuning", ylabel="accuracy", title="With LoRA, a network learns rotated digits")
     label_ends(axes, numbers=".1%")
 
 

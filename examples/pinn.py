@@ -1,4 +1,4 @@
-"""Solve a two-dimensional Poisson equation with a network: a loss that has derivatives inside needs nothing set.
+"""Solve a two-dimensional Poisson equation with a network, by a loss that contains derivatives.
 
 -Laplace u = 2 pi^2 sin(pi x) sin(pi y) on the unit square, u = 0 on its edges; u = sin(pi x) sin(pi y).
 benchmarks/pinn.py does it in five dimensions, beside other optimizers.

@@ -56,8 +56,8 @@ assert list(line.get_ydata()) == [1, 1 / 2, 1 / 3]
 
 
 def named_in_the_plan() -> set[Path]:
-    """The files and folders that the tree under "The rooms" names, by their indentation."""
-    block = re.search(r"## The rooms\n\n```\nsrc/ekfac/\n(.*?)\ntests/", PAGE, re.DOTALL)
+    """The files and folders that the tree under "Layout" names, by their indentation."""
+    block = re.search(r"## Layout\n\n```\nsrc/ekfac/\n(.*?)\ntests/", PAGE, re.DOTALL)
     assert block is not None
     found: set[Path] = set()
     source = room = ROOT / "src" / "ekfac"
@@ -82,11 +82,11 @@ def test_the_plan_is_that_of_the_tree() -> None:
 
 
 def test_the_picture_names_what_there_is() -> None:
-    picture = PAGE.split("## How data flows")[1].split("## The rooms")[0]
+    picture = PAGE.split("## How data flows")[1].split("## Layout")[0]
     for place in re.findall(r"(?:curvature|optim)/[\w./]*\w", picture):
         found = ROOT / "src" / "ekfac" / place
         assert found.exists() or found.with_suffix(".py").exists(), place
-    lines = re.findall(r"`(\w+)`", picture.split("A reader of Algorithm 1")[1].split("What a block keeps")[0])
+    lines = re.findall(r"`(\w+)`", picture.split("The lines of Algorithm 1")[1].split("What a block keeps")[0])
     assert len(lines) == 6
     for name in lines:
         assert hasattr(Engine, name) or hasattr(EigenMethod, name), name

@@ -36,10 +36,11 @@ LINES = [
 #: Pages that tell users what to do. History (design, performance) is as long-winded as it was.
 GUIDES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *(DOCS / f"{name}.md" for name in (
         "index", "quickstart", "migrate", "rules", "works", "memory_speed", "recipes", "tuning", "troubleshooting",
-        "curvature", "gallery", "results", "mnist", "comparison", "coverage", "suite", "layers", "method", "lab",
-        "figures",
+        "curvature", "gallery", "results", "mnist", "cifar", "claims", "comparison", "coverage", "suite", "reliability",
+        "layers", "method", "distributed", "lab", "search", "figures",
     )),
 ]  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

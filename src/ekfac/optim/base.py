@@ -30,26 +30,26 @@ class Base:
         return super().__new__(cls)
 
     def statistics(self) -> AbstractContextManager[None]:
-        """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone.
+        """Take factors and s* from backward passes inside, not from the training loss; leave ``.grad`` alone.
 
         For the true Fisher: ``with opt.statistics(): sampled_loss.backward(retain_graph=True)``.
         """
         return self.engine.collector.statistics()
 
     def batch(self, n: int) -> AbstractContextManager[None]:
-        """Take all layers called inside to see the same ``n`` examples, even if the model's forward is not called."""
+        """Set the number of examples to ``n`` for all layers called inside, even if the model itself is not called."""
         return self.engine.collector.capture.forwards.batch(n)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Capture nothing of forwards and backwards inside."""
+        """Capture nothing from forward and backward passes inside."""
         return self.engine.collector.capture.forwards.paused()
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Take a GradScaler that was made later, for example by a framework, to unscale statistics by."""
+        """Unscale statistics by a GradScaler that was created later, for example by a framework."""
         self.engine.attach_scaler(scaler)
 
     def summary(self) -> Summary:
-        """Tell which block covers each parameter, its factor sizes and its memory, on this process and on its owner."""
+        """Show which block covers each parameter, its factor sizes and its memory, on this process and on its owner."""
         engine, owners = self.engine, self.engine.partition.owners
 
         def numbers(block: Block) -> int:
@@ -65,7 +65,7 @@ class Base:
         return summarise(engine.partition.blocks, numbers, owners.of if owners.size > 1 else lambda block: None, here)
 
     def curvature(self) -> Curvature:
-        """Return what has been learnt so far as an operator: products, solves, spectrum; a snapshot."""
+        """Return a snapshot of the current curvature as an operator: products, solves, spectrum."""
         return exchange.curvature(self.engine)
 
     def seed(self, operator: Curvature) -> None:
@@ -73,7 +73,7 @@ class Base:
         exchange.seed(self.engine, operator)
 
     def close(self) -> None:
-        """Remove the hooks from the model and let go of everything that is kept to be replayed."""
+        """Remove the hooks from the model and free recorded CUDA graphs."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -43,8 +43,8 @@ class EKFAC(Optimizer):
         &\theta \leftarrow \theta (1 - \eta \lambda) - \eta \, U_B \, (m / \sqrt{s}) \, U_A^T
 
     This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they
-    mean in AdamW, and torch's schedulers are obeyed. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which
-    has g / (s + \epsilon) in place of the fraction; other rules are in :mod:`ekfac.optim.methods.rules`.
+    mean in AdamW, and torch's schedulers work as usual. ``EKFAC(model, **ekfac.PAPER)`` is the paper's EKFAC-ra, which
+    has g / (s + epsilon) instead of m / sqrt(s). :mod:`ekfac.rules` has all rules, and this one in full.
 
     Example:
         >>> import torch, ekfac
@@ -58,40 +58,41 @@ class EKFAC(Optimizer):
 
     Args:
         model: The model; its first input dimension is the batch.
-        params: torch's parameter groups over the model's parameters, for an lr, weight_decay, momentum or damping
-            of their own, or some parameters; all by default. Those that are frozen wait until they are not.
+        params: torch's parameter groups over the model's parameters, each with its own lr, weight_decay, momentum or
+            damping if it sets them; or plain parameters. All parameters by default. Frozen ones are trained once they
+            are unfrozen.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.02
-            for networks up to 64 wide and 0.02 sqrt(64 / width) for others, which rises over 10 to 100 steps and then
-            falls as 1 / sqrt(1 + t / 100); between steps the model then shows the running average of its weights
-            (``StepSize.average``). All of this ends where one of torch's schedulers has the rate or somebody writes
-            another into the groups. Name it for ``ReduceLROnPlateau``, which cannot be seen before.
-        betas: Decays of m and s, by default (0.95, 0.95); they live in the parameter groups, where torch's cyclic
+            for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones. It then warms up over 10 to 100 steps
+            and decays as 1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
+            (``StepSize.average``). A torch scheduler, or a rate written into the groups, turns all of this off. Set
+            ``lr`` for ``ReduceLROnPlateau``, which cannot be detected in advance.
+        betas: Decays of m and s, by default (0.95, 0.95). They are kept in the parameter groups, where torch's cyclic
             schedulers find them.
-        weight_decay: lambda, as in AdamW. By default 0.6 for weights of two or more dimensions, in steps that make them
-            smaller in any case (cautious weight decay, Chen et al., 2025), and none for the rest.
-        total_steps: The length of the training: the rate then falls to zero along a cosine, after a warm-up.
-        damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which finds it from
-            how far the loss falls; then ``step`` needs a closure.
+        weight_decay: lambda, as in AdamW. By default 0.6 for weights of two or more dimensions, only where the step
+            makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for other parameters.
+        total_steps: Length of training in steps: the rate warms up, then decays to zero along a cosine.
+        damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which adapts it to
+            the decrease of the loss and needs a closure in ``step``. The default rule and torch's rules do not use it.
         damping_mode: "spectral" (a fraction of each factor's largest eigenvalue), "relative" (of the layer's mean s),
-            "plain" (added to s) or "factored" (the paper's appendix). Torch's rules know no damping, only ``eps``.
+            "plain" (added to s) or "factored" (the paper's appendix).
         scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
             its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
             such as ``ekfac.rules.Running(decay=0.99)``.
-        refresh_every: Renew the bases every so many applied steps, by default 20 on a GPU and 50 on a CPU; sides wider
-            than 1,024 (400 on a CPU) more rarely.
+        refresh_every: Steps between updates of a basis, by default 20 on a GPU and 50 on a CPU; sides wider than 1,024
+            (400 on a CPU) are updated less often.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
-        maximize: Ascend instead.
-        step_size: What bounds the length of a step besides lr.
-        refresh: How bases are renewed, and which batches A and B take in.
+        maximize: Maximize the objective instead.
+        step_size: What else bounds the length of a step, and weight averaging.
+        refresh: How bases are updated, and from which batches A and B are computed.
         coverage: Which layers get a Kronecker block, and of what form.
-        batch: What a batch is to the loss.
+        batch: How the loss treats a batch.
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
         process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default the default group, if torch.distributed runs. None for none: this process is on its own.
-        **old: Names from before there were groups, with a DeprecationWarning.
+            By default torch's default group, if there is one. With None, this process shares with no other.
+        **old: Argument names of version 0.1, with a DeprecationWarning.
     """
 
     def __init__(

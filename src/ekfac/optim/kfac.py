@@ -46,23 +46,23 @@ class KFAC(Optimizer):
         params: torch's parameter groups over the model's parameters.
         lr: Learning rate.
         weight_decay: Weight decay.
-        damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`; a change re-inverts
-            at once.
+        damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`; a change
+            updates the inverses at once.
         pi_correction: Balance the damping between A and B.
-        refresh_every: Invert anew every so many applied steps. By default 20 on a GPU, 50 on a CPU.
+        refresh_every: Steps between updates of the inverses, by default 20 on a GPU and 50 on a CPU.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.
-        maximize: Ascend instead.
-        step_size: What bounds the length of a step besides lr: nothing by default.
-        refresh: How inverses are renewed, and which batches A and B take in.
+        maximize: Maximize the objective instead.
+        step_size: What else bounds the length of a step: nothing by default.
+        refresh: How inverses are updated, and from which batches A and B are computed.
         coverage: Which layers get a Kronecker block, and of what form.
-        batch: What a batch is to the loss.
+        batch: How the loss treats a batch.
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
         process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default the default group, if torch.distributed runs. None for none: this process is on its own.
-        **old: Names from before there were groups, with a DeprecationWarning.
+            By default torch's default group, if there is one. With None, this process shares with no other.
+        **old: Argument names of version 0.1, with a DeprecationWarning.
     """
 
     def __init__(

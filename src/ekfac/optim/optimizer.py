@@ -284,14 +284,14 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_add_(parameters, p_steps, alpha=-float(lr))
 
     def close(self) -> None:
-        """Remove the hooks from the model, which shows its averaged weights, and let go of what is kept for replays."""
+        """Remove the hooks, leave the averaged weights in the model, and free recorded CUDA graphs."""
         self.average.rest()
         super().close()
 
     # --- around it ------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and drop what was captured and not used."""
+        """Clear the gradients and drop captured data that no step has used."""
         super().zero_grad(set_to_none)
         self.engine.collector.drop()
 
@@ -332,7 +332,7 @@ class Optimizer(Base, Joinable, Grouped):
         return {**saved, "state": state, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave.
+        """Load what :meth:`state_dict` returned.
 
         All of it is checked first: names, settings, and the shape, dtype and values of every entry. What cannot be this
         optimizer's is refused, by an error that names the block and the entry, and nothing is changed.

@@ -37,21 +37,21 @@ class Group:
 
 @dataclass(frozen=True, repr=False)
 class StepSize(Group):
-    """What acts on the length of a step besides lr, and on what the model shows after it.
+    """What bounds the length of a step besides lr, and weight averaging.
 
     Attributes:
-        average: Train the weights, and show their running average between steps: from the end of a step to the next
-            forward with gradients the parameters hold it, so it is what is evaluated and saved. By default, None, where
-            no lr is given and the built-in course has it: the average does what a rate that falls to zero would do.
-        decay_steps: The learning rate falls as lr / sqrt(1 + t / decay_steps) over steps t; None for no built-in fall.
-            By default, where no lr is given, see ``lr``.
+        average: Hold the running average of the weights in the parameters between steps, from the end of a step to the
+            next forward pass with gradients, so that it is what you evaluate and save. It replaces a rate that decays
+            to zero. None averages only with the built-in schedule, that is, if neither lr nor total_steps is set.
+        decay_steps: The learning rate decays as lr / sqrt(1 + t / decay_steps) over steps t. "auto" is the built-in
+            schedule if no lr is set; None turns the decay off.
         max_change: Bound on the relative change ``|update| / |theta|`` of all L layers' weights together in one step,
-            before momentum: each layer's update is shortened to max_change / L at the most. None for no bound.
-        lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored"; later steps take
-            more while gradients keep agreeing with the last direction, less when they point back, up to lr. None for
-            lr at all times.
-        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to keep it. Where p is g / damped
-            s, as in the paper, that is twice the KL divergence of the step. None for no bound.
+            before momentum: each layer's update is shortened to at most max_change / L. None for no bound.
+        lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored". Later steps take
+            more while gradients agree with the last direction and less when they point back, up to lr. None for the
+            full lr from the start.
+        kl_clip: Bound on lr^2 sum g p over all parameters; directions p are shortened to meet it. If p is g / damped s,
+            as in the paper, that is twice the KL divergence of the step. None for no bound.
     """
 
     average: bool | None = None
@@ -74,16 +74,15 @@ class StepSize(Group):
 
 @dataclass(frozen=True, repr=False)
 class Refresh(Group):
-    """How bases (inverses) are renewed, and which batches the factors take in.
+    """How bases (inverses) are updated, and from which batches the factors are computed.
 
     Attributes:
-        deterministic: Solve in full for all bases within every ``refresh_every``-th step, as Algorithm 1 has it. By
-            default they are renewed between steps, one layer after another, by orthogonal iteration from the basis in
-            use (and soon after the start, when they change fast), so that no step waits for a solver.
+        deterministic: Solve for all bases in full within every ``refresh_every``-th step, as in Algorithm 1. By default
+            they are updated between steps, one layer at a time, by orthogonal iteration from the current basis, so that
+            no step waits for a solver. Early in training, when bases change fast, they are updated more often.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone.
-        factor_every: Update A and B every ``factor_every`` steps. By default at every one until step 20, then
-            at every ``refresh_every // 4``-th, layers one after another in up to four fractions (all at once if
-            ``deterministic``).
+        factor_every: Update A and B every ``factor_every`` steps. By default every step until step 20, then every
+            ``refresh_every // 4`` steps.
     """
 
     deterministic: bool = False
@@ -104,12 +103,12 @@ class Coverage(Group):
     Attributes:
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
-        unsupported: "diagonal" gives parameters that no block covers the diagonal method, "error" refuses them, and
-            weights that are used outside their layers too.
+        unsupported: "diagonal" trains parameters without a block by the diagonal method; "error" refuses them, and
+            weights that are also used outside their layers.
         max_factor_dim: A side wider than this is kept diagonal; None for no limit.
-        sua: Take the taps of a convolution as uncorrelated. None: where it reads more than 512 numbers at a position,
-            whose factors would cost more than all else; never with sharing="reduce".
-        sharing: "expand" or "reduce", how positions of one example enter A and B.
+        sua: Treat the taps of a convolution as uncorrelated. None does so if it reads more than 512 numbers per
+            position, because its factors would otherwise dominate the cost; never with sharing="reduce".
+        sharing: "expand" or "reduce": how positions of one example enter A and B.
         basis: "kronecker", or "identity" for the plain diagonal method.
     """
 
@@ -138,13 +137,13 @@ class Coverage(Group):
 
 @dataclass(frozen=True, repr=False)
 class Batch(Group):
-    """What a batch is to the loss.
+    """How the loss treats a batch.
 
     Attributes:
-        reduction: "mean" or "sum", what the loss does over examples.
+        reduction: "mean" or "sum": how the loss reduces over examples.
         dim: The dimension of the model's input that counts examples.
-        count: A function of the arguments of the model's forward that returns how many examples there are, for inputs
-            whose first tensor does not tell. By default it does; where there is none, the first layer's input.
+        count: A function of the model's arguments that returns the number of examples, for inputs whose first tensor
+            does not show it. By default the first tensor sets it, or, without one, the first layer's input.
     """
 
     reduction: str = "mean"
@@ -163,9 +162,9 @@ class Numerics(Group):
     """Memory and speed.
 
     Attributes:
-        memory_limit: Bytes that temporary tensors may take at a time while A, B or s* of a layer are computed, beside
-            what was captured and the sums themselves. One example at a time is the least.
-        cuda_graphs: Record repeated steps as CUDA graphs (one a batch size).
+        memory_limit: Bound in bytes on temporary tensors while A, B or s* of a layer are computed, not counting
+            captured tensors and the sums themselves. At least one example is processed at a time.
+        cuda_graphs: Record repeated steps as CUDA graphs, one per batch size.
     """
 
     memory_limit: int = 2**28
@@ -202,7 +201,7 @@ FLAT: dict[str, tuple[str, str]] = {
 #: Names from before rules were objects, and the rules' own.
 RULE_OPTIONS = {"scaling_decay": "decay", "on_refresh": "restart", "alpha": "alpha", "eps": "eps"}
 
-#: What the paper does, where it differs from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
+#: The paper's settings, where they differ from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
 PAPER: dict[str, Any] = {
     "scaling": "running",
     "lr": 0.01,

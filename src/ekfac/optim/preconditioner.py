@@ -56,15 +56,15 @@ class Preconditioner(Base):
         damping: epsilon, a positive number or a function of the step.
         damping_mode: As in :class:`EKFAC`.
         scaling: As in :class:`EKFAC`.
-        refresh_every: Renew the bases every so many applied steps.
-        refresh: How bases are renewed, and which batches A and B take in.
+        refresh_every: Steps between updates of a basis.
+        refresh: How bases are updated, and from which batches A and B are computed.
         coverage: Which layers get a Kronecker block, and of what form.
-        batch: What a batch is to the loss.
+        batch: How the loss treats a batch.
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
         process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default the default group, if torch.distributed runs. None for none: this process is on its own.
-        **old: Names from before there were groups, with a DeprecationWarning.
+            By default torch's default group, if there is one. With None, this process shares with no other.
+        **old: Argument names of version 0.1, with a DeprecationWarning.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Preconditioner(Base):
                 inputs.gradients[p].copy_(step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and drop what was captured and not used."""
+        """Clear the gradients and drop captured data that no step has used."""
         self.model.zero_grad(set_to_none)
         self.engine.collector.drop()
 
@@ -152,7 +152,7 @@ class Preconditioner(Base):
         return {"state": {names[p]: state for p, state in whole.states.items()}, "ekfac": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; all of it is checked first, as by :class:`EKFAC`."""
+        """Load what :meth:`state_dict` returned; all of it is checked first, as by :class:`EKFAC`."""
         saved = checkpoint.check(self.engine, state_dict)
         parameters = {name: p for p, name in self.engine.partition.names.items()}
         found = state_dict.get("state")

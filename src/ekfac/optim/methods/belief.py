@@ -37,20 +37,20 @@ class Belief(TorchRule):
             \text{ at equal length}, \quad
             x \leftarrow x / \max(1, \mathrm{rms}(x))
 
-    Where gradients are mostly noise this is Adam. Where examples agree, as on a plateau, s is smaller than g^2, and
-    those coordinates go further than the others: up to 1 / sqrt(kappa) times as far. Coordinates in which the mean
-    points against the newest gradient wait (cautious optimizers, Liang et al., 2024). The mean square of a block's
-    direction is never above 1, so an update is at most lr long in each coordinate on average. A gradient that is far
-    longer than those before it is shortened, so that one bad batch does not blind s for hundreds of steps.
+    Where gradients are mostly noise, this is Adam. Where examples agree, as on a plateau, s is smaller than g^2, and
+    steps in those coordinates are larger: up to 1 / sqrt(kappa) times as large. Coordinates in which the mean and the
+    latest gradient differ in sign are skipped (cautious optimizers, Liang et al., 2024). The mean square of a block's
+    direction is never above 1, so the root mean square of an update is at most lr. A gradient that is far longer than
+    those before it is shortened, so that one bad batch does not inflate s for hundreds of steps.
 
-    s is carried to a new basis. To restart it at KFAC's eigenvalues diverges where these are off.
+    s is carried over to a new basis. Restarting it at KFAC's eigenvalues diverges where these are inaccurate.
 
     Attributes:
-        betas: Decays of m and s; those of a parameter group come first.
-        eps: What is added to the square root.
+        betas: Decays of m and s; those of a parameter group take precedence.
+        eps: Added to the square root.
         floor: kappa, the weight of the mean gradient in s; 1 is close to Adam.
         spike: How many times longer than before a gradient may be.
-        cautious: Leave coordinates alone in which the mean points against the gradient.
+        cautious: Skip coordinates in which the mean and the latest gradient differ in sign.
     """
 
     betas: tuple[float, float] = (0.95, 0.95)
