@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from ekfac.lab.show.listing import repeated, row
 from ekfac.lab.training.run import load_run
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, read_tags
+from ekfac.lab.training.trainer import Trainer
 
 SOURCES = str(Path(ekfac.__file__).parents[1])
 PLUGIN = str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")
@@ -223,6 +225,37 @@ def test_several_seeds_are_several_runs_and_one_summary(tmp_path: Path, capsys: 
     assert run(*words, "--seeds", "0,1", "--json") == 0 and len(json.loads(capsys.readouterr().out)) == 2
     for wrong in (["--seeds", "1,1"], ["--seeds", "x"], ["--seeds", "1", "--seed", "1"]):
         assert run(*words, *wrong) == 2
+
+
+def test_seeds_that_were_not_begun_start_where_the_others_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "--plugin", PLUGIN, "--out", tmp_path / "out", "--json")
+    assert run(*words, "--resume", "--seeds", "0,1") == 2 and "no checkpoint" in capsys.readouterr().err
+    assert run(*words, "tiny", "--optimizer", "sgd", "--lr", "0.1", "--epochs", "1", "--seeds", "0,1") == 0
+    (tmp_path / "out" / "seed-1" / "checkpoint.pt").unlink()  # killed within its first epoch
+    capsys.readouterr()
+    assert run(*words, "--resume", "--seeds", "0,1,2", "--epochs", "2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["config"]["seed"] for one in found] == [0, 1, 2] and {len(one["history"]) for one in found} == {3}
+    assert {(one["config"]["optimizer"], one["config"]["lr"]) for one in found} == {("sgd", 0.1)}
+
+
+def test_tags_are_checked_first_written_as_the_run_begins_and_added(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ("train", "tiny", "--plugin", PLUGIN, "--epochs", "1", "--out", recorded / "c")
+    assert run(*begin, "--tag", "two words") == 2 and not (recorded / "c").exists()
+    resume = ("train", "--plugin", PLUGIN, "--resume", "--out", recorded / "a", "--epochs", "3")
+    assert run(*resume, "--tag", "second") == 0
+    assert read_tags(recorded / "a") == Tags(("first", "second"), "n")
+
+    def stop(self: Trainer, *arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "train_epoch", stop)
+    assert run(*begin, "--tag", "cut") == 130 and read_tags(recorded / "c") == Tags(("cut",))
+    assert run(*begin, "--overwrite") == 130 and read_tags(recorded / "c") == Tags()
 
 
 def test_settings_from_a_file_lie_beneath_those_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
