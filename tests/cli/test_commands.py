@@ -185,6 +185,8 @@ def test_a_repeated_run_on_other_data_is_told(tmp_path: Path) -> None:
     assert repeated(one, two) == "the same as recorded after epoch 0: training loss 1"
     two.history[0]["train_loss"] = 2.0
     assert repeated(one, two) == "after epoch 0: training loss 2; recorded: training loss 1, on other data (1 apart)"
+    two = replace(two, config=TrainConfig("classifier", lr=0.1, seed=1), about=one.about)
+    assert repeated(one, two).startswith("after epoch 0 with lr 0.1, seed 1: training loss 2; recorded: "), "told so"
 
 
 def test_tags_and_notes_leave_the_record_alone(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +227,34 @@ def test_several_seeds_are_several_runs_and_one_summary(tmp_path: Path, capsys: 
     assert run(*words, "--seeds", "0,1", "--json") == 0 and len(json.loads(capsys.readouterr().out)) == 2
     for wrong in (["--seeds", "1,1"], ["--seeds", "x"], ["--seeds", "1", "--seed", "1"]):
         assert run(*words, *wrong) == 2
+
+
+def test_broken_runs_are_named_and_the_others_listed(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("broken", "marked"):
+        shutil.copytree(recorded / "a", recorded / name)
+    with (recorded / "broken" / "metrics.jsonl").open("a") as stream:
+        stream.write("garbage\n")
+    (recorded / "marked" / "tags.json").write_text("{")
+    assert run("ls", recorded, "--json") == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 2
+    first, second = said.err.splitlines()
+    assert first.startswith("note: left out: ") and "broken/metrics.jsonl, line 4 cannot be read" in first
+    assert "marked/tags.json cannot be read" in second
+
+
+def test_names_of_runs_stay_whole_in_a_terminal(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, whole in (("a-name-that-has-thirty-letters", True), ("a" * 70, False)):
+        shutil.copytree("a", f"all/{name}")
+        assert run("ls", "all") == 0
+        text = capsys.readouterr().out
+        assert (f"all/{name}"[:34] in text) == whole and "2 of 2" in text and "finished" in text
+        shutil.rmtree("all")
 
 
 def test_seeds_that_were_not_begun_start_where_the_others_resume(
