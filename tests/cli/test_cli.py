@@ -360,7 +360,7 @@ def test_train_says_its_settings_and_shows_losses_above_their_floor(tmp_path, ca
     words = ["autoencoder", "--width", "20", "--limit", "200", "--batch-size", "50", "--epochs", "1", "--device", "cpu"]
     assert run("train", *words, "--optimizer", "ekfac-ra", "--out", tmp_path / "run") == 0
     text = capsys.readouterr().out
-    assert "lr 0.03, damping 0.001, freq 10" in text
+    assert "lr 0.03, damping 0.001, freq 10, seed 0" in text
     found = load_run(tmp_path / "run")
     floor = found.about["floor"]["train"]
     assert f"losses are above their floor: {floor:.2f} train" in text

@@ -197,6 +197,11 @@ def test_tags_and_notes_leave_the_record_alone(recorded: Path, capsys: pytest.Ca
     assert read_tags(recorded / "b") == Tags(("good",), "worth a look")
     assert all((recorded / "b" / name).read_bytes() == content for name, content in before.items())
     assert run("note", recorded / "b") == 0 and "worth a look" in capsys.readouterr().out
+    for command in ("note", "tag"):
+        assert run(command, recorded / "b", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"tags": ["good"], "note": "worth a look"}
+    assert run("report", recorded, "--out", recorded / "r.html", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"file": str(recorded / "r.html"), "runs": 2, "timed": 2}
     for words in (["tag", recorded / "b", "two words"], ["tag", recorded, "x"], ["note", recorded, "x"]):
         assert run(*words) == 2
     (recorded / "b" / "tags.json").write_text("{")

@@ -69,9 +69,7 @@ def ls(
         numeric = name in ("epoch", "train_loss", "validation_loss", "seconds")
         # A folder's name is there to be copied, in one piece if there is room.
         whole = numeric or name == "status" or (name == "run" and longest <= console.width // 2)
-        table.add_column(
-            name.replace("_", " "), justify="right" if numeric else "left", overflow="fold", no_wrap=whole
-        )
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(Text(_cell(row, name)) for name in used))
     console.print(table)
@@ -112,24 +110,33 @@ def tag(
     run: str = _RUN,
     tags: list[str] | None = _TAGS,
     remove: bool = typer.Option(False, "--remove", help="Take these tags off instead."),
+    json: bool = _JSON,
 ) -> None:
     """Put tags on a run, or take them off; its record stays as it is."""
     known = read_tags(Path(run))
     given = tuple(tags or ())
     kept = tuple(t for t in known.tags if t not in given) if remove else (*known.tags, *given)
     write_tags(Path(run), Tags(kept, known.note))
-    print(", ".join(read_tags(Path(run)).tags) or "no tags")
+    _say(read_tags(Path(run)), ", ".join(read_tags(Path(run)).tags) or "no tags", json)
 
 
 def note(
     run: str = _RUN,
     text: str | None = typer.Argument(None, metavar="TEXT", help="The note; an empty one takes it off."),
+    json: bool = _JSON,
 ) -> None:
     """Write a note on a run, or print the one that it has."""
     known = read_tags(Path(run))
     if text is not None:
         write_tags(Path(run), Tags(known.tags, text))
-    print(read_tags(Path(run)).note or "no note")
+    _say(read_tags(Path(run)), read_tags(Path(run)).note or "no note", json)
+
+
+def _say(tags: Tags, line: str, json: bool) -> None:
+    if json:
+        display.show_json({"tags": list(tags.tags), "note": tags.note})
+    else:
+        print(line)
 
 
 def _rerun(**values: Any) -> None:

@@ -182,7 +182,12 @@ def test_epochs_are_marked_whole_and_choices_are_not_cut_on_a_phone(browser: Any
     file = write_report([made_up(replace(config, epochs=3), 0.5, epochs=3)], tmp_path / "short.html")
     found = Opened(browser, file.as_uri())
     try:
-        assert found.tab.locator(".axes text[text-anchor=middle]:not(.label)").all_text_contents() == ["0", "1", "2", "3"]
+        assert found.tab.locator(".axes text[text-anchor=middle]:not(.label)").all_text_contents() == [
+            "0",
+            "1",
+            "2",
+            "3",
+        ]
         found.tab.set_viewport_size({"width": 400, "height": 900})
         # What a choice needs is known from one that nothing narrows.
         needed = "(s => { const one = s.cloneNode(true); one.style.cssText = 'max-width: none; width: auto';"

@@ -11,7 +11,6 @@ from ekfac.lab.labels import describe, shown_method
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import read_tags
 
-
 # Settings that do not say what is trained.
 _NO_CHANGE = ("device", "epochs", "plugins")
 

@@ -80,7 +80,7 @@ def make(
         raise LabError(
             f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
         )
-    kept = Measures(measures, measured)
+    kept = Measures(measures, measured, say)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if measures is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,16 @@ class Measures:
     Args:
         file: The JSON file that keeps them; ``None`` keeps nothing.
         more: Other such files, which are only read.
+        say: Is told that something is measured, which may take minutes.
     """
 
-    def __init__(self, file: str | Path | None = None, more: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self,
+        file: str | Path | None = None,
+        more: Sequence[str | Path] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.say = say
         self.file = None if file is None else Path(file)
         self._entries: dict[str, Any] = {}
         #: The figures whose numbers came from a file, and that file.

@@ -186,8 +186,14 @@ def _costed(
     return Plan(name, level, tuple(configs), seconds, why)
 
 
-def finish(plan: Plan, runs: Sequence[Run], out: str | Path, data_dir: str | Path | None = None) -> Result:
-    """Draw the figure and judge the claims, and write both down in ``out``."""
+def finish(
+    plan: Plan,
+    runs: Sequence[Run],
+    out: str | Path,
+    data_dir: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Draw the figure and judge the claims, and write both down in ``out``; ``say`` is told how it goes."""
     folder = Path(out)
     experiment = plan.experiment
     measures = folder / "measures.json"
@@ -202,7 +208,14 @@ def finish(plan: Plan, runs: Sequence[Run], out: str | Path, data_dir: str | Pat
         own = [run for run in runs if size in (None, run.config.batch_size)]
         suffix = "" if size is None or len(sizes) == 1 else f"-{size}"
         (made,) = make(
-            [experiment.figure], folder, runs=own, dataset=dataset, data_dir=data_dir, measures=measures, suffix=suffix
+            [experiment.figure],
+            folder,
+            runs=own,
+            dataset=dataset,
+            data_dir=data_dir,
+            measures=measures,
+            suffix=suffix,
+            say=say,
         )
         files += made.files
         lacks += [part for part in made.lacks if part not in lacks]
