@@ -197,7 +197,8 @@ def finish(
     folder = Path(out)
     experiment = plan.experiment
     measures = folder / "measures.json"
-    dataset = experiment.dataset if experiment.dataset == "mnist" else "mnist-5k"
+    small = plan.level == "quick"
+    dataset = "mnist" if experiment.dataset == "mnist" and not small else "mnist-5k"
     # Only one batch size a picture, where a figure shows a single one.
     sizes: list[int | None] = [None]
     if experiment.figure == "autoencoder":
@@ -211,6 +212,7 @@ def finish(
             [experiment.figure],
             folder,
             runs=own,
+            small=small,
             dataset=dataset,
             data_dir=data_dir,
             measures=measures,
@@ -219,7 +221,7 @@ def finish(
         )
         files += made.files
         lacks += [part for part in made.lacks if part not in lacks]
-    record = Fresh(runs, Measures(measures if measures.exists() else None), folder)
+    record = Fresh(runs, Measures(measures if measures.exists() else None, quick=small), folder)
     verdicts = []
     for claim in experiment.claims:
         verdict, _, numbers = claim.judge(record).partition(" | ")
