@@ -257,6 +257,8 @@ def test_summary_shows_the_blocks(task, capsys):
     assert run("summary", task, "--width", "8", "--json", "--batch-norm") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["parameters"] == sum(_size(shape) for shape in data["shapes"].values())
+    assert run("summary", "tiny", "--plugin", str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")) == 0
+    assert capsys.readouterr().out.startswith("tiny: 23 parameters; trained on tiny\n")
 
 
 def _size(shape):

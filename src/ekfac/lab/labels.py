@@ -82,10 +82,11 @@ def describe(config: TrainConfig, names: Iterable[str] = SEARCHED) -> str:
 
 
 def _usual(config: TrainConfig) -> dict[str, Any]:
-    """Return the lab's options of a run's optimizer on its task."""
-    if config.optimizer not in OPTIMIZERS or config.task not in TASKS:
+    """Return the lab's options of a run's optimizer, and those of its task where that is known here."""
+    if config.optimizer not in OPTIMIZERS:
         return {}
-    return {**OPTIMIZERS.get(config.optimizer).defaults, **TASKS.get(config.task).settings.get(config.optimizer, {})}
+    own = TASKS.get(config.task).settings.get(config.optimizer, {}) if config.task in TASKS else {}
+    return {**OPTIMIZERS.get(config.optimizer).defaults, **own}
 
 
 def touched(config: TrainConfig) -> bool:
