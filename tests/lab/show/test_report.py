@@ -178,7 +178,8 @@ def test_switches_change_axes_and_quantity(opened: Opened) -> None:
 
 
 def test_epochs_are_marked_whole_and_choices_are_not_cut_on_a_phone(browser: Any, tmp_path: Path) -> None:
-    config = TrainConfig("autoencoder", "sgd", dataset="mnist-5k", lr=0.1).resolved()
+    settings = {"lr": 0.1, "damping": 0.1, "refresh_every": 50, "options": {"pi_correction": False, "kl_clip": 0.125}}
+    config = TrainConfig("autoencoder", "kfac", dataset="mnist-5k", **settings).resolved()  # type: ignore[arg-type]
     file = write_report([made_up(replace(config, epochs=3), 0.5, epochs=3)], tmp_path / "short.html")
     found = Opened(browser, file.as_uri())
     try:
@@ -188,6 +189,9 @@ def test_epochs_are_marked_whole_and_choices_are_not_cut_on_a_phone(browser: Any
             "2",
             "3",
         ]
+        first = found.tab.get_by_role("cell", name="KFAC freq=50").first
+        lines = "c => { const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length; }"
+        assert first.evaluate(lines) == 1, "a method's name stays on one line"
         found.tab.set_viewport_size({"width": 400, "height": 900})
         # What a choice needs is known from one that nothing narrows.
         needed = "(s => { const one = s.cloneNode(true); one.style.cssText = 'max-width: none; width: auto';"
