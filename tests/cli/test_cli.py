@@ -257,6 +257,8 @@ def test_summary_shows_the_blocks(task, capsys):
     assert run("summary", task, "--width", "8", "--json", "--batch-norm") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["parameters"] == sum(_size(shape) for shape in data["shapes"].values())
+    assert run("summary", "tiny", "--plugin", str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")) == 0
+    assert capsys.readouterr().out.startswith("tiny: 23 parameters; trained on tiny\n")
 
 
 def _size(shape):
@@ -360,7 +362,7 @@ def test_train_says_its_settings_and_shows_losses_above_their_floor(tmp_path, ca
     words = ["autoencoder", "--width", "20", "--limit", "200", "--batch-size", "50", "--epochs", "1", "--device", "cpu"]
     assert run("train", *words, "--optimizer", "ekfac-ra", "--out", tmp_path / "run") == 0
     text = capsys.readouterr().out
-    assert "lr 0.03, damping 0.001, freq 10" in text
+    assert "lr 0.03, damping 0.001, freq 10, seed 0" in text
     found = load_run(tmp_path / "run")
     floor = found.about["floor"]["train"]
     assert f"losses are above their floor: {floor:.2f} train" in text

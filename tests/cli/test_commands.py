@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from ekfac.lab.show.listing import repeated, row
 from ekfac.lab.training.run import load_run
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import Tags, read_tags
+from ekfac.lab.training.trainer import Trainer
 
 SOURCES = str(Path(ekfac.__file__).parents[1])
 PLUGIN = str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")
@@ -183,6 +185,8 @@ def test_a_repeated_run_on_other_data_is_told(tmp_path: Path) -> None:
     assert repeated(one, two) == "the same as recorded after epoch 0: training loss 1"
     two.history[0]["train_loss"] = 2.0
     assert repeated(one, two) == "after epoch 0: training loss 2; recorded: training loss 1, on other data (1 apart)"
+    two = replace(two, config=TrainConfig("classifier", lr=0.1, seed=1), about=one.about)
+    assert repeated(one, two).startswith("after epoch 0 with lr 0.1, seed 1: training loss 2; recorded: "), "told so"
 
 
 def test_tags_and_notes_leave_the_record_alone(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +197,11 @@ def test_tags_and_notes_leave_the_record_alone(recorded: Path, capsys: pytest.Ca
     assert read_tags(recorded / "b") == Tags(("good",), "worth a look")
     assert all((recorded / "b" / name).read_bytes() == content for name, content in before.items())
     assert run("note", recorded / "b") == 0 and "worth a look" in capsys.readouterr().out
+    for command in ("note", "tag"):
+        assert run(command, recorded / "b", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"tags": ["good"], "note": "worth a look"}
+    assert run("report", recorded, "--out", recorded / "r.html", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"file": str(recorded / "r.html"), "runs": 2, "timed": 2}
     for words in (["tag", recorded / "b", "two words"], ["tag", recorded, "x"], ["note", recorded, "x"]):
         assert run(*words) == 2
     (recorded / "b" / "tags.json").write_text("{")
@@ -223,6 +232,65 @@ def test_several_seeds_are_several_runs_and_one_summary(tmp_path: Path, capsys: 
     assert run(*words, "--seeds", "0,1", "--json") == 0 and len(json.loads(capsys.readouterr().out)) == 2
     for wrong in (["--seeds", "1,1"], ["--seeds", "x"], ["--seeds", "1", "--seed", "1"]):
         assert run(*words, *wrong) == 2
+
+
+def test_broken_runs_are_named_and_the_others_listed(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("broken", "marked"):
+        shutil.copytree(recorded / "a", recorded / name)
+    with (recorded / "broken" / "metrics.jsonl").open("a") as stream:
+        stream.write("garbage\n")
+    (recorded / "marked" / "tags.json").write_text("{")
+    assert run("ls", recorded, "--json") == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 2
+    first, second = said.err.splitlines()
+    assert first.startswith("note: left out: ") and "broken/metrics.jsonl, line 4 cannot be read" in first
+    assert "marked/tags.json cannot be read" in second
+
+
+def test_names_of_runs_stay_whole_in_a_terminal(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, whole in (("a-name-that-has-thirty-letters", True), ("a" * 70, False)):
+        shutil.copytree("a", f"all/{name}")
+        assert run("ls", "all") == 0
+        text = capsys.readouterr().out
+        assert (f"all/{name}"[:34] in text) == whole and "2 of 2" in text and "finished" in text
+        shutil.rmtree("all")
+
+
+def test_seeds_that_were_not_begun_start_where_the_others_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "--plugin", PLUGIN, "--out", tmp_path / "out", "--json")
+    assert run(*words, "--resume", "--seeds", "0,1") == 2 and "no checkpoint" in capsys.readouterr().err
+    assert run(*words, "tiny", "--optimizer", "sgd", "--lr", "0.1", "--epochs", "1", "--seeds", "0,1") == 0
+    (tmp_path / "out" / "seed-1" / "checkpoint.pt").unlink()  # killed within its first epoch
+    capsys.readouterr()
+    assert run(*words, "--resume", "--seeds", "0,1,2", "--epochs", "2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["config"]["seed"] for one in found] == [0, 1, 2] and {len(one["history"]) for one in found} == {3}
+    assert {(one["config"]["optimizer"], one["config"]["lr"]) for one in found} == {("sgd", 0.1)}
+
+
+def test_tags_are_checked_first_written_as_the_run_begins_and_added(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ("train", "tiny", "--plugin", PLUGIN, "--epochs", "1", "--out", recorded / "c")
+    assert run(*begin, "--tag", "two words") == 2 and not (recorded / "c").exists()
+    resume = ("train", "--plugin", PLUGIN, "--resume", "--out", recorded / "a", "--epochs", "3")
+    assert run(*resume, "--tag", "second") == 0
+    assert read_tags(recorded / "a") == Tags(("first", "second"), "n")
+
+    def stop(self: Trainer, *arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "train_epoch", stop)
+    assert run(*begin, "--tag", "cut") == 130 and read_tags(recorded / "c") == Tags(("cut",))
+    assert run(*begin, "--overwrite") == 130 and read_tags(recorded / "c") == Tags()
 
 
 def test_settings_from_a_file_lie_beneath_those_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

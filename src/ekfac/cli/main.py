@@ -98,7 +98,8 @@ def summary(
     if json:
         display.show_json({"task": task, "parameters": parameters, "shapes": shapes, "summary": str(table)})
         return
-    print(f"{task}: {chosen.about}; {parameters:,} parameters; trained on {chosen.dataset}")
+    about = [*([chosen.about] if chosen.about else []), f"{parameters:,} parameters", f"trained on {chosen.dataset}"]
+    print(f"{task}: {'; '.join(about)}")
     print(table)
 
 

@@ -43,7 +43,7 @@ class SweepProgress:
         what = f"{counted(self.total, 'setting')}, {self.workers} at a time"
         print(f"{what}; runs in {self.out}/runs", flush=True)
         if self.console.is_terminal:
-            columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+            columns = BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.description}")
             self._bar = Progress(*columns, console=self.console)
             self._task = self._bar.add_task("", total=self.total)
             self._bar.start()
@@ -59,10 +59,11 @@ class SweepProgress:
     def line(self, found: Any) -> str:
         """Return the state in one line."""
         counts = ", ".join(f"{number} {name}" for name, number in sorted(found.counts.items()))
-        words = [f"{counts} ({found.diverged} diverged)"]
-        if found.best is not None and not math.isinf(found.best):
-            words.append(f"best training loss {found.best:.4g}" + (f" ({found.setting})" if found.setting else ""))
+        words = [counts + (f" ({found.diverged} diverged)" if found.diverged else "")]
         left = max(0, self.total - found.over)
         if found.seconds is not None and left:
             words.append(f"about {duration(found.seconds * math.ceil(left / self.workers))} left")
+        # Last, since a narrow terminal cuts the end off.
+        if found.best is not None and not math.isinf(found.best):
+            words.append(f"best loss {found.best:.4g}" + (f" ({found.setting})" if found.setting else ""))
         return "; ".join(words)

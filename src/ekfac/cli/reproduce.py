@@ -46,8 +46,11 @@ def reproduce(
     except ImportError as error:
         raise LabError(f"this command needs {error.name}: pip install 'ekfac[lab]'") from None
     if every or name is None:
-        for known in EXPERIMENTS:
-            entry = EXPERIMENTS.get(known)
+        entries = {known: EXPERIMENTS.get(known) for known in EXPERIMENTS}
+        if json:
+            display.show_json({n: {"where": e.where, "levels": list(e.levels)} for n, e in entries.items()})
+            return
+        for known, entry in entries.items():
             print(f"{known:24}{entry.where:24}{', '.join(entry.levels) or 'computed'}")
         return
     EXPERIMENTS.get(name)
@@ -64,7 +67,7 @@ def reproduce(
         runs = find_runs([folder])
         spent = sum(run.history[-1]["seconds"] for run in runs if run.history)
         there = steps.Plan(name, "recorded", tuple(run.config for run in runs), spent, "")
-        _tell(finish(there, runs, folder, data_dir), json)
+        _tell(finish(there, runs, folder, data_dir, say), json)
         return
     plan = None if again or plan_only else steps.kept(name, folder)
     if plan is not None and plan.level == "search" and seconds is not None:
@@ -85,7 +88,7 @@ def reproduce(
             runs, _ = reproduce_for([name], folder, plan.seconds, workers=workers, data_dir=data_dir, say=say)
         else:
             runs = _run(plan.configs, folder, workers, data_dir, say)
-        result = finish(plan, runs, folder, data_dir)
+        result = finish(plan, runs, folder, data_dir, say)
     _tell(result, json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,14 @@ def ls(
         raise LabError(f"sort must be one of {', '.join(_SORTS)}, not {sort!r}")
     if status not in (None, "finished", "diverged", "unfinished"):
         raise LabError(f"status must be finished, diverged or unfinished, not {status!r}")
-    rows = [listing.row(run) for run in find_runs(places or ["runs"], skip_broken=True)]
+    rows, left_out = [], list[str]()
+    for run in find_runs(places or ["runs"], skip_broken=True, left_out=left_out):
+        try:
+            rows.append(listing.row(run))
+        except LabError as error:  # its tags
+            left_out.append(str(error))
+    for reason in left_out:
+        print(f"note: left out: {reason}", file=sys.stderr)
     rows = [row for row in rows if task in (None, row["task"]) and status in (None, row["status"])]
     rows = listing.sorted_rows([row for row in rows if set(tag) <= set(row["tags"])], sort)
     if json:
@@ -56,9 +64,12 @@ def ls(
     if console.width < 120:
         used = [name for name in used if name not in ("setting", "validation_loss", "seconds")]
     table = Table(title=counted(len(rows), "run"), title_justify="left", box=None, pad_edge=False)
+    longest = max((len(str(row["run"])) for row in rows), default=0)
     for name in used:
         numeric = name in ("epoch", "train_loss", "validation_loss", "seconds")
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+        # A folder's name is there to be copied, in one piece if there is room.
+        whole = numeric or name == "status" or (name == "run" and longest <= console.width // 2)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(Text(_cell(row, name)) for name in used))
     console.print(table)
@@ -99,24 +110,33 @@ def tag(
     run: str = _RUN,
     tags: list[str] | None = _TAGS,
     remove: bool = typer.Option(False, "--remove", help="Take these tags off instead."),
+    json: bool = _JSON,
 ) -> None:
     """Put tags on a run, or take them off; its record stays as it is."""
     known = read_tags(Path(run))
     given = tuple(tags or ())
     kept = tuple(t for t in known.tags if t not in given) if remove else (*known.tags, *given)
     write_tags(Path(run), Tags(kept, known.note))
-    print(", ".join(read_tags(Path(run)).tags) or "no tags")
+    _say(read_tags(Path(run)), ", ".join(read_tags(Path(run)).tags) or "no tags", json)
 
 
 def note(
     run: str = _RUN,
     text: str | None = typer.Argument(None, metavar="TEXT", help="The note; an empty one takes it off."),
+    json: bool = _JSON,
 ) -> None:
     """Write a note on a run, or print the one that it has."""
     known = read_tags(Path(run))
     if text is not None:
         write_tags(Path(run), Tags(known.tags, text))
-    print(read_tags(Path(run)).note or "no note")
+    _say(read_tags(Path(run)), read_tags(Path(run)).note or "no note", json)
+
+
+def _say(tags: Tags, line: str, json: bool) -> None:
+    if json:
+        display.show_json({"tags": list(tags.tags), "note": tags.note})
+    else:
+        print(line)
 
 
 def _rerun(**values: Any) -> None:

@@ -37,6 +37,12 @@ def needs(error: ImportError) -> LabError:
     return LabError(f"this command needs {error.name}: pip install 'ekfac[lab]'")
 
 
+def measured_beside(places: Sequence[str]) -> list[Path]:
+    """Return the files of what was measured before: in the folders of runs, or where those folders lie."""
+    folders = dict.fromkeys(folder for place in map(Path, places) for folder in (place, place.resolve().parent))
+    return [file for folder in folders if (file := folder / "measures.json").is_file()]
+
+
 def figure(
     names: list[str] = _NAMES,
     runs: list[str] = _RUNS,
@@ -72,7 +78,7 @@ def figure(
             dataset=dataset,
             data_dir=data_dir,
             measures=measures,
-            measured=[file for place in runs if (file := Path(place) / "measures.json").is_file()],
+            measured=measured_beside(runs),
             workers=workers,
             say=(lambda line: None) if json else (lambda line: print(line, flush=True)),
         )
@@ -102,6 +108,7 @@ def report(
     title: str = typer.Option("ekfac: report", help="The page's heading."),
     timed: list[str] = _TIMED,
     plugin: list[str] = _PLUGIN,
+    json: bool = _JSON,
 ) -> None:
     """Write one self-contained page about runs: interactive curves, best settings, planes, commands."""
     from ekfac.lab.show.report import write_report
@@ -109,7 +116,11 @@ def report(
     for where in plugin:
         load_plugin(where)
     runs = find_runs(places, timed=timed or None)
-    print(f"{counted(len(runs), 'run')} reported in {write_report(runs, out, title)}")
+    file = write_report(runs, out, title)
+    if json:
+        display.show_json({"file": str(file), "runs": len(runs), "timed": sum(run.timed for run in runs)})
+    else:
+        print(f"{counted(len(runs), 'run')} reported in {file}")
 
 
 def watch(

@@ -17,7 +17,7 @@ from rich.table import Table
 from ekfac.cli.progress import SweepProgress
 from ekfac.lab.boundary import interruptible
 from ekfac.lab.config import TrainConfig, parse_options
-from ekfac.lab.labels import counted, describe, has_option, method
+from ekfac.lab.labels import counted, describe, has_option, method, varied
 from ekfac.lab.optimizers import check_options
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.search import space
@@ -115,6 +115,10 @@ def _settings(values: Mapping[str, Any]) -> list[TrainConfig]:
 
 def _wanted(values: Mapping[str, Any]) -> tuple[TrainConfig, space.Space]:
     """Return what all settings have in common, and what is varied: from the command line, and beneath it the file."""
+    for pair in values["set"]:
+        text = pair.partition("=")[2].lstrip()
+        if "," in text and text[0] not in "([{\"'":
+            raise LabError(f"--set {pair} sets one value: --axis {pair} tries each, and brackets make a tuple of them")
     given = gather(dict(values))
     listed: dict[str, list[Any]] = {name: parse_values(name, values[name], kind) for name, kind in LISTS.items()}
     axes = parse_axes(values["axis"])
@@ -181,7 +185,10 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
         if values[option] not in known:
             raise LabError(f"{option} must be one of {', '.join(known)}, not {values[option]!r}")
     if values["sampler"] == "grid":
-        return _settings(values), ask.Search(pruner=values["pruner"])
+        configs = _settings(values)
+        if values["write_plan"] is None:  # which may be for another machine
+            space.check_options(configs)
+        return configs, ask.Search(pruner=values["pruner"])
     if values["plan"] is not None or values["write_plan"] is not None:
         raise LabError("tpe proposes settings as it goes: it has no plan; --sampler grid has")
     for plugin in values["plugin"]:
@@ -198,8 +205,8 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
     search = ask.proposals(
         base, values["trials"], wanted.lrs, dampings, axes, values["study"], values["pruner"], values["draw"]
     )
-    for axis in space.combinations(axes):
-        space.on_axes(base, axis).resolved()  # a wrong value is refused before anything runs
+    # A wrong value is refused before anything runs.
+    space.check_options([space.on_axes(base, axis).resolved() for axis in space.combinations(axes)])
     return [], search
 
 
@@ -294,10 +301,12 @@ def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     candidates = curves(runs)
+    names = varied([run.config.to_dict() for run in runs])
 
     def add(rule: str, curve: Any, value: float) -> None:
         loss = value if math.isfinite(value) else None
-        rows.append({"by": rule, "setting": describe(curve.config), "loss": loss, "command": curve.config.command()})
+        setting = describe(curve.config, names)
+        rows.append({"by": rule, "setting": setting, "loss": loss, "command": curve.config.command()})
 
     final, validation = best_final(candidates), best_validation(candidates)
     if final is not None:

@@ -22,11 +22,11 @@ from ekfac.lab.settings import with_file
 from ekfac.lab.show import display
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.train import floors, gather
-from ekfac.lab.training.loggers import with_loggers
+from ekfac.lab.training.loggers import Several, with_loggers
 from ekfac.lab.training.ranks import is_first
 from ekfac.lab.training.run import Progress, launch
-from ekfac.lab.training.runs import Run
-from ekfac.lab.training.tags import Tags, write_tags
+from ekfac.lab.training.runs import Run, RunFolder, read_config
+from ekfac.lab.training.tags import Tags, read_tags, write_tags
 
 
 def complete(names: Any) -> Callable[[str], list[str]]:
@@ -78,11 +78,8 @@ def _train(**values: Any) -> None:
     if tags != Tags() and values["out"] is None:
         raise LabError("--tag and --note are written into the run's folder: --out names it")
     runs = []
-    for seed in seeds or [None]:
-        out = values["out"] if seed is None or values["out"] is None else str(Path(values["out"]) / f"seed-{seed}")
-        run = _one({**values, "out": out, "seed": values["seed"] if seed is None else seed})
-        if tags != Tags() and run.path is not None and is_first():
-            write_tags(run.path, tags)
+    for each in of_seeds(values, seeds) if seeds else [values]:
+        run = _one(each, tags)
         runs.append(run)
         if run.status == "interrupted":
             break
@@ -95,10 +92,47 @@ def _train(**values: Any) -> None:
     raise typer.Exit(max(run.exit_code for run in runs))
 
 
-def _one(values: dict[str, Any]) -> Run:
-    progress = with_loggers(values["log"], Progress() if values["json"] else display.progress(Console()))
+def of_seeds(values: dict[str, Any], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the values of each seed's run, in a folder of its own; one that was not begun starts where others resume.
+
+    Raises:
+        LabError: If there is nothing to resume.
+    """
+    each = [{**values, "seed": seed} for seed in seeds]
+    if values["out"] is None:
+        return each
+    for one in each:
+        one["out"] = str(Path(values["out"]) / f"seed-{one['seed']}")
+    if not values["resume"]:
+        return each
+    begun = [one for one in each if RunFolder(Path(one["out"])).checkpoint_file.exists()]
+    if not begun:
+        raise LabError(f"{values['out']} has no checkpoint of seed {', '.join(map(str, seeds))} to resume")
+    stored = read_config(Path(begun[0]["out"]))[0].to_dict()
+    for one in each:
+        if one not in begun:
+            # Code that a file names is not loaded: --plugin says which.
+            one |= {"resume": False, "overwrite": True, "beneath": stored | {"device": "auto", "plugins": []}}
+    return each
+
+
+class _Marking(Progress):
+    """Writes tags and a note on a run as it begins, beside those that it has."""
+
+    def __init__(self, tags: Tags) -> None:
+        self.tags = tags
+
+    def start(self, run: Run) -> None:
+        """Write them."""
+        if run.path is not None and self.tags != Tags():
+            write_tags(run.path, self.tags.over(read_tags(run.path)))
+
+
+def _one(values: dict[str, Any], tags: Tags) -> Run:
+    shown = Progress() if values["json"] else display.progress(Console())
+    progress = Several([_Marking(tags), with_loggers(values["log"], shown)])
     return launch(
-        with_file(values["config"], gather(values)),
+        {**values.get("beneath", {}), **with_file(values["config"], gather(values))},
         values["out"],
         data_dir=values["data_dir"],
         resume=values["resume"],

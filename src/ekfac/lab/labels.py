@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +16,8 @@ from ekfac.lab.tasks import TASKS
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon", "kfac": "KFAC", "ekfac": "EKFAC"}
 NAMES |= {"soap": "SOAP", "ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
 
+# What a search varies, and a setting's one line always says.
+SEARCHED = ("lr", "damping", "batch_size")
 # What does not change the result that a run is after, or only in name.
 _OUTSIDE = ("device", "channels_last", "compile", "plugins")
 
@@ -50,7 +52,18 @@ def method(config: TrainConfig) -> str:
     return name if every is None else f"{name} freq={every}"
 
 
-def describe(config: TrainConfig, names: Iterable[str] = ("lr", "damping", "batch_size")) -> str:
+def varied(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names that one line about each of these settings needs: the usual ones, and what else differs.
+
+    Args:
+        settings: As :meth:`TrainConfig.to_dict` gives them.
+    """
+    beside = {*SEARCHED, *_OUTSIDE, "task", "optimizer", "seed", "options"}
+    names = [name for name in settings[0] if name not in beside] if settings else []
+    return (*SEARCHED, *(name for name in names if len({one.get(name) for one in settings}) > 1))
+
+
+def describe(config: TrainConfig, names: Iterable[str] = SEARCHED) -> str:
     """Return the settings that a search varies, and options that are not the usual ones, in one line.
 
     Such as ``lr 0.01, damping 0.001, batch 200, kl_clip 0.1``.
@@ -69,10 +82,11 @@ def describe(config: TrainConfig, names: Iterable[str] = ("lr", "damping", "batc
 
 
 def _usual(config: TrainConfig) -> dict[str, Any]:
-    """Return the lab's options of a run's optimizer on its task."""
-    if config.optimizer not in OPTIMIZERS or config.task not in TASKS:
+    """Return the lab's options of a run's optimizer, and those of its task where that is known here."""
+    if config.optimizer not in OPTIMIZERS:
         return {}
-    return {**OPTIMIZERS.get(config.optimizer).defaults, **TASKS.get(config.task).settings.get(config.optimizer, {})}
+    own = TASKS.get(config.task).settings.get(config.optimizer, {}) if config.task in TASKS else {}
+    return {**OPTIMIZERS.get(config.optimizer).defaults, **own}
 
 
 def touched(config: TrainConfig) -> bool:

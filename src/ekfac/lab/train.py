@@ -93,7 +93,7 @@ def headline(run: Run) -> str:
         f"{config.task}{' with batch-norm' if config.batch_norm else ''} by {config.optimizer}: "
         f"{run.about['parameters']:,} parameters, {counted(examples, 'example')} of {config.dataset}, "
         f"batch {config.batch_size}, {counted(config.epochs or 0, 'epoch')} on {config.device}\n"
-        f"{describe(config, ('lr', 'damping', 'refresh_every'))}"
+        f"{describe(config, ('lr', 'damping', 'refresh_every', 'seed'))}"
         + (f"\nlosses are above their floor: {below}" if below else "")
     )
 

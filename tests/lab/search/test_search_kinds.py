@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,34 @@ def test_any_option_is_an_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert message in capsys.readouterr().err
     with pytest.raises(LabError, match="twice"):
         parse_axes(["a=1", "a=2"])
+
+
+@pytest.mark.parametrize("sampler", [(), ("--sampler", "tpe", "--lr", "0.1,1", "--trials", "2")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--axis", "colour=1,2"), "no argument 'colour'"),
+        (("--set", "colour=1"), "no argument 'colour'"),
+        (("--axis", "kl_clip=0.1,-1"), "kl_clip=-1 must be a finite number > 0"),
+        (("--set", "kl_clip=0.1,0.2"), "--axis kl_clip=0.1,0.2 tries each"),
+        (("--set", "nesterov=true,false"), "--axis nesterov=true,false tries each"),
+    ],
+)
+def test_what_the_optimizer_refuses_is_refused_before_anything_runs(
+    words: tuple[str, ...], message: str, sampler: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("sweep", "tiny", "--plugin", PLUGIN, "--optimizer", "ekfac-default", "--out", tmp_path / "s")
+    assert run(*base, *sampler, *words) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+def test_the_settings_line_says_every_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ("--axis", "width=3,4", "--axis", "dtype=float32,float64", "--axis", "nesterov=true,false")
+    assert run(*BASE, "--lr", "0.1", *axes, "--out", tmp_path, "--json") == 0
+    (rows,) = json.loads(capsys.readouterr().out)["best"].values()
+    for row in rows:
+        assert re.fullmatch(r"lr 0.1, batch \d+, width [34], dtype float\d\d, nesterov \w+", row["setting"])
+    assert "width" in state(list(open_studies(Where.of(tmp_path), ["tiny-sgd"]).values())).setting
 
 
 def test_lists_in_a_file_are_values_to_try_and_the_command_line_comes_first(
@@ -101,6 +130,6 @@ def test_what_ctrl_c_cuts_is_paused_and_goes_on(tmp_path: Path, monkeypatch: pyt
 def test_the_line_says_the_best_and_an_honest_time_left() -> None:
     show = SweepProgress(Console(), 10, 2, "out")
     early = State({"waiting": 10}, 0, None)
-    assert show.line(early) == "10 waiting (0 diverged)"
+    assert show.line(early) == "10 waiting"
     later = State({"complete": 3, "waiting": 7}, 1, 1.5, 60.0, "lr 0.1")
-    assert show.line(later) == "3 complete, 7 waiting (1 diverged); best training loss 1.5 (lr 0.1); about 4 min left"
+    assert show.line(later) == "3 complete, 7 waiting (1 diverged); about 4 min left; best loss 1.5 (lr 0.1)"

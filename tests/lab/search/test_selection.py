@@ -106,6 +106,9 @@ def test_best_by_validation_takes_accuracy_where_there_is_one() -> None:
     by_loss = best_validation(curves(RACE))
     assert by_loss is not None and by_loss.config.lr == 0.3
     assert best_validation([]) is None
+    plateau = [made_up(lr, losses, accuracies=[0.1, 0.1, 0.1]) for lr, losses in ((0.1, [9, 8, 7]), (0.2, [9, 8, 6]))]
+    tied = best_validation(curves(plateau))
+    assert tied is not None and tied.config.lr == 0.2, "as accurate, and with a lower loss"
 
 
 def test_seeds_are_one_setting_with_mean_and_spread() -> None:

@@ -1,6 +1,7 @@
 """The settings of the paper's search."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,8 @@ def test_names_say_what_differs_and_keys_are_one_a_setting() -> None:
     assert describe(config) == "lr 0.01, damping 0.001, batch 200"
     clipped = TrainConfig("autoencoder", "ekfac-ra", lr=0.01, damping=1e-3, options={"kl_clip": 0.1}).resolved()
     assert describe(clipped) == "lr 0.01, damping 0.001, batch 200, kl_clip 0.1"
+    elsewhere = replace(TrainConfig("classifier", "sgd", lr=0.1).resolved(), task="of a plugin")
+    assert describe(elsewhere) == "lr 0.1, batch 200", "a task that is not loaded here has the optimizer's defaults"
     assert key(config).startswith("autoencoder-ekfac-ra-lr0.01-d0.001-b200-s0-")
     spelled = TrainConfig("autoencoder", "ekfac-ra", lr=0.01, damping=1e-3, refresh_every=50, batch_size=200).resolved()
     other = TrainConfig("autoencoder", "ekfac-ra", lr=0.01, damping=1e-3, refresh_every=51).resolved()

@@ -70,3 +70,10 @@ def test_frequency_needs_no_data_files_where_there_are_runs(tmp_path: Path) -> N
     assert made.files[0].exists() and any("spectra" in part for part in made.lacks)
     with pytest.raises(DataError):  # alone, the panel is all there is
         FIGURES.get("frequency").draw(Request(dataset="mnist", data_dir=tmp_path / "nothing"))
+
+
+def test_the_pages_recipes_sweep_kfac_as_its_recorded_runs_are() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "figures.md").read_text()
+    sweeps = [line for line in page.splitlines() if "ekfac sweep" in line and "--optimizer kfac" in line]
+    assert len(sweeps) == 2 and all("--set pi_correction=false" in line for line in sweeps)
+    assert not [line for line in page.splitlines() if line.startswith("for name in") and " kfac" in line]

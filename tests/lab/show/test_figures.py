@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import ekfac
 from ekfac.cli.main import run
+from ekfac.cli.show import measured_beside
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.datasets import load_dataset
@@ -266,10 +267,15 @@ def test_measures_are_kept_and_not_measured_twice(tmp_path: Path) -> None:
         calls.append(1)
         return {"value": 1 / 3, "steps": [0, 1]}
 
+    said: list[str] = []
     for dataset, count in (("mnist", 1), ("mnist", 1), ("mnist-5k", 2)):
-        request = Request(dataset=dataset, measures=Measures(file))
+        request = Request(dataset=dataset, measures=Measures(file, say=said.append))
         assert request.measured("error", compute) == {"value": 0.333333, "steps": [0, 1]}
         assert len(calls) == count
+    assert said == [f"measuring for error on {name}: minutes" for name in ("mnist", "mnist-5k")]
+    runs = file.parent / "runs"
+    runs.mkdir()
+    assert measured_beside([str(runs)]) == measured_beside([str(file.parent)]) == [file], "beside the runs too"
     assert Measures(file).get("error", "mnist") is None and Measures(file).get("other") is None
     assert "--dataset mnist-5k" in file.read_text()
     file.write_text("no")

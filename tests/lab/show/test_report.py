@@ -177,6 +177,31 @@ def test_switches_change_axes_and_quantity(opened: Opened) -> None:
     assert opened.said == []
 
 
+def test_epochs_are_marked_whole_and_choices_are_not_cut_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    settings = {"lr": 0.1, "damping": 0.1, "refresh_every": 50, "options": {"pi_correction": False, "kl_clip": 0.125}}
+    config = TrainConfig("autoencoder", "kfac", dataset="mnist-5k", **settings).resolved()  # type: ignore[arg-type]
+    file = write_report([made_up(replace(config, epochs=3), 0.5, epochs=3)], tmp_path / "short.html")
+    found = Opened(browser, file.as_uri())
+    try:
+        assert found.tab.locator(".axes text[text-anchor=middle]:not(.label)").all_text_contents() == [
+            "0",
+            "1",
+            "2",
+            "3",
+        ]
+        first = found.tab.get_by_role("cell", name="KFAC freq=50").first
+        lines = "c => { const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length; }"
+        assert first.evaluate(lines) == 1, "a method's name stays on one line"
+        found.tab.set_viewport_size({"width": 400, "height": 900})
+        # What a choice needs is known from one that nothing narrows.
+        needed = "(s => { const one = s.cloneNode(true); one.style.cssText = 'max-width: none; width: auto';"
+        needed += " document.body.append(one); const found = one.offsetWidth; one.remove(); return found; })"
+        for select in found.tab.locator(".controls select").all():
+            assert select.evaluate("s => s.offsetWidth") >= select.evaluate(needed)
+    finally:
+        found.tab.close()
+
+
 def test_a_click_on_a_head_sorts_a_table_by_numbers(opened: Opened) -> None:
     body = opened.tab.locator("table").first
     heads = body.locator("th").all_text_contents()

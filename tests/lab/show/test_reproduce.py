@@ -9,9 +9,12 @@ import pytest
 from ekfac.cli.main import run
 from ekfac.lab import LabError
 from ekfac.lab.config import TrainConfig
+from ekfac.lab.labels import method
 from ekfac.lab.show.duration import duration, parse_duration
 from ekfac.lab.show.evidence import Record, claims
-from ekfac.lab.show.figures import FIGURES
+from ekfac.lab.show.figures import FIGURES, frequency
+from ekfac.lab.show.figures.base import Request
+from ekfac.lab.show.figures.drift import Drift
 from ekfac.lab.show.figures.measures import Measures
 from ekfac.lab.show.reproduce import EXPERIMENTS, cost, make_plan, steps
 from ekfac.lab.show.reproduce.claims import CLAIMS, Fresh
@@ -104,6 +107,32 @@ def test_from_nothing_to_a_verdict_and_again(tmp_path: Path, capsys: pytest.Capt
     assert "holds the reproduction of autoencoder" in capsys.readouterr().err
 
 
+def test_small_runs_are_drawn_as_such_and_measured_on_less_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def spectra(request: Request) -> Drift:
+        asked.append((request.dataset, request.quick))
+        return Drift([0, 10], {"KFAC": [0.0, 1.0], "EKFAC": [0.1, 0.1], "EKFAC-ra": [0.1, 0.1]}, [1.0, 1.0])
+
+    monkeypatch.setattr(frequency, "spectra", spectra)
+    config = TrainConfig("autoencoder", "kfac", dataset="mnist-5k", lr=0.1, damping=0.1, refresh_every=50).resolved()
+    plan = steps.Plan("frequency", "quick", (config,), 1.0, "")
+    said: list[str] = []
+    result = steps.finish(plan, [made_up(config, 0.5)], tmp_path, say=said.append)
+    assert asked == [("mnist-5k", True)] and said == ["drawing frequency", "measuring for frequency on mnist-5k"]
+    (spectrum,) = [verdict for claim, verdict, _ in result.verdicts if "spectrum" in claim]
+    assert spectrum == "reproduced", "what was measured is judged"
+
+
+def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "--list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["vgg11"]["where"] == "Fig. 6" and "quick" in found["vgg11"]["levels"]
+    assert list(found) == list(EXPERIMENTS)
+
+
 def test_a_plan_is_kept_and_a_broken_one_refused(tmp_path: Path) -> None:
     plan = steps.Plan("autoencoder", "short", tuple(c.resolved() for c in small()), 3.0, "why")
     steps.keep(plan, tmp_path)
@@ -120,6 +149,7 @@ def test_the_cost_is_timed_here_and_grows_with_the_work(monkeypatch: pytest.Monk
     cost.seconds_of(configs, say=said.append)
     cost.seconds_of(configs, say=said.append)
     assert len(said) == 1 and "1 of 1" in said[0], "no kind is timed twice"
+    assert method(configs[0]) in said[0], "with batch-norm, and how often it renews"
     one, two = (cost.seconds_of([replace(c, epochs=n) for c in configs])[0] for n in (2, 200))
     assert 0 < one < two
 

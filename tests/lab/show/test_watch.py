@@ -126,6 +126,15 @@ def test_every_method_has_a_letter_of_its_own_name_and_nothing_overflows() -> No
     assert all(f"{found[name]} {name}" in text for name in names)
 
 
+def test_losses_are_above_their_floor_as_in_train_and_ls() -> None:
+    run = made_up(TrainConfig("autoencoder", "sgd", dataset="d", lr=0.1), 0.5)
+    run.about["floor"] = {"train": 1.0}
+    run.history[-1]["train_loss"] = 3.25
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(view([run], 120, 60))
+    assert "2.25" in console.export_text() and "3.25" not in console.export_text()
+
+
 @pytest.mark.parametrize("height", [24, 40])
 def test_many_tasks_fit_the_screen(height: int) -> None:
     runs = []

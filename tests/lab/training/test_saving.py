@@ -63,6 +63,9 @@ def test_the_checkpoint_of_the_best_epoch_is_kept(tmp_path: Path) -> None:
         errors = [-r["validation_accuracy"] for r in run.history]
     best = errors.index(min(errors[1:]), 1) if min(errors[1:]) < errors[0] else None
     assert best is None or state["trainer"]["epoch"] == best == len(state["history"]) - 1
+    worse = TrainConfig("tiny", "sgd", lr=30.0, epochs=2, device="cpu", plugins=(PLUGIN,))
+    train(worse, tmp_path / "worse", keep_best=True)
+    assert (tmp_path / "worse" / "best.pt").exists(), "the best of those that were trained, be it a bad one"
 
 
 def test_a_run_that_gets_no_better_is_ended_and_is_over(tmp_path: Path) -> None:
@@ -85,6 +88,8 @@ def test_how_long_ago_the_best_was() -> None:
     assert epochs_since_best([record(3), record(1), record(2), record(None)]) == 2
     assert epochs_since_best([record(3, 0.1), record(5, 0.9), record(1, 0.8)]) == 1
     assert epochs_since_best([record(1)]) == 0
+    assert epochs_since_best([record(3, 0.1), record(2, 0.1), record(1, 0.1)]) == 0, "a plateau of the accuracy"
+    assert epochs_since_best([record(3, 0.1), record(2, None), record(1, None)]) == 2, "not a number is not better"
 
 
 def test_tensorboard_has_every_step_and_the_settings(tmp_path: Path) -> None:

@@ -178,15 +178,15 @@ def best_of_each(found: Iterable[Curve]) -> dict[str, Curve]:
 
 
 def best_validation(candidates: Sequence[Curve]) -> Curve | None:
-    """Return the setting with the best validation error at any epoch: highest accuracy, or lowest loss without one."""
-    scored: list[tuple[float, int, Curve]] = []
+    """Return the setting that validates best at any epoch: highest accuracy, or lowest loss without one or at a tie."""
+    scored: list[tuple[float, float, int, Curve]] = []
     for curve in candidates:
         accuracy, loss = curve.mean("validation_accuracy"), curve.mean("validation_loss")
         score = 1 - accuracy if not numpy.isnan(accuracy).all() else loss
-        usable = score[numpy.isfinite(score)]
+        usable, losses = score[numpy.isfinite(score)], loss[numpy.isfinite(loss)]
         if len(usable):
-            scored.append((float(usable.min()), len(scored), curve))
-    return min(scored)[2] if scored else None
+            scored.append((float(usable.min()), float(losses.min(initial=math.inf)), len(scored), curve))
+    return min(scored)[3] if scored else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import has_option, key
+from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.registry import LabError
+from ekfac.lab.tasks import TASKS
 
 DECADES = (1e-1, 1e-2, 1e-3, 1e-4)
 RANDOM_POINTS = 20
@@ -96,6 +99,22 @@ def on_axes(base: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     changed = replace(base, **{name: value for name, value in values.items() if name in own})
     rest = {name: value for name, value in values.items() if name not in own}
     return replace(changed, options={**changed.options, **rest})
+
+
+def check_options(configs: Sequence[TrainConfig]) -> None:
+    """Make every optimizer once, so that an option that it refuses does not fail hundreds of trials.
+
+    Raises:
+        LabError: If an option is unknown, or its value is impossible.
+    """
+    kinds: dict[tuple[Any, ...], TrainConfig] = {}
+    for config in configs:
+        rest = {name: value for name, value in config.optimizer_options().items() if name not in ("lr", "damping")}
+        kind = (config.task, config.optimizer, config.width, config.batch_norm, json.dumps(rest, default=str))
+        kinds.setdefault(kind, config)
+    for config in kinds.values():
+        model = TASKS.get(config.task).build(config.width or TASKS.get(config.task).width, config.batch_norm)
+        getattr(build_optimizer(config.optimizer, model, config.optimizer_options()), "close", lambda: None)()
 
 
 def unique(configs: Sequence[TrainConfig]) -> list[TrainConfig]:

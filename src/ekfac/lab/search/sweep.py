@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ekfac.lab.boundary import Stopped, stoppable
 from ekfac.lab.config import TrainConfig
-from ekfac.lab.labels import describe, key
+from ekfac.lab.labels import describe, key, varied
 from ekfac.lab.registry import LabError, load_plugin, loaded_plugins
 from ekfac.lab.search.ask import Search
 from ekfac.lab.search.plan import run_one, share_cores, stop_of
@@ -88,7 +88,10 @@ def state(studies: Sequence[Trials]) -> State:
             if trial.state == TrialState.COMPLETE and trial.duration and trial.duration.total_seconds() > 0.05:
                 spent.append(trial.duration.total_seconds())
     seconds = sum(spent) / len(spent) if spent else None
-    setting_of = "" if best is None else describe(TrainConfig.from_dict(best[1].user_attrs["setting"]))
+    setting_of = ""
+    if best is not None:
+        settings = [t.user_attrs["setting"] for study in studies for t in study.all() if "setting" in t.user_attrs]
+        setting_of = describe(TrainConfig.from_dict(best[1].user_attrs["setting"]), varied(settings))
     return State(counts, diverged, None if best is None else best[0], seconds, setting_of)
 
 

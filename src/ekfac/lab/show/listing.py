@@ -11,6 +11,9 @@ from ekfac.lab.labels import describe, shown_method
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import read_tags
 
+# Settings that do not say what is trained.
+_NO_CHANGE = ("device", "epochs", "plugins")
+
 
 def row(run: Run) -> dict[str, Any]:
     """Return a run as one line of a list; losses are above their floor."""
@@ -74,7 +77,7 @@ def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple
 def repeated(before: Run, after: Run) -> str:
     """Say how a repeated run compares with the one that it repeats, at the last epoch that both have.
 
-    Losses are above their floor, as everywhere.
+    Losses are above their floor, as everywhere. What was changed is named: then nobody expects the same.
     """
     epoch = min(len(before.history), len(after.history)) - 1
     if epoch < 0:
@@ -85,4 +88,6 @@ def repeated(before: Run, after: Run) -> str:
         return f"the same as recorded after epoch {epoch}: {words[0]}"
     words[1] += "" if before.about.get("data_sha256") == after.about.get("data_sha256") else ", on other data"
     apart = f" ({abs(new - old) / abs(old):.2g} apart)" if old and new is not None else ""
-    return f"after epoch {epoch}: {words[0]}; recorded: {words[1]}{apart}"
+    changed = differences(before, after).get("settings", {})
+    with_ = ", ".join(f"{name} {new}" for name, (_, new) in changed.items() if name not in _NO_CHANGE)
+    return f"after epoch {epoch}{f' with {with_}' if with_ else ''}: {words[0]}; recorded: {words[1]}{apart}"

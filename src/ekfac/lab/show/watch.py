@@ -92,13 +92,18 @@ def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
         cells = [f"{last.get('epoch', 0)} of {run.config.epochs}"]
         for column, key, pattern in NUMBERS:
             if column in widths:
-                cells.append("-" if last.get(key) is None else format(last[key], pattern))
+                cells.append("-" if last.get(key) is None else format(last[key] - _floor(run, key), pattern))
         # As text: a setting must not be taken for markup.
         words = [Curve((run,)).label, describe(run.config), *cells, run.status]
         table.add_row(*(Text(word) for word in words))
     if len(runs) > rows:
         table.caption = f"and {len(runs) - rows} more"
     return table
+
+
+def _floor(run: Run, key: str) -> float:
+    """Return what a loss is shown above, as in ``ekfac train`` and ``ekfac ls``."""
+    return float((run.about.get("floor") or {}).get(key.removesuffix("_loss"), 0.0))
 
 
 def _changed(run: Run) -> float:

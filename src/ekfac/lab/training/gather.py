@@ -14,7 +14,10 @@ FINALS = "finals"
 
 
 def find_runs(
-    places: Iterable[str | Path], skip_broken: bool = False, timed: Iterable[str | Path] | None = None
+    places: Iterable[str | Path],
+    skip_broken: bool = False,
+    timed: Iterable[str | Path] | None = None,
+    left_out: list[str] | None = None,
 ) -> list[Run]:
     """Read every run in some folders and below them, in the order of their paths.
 
@@ -24,6 +27,7 @@ def find_runs(
         timed: Folders whose runs had the machine to themselves: only their seconds count. ``None``: those below a
             folder named ``finals`` if there are some, else all but those that shared the machine. Runs whose steps were
             timed alone (:mod:`ekfac.lab.training.paces`) count too, at that pace.
+        left_out: Gets a line for each that ``skip_broken`` leaves out, which says why.
 
     Raises:
         LabError: If a place does not exist or holds no run.
@@ -39,9 +43,11 @@ def find_runs(
         for file in files:
             try:
                 run = load_run(file.parent)
-            except LabError:
+            except LabError as error:
                 if not skip_broken:
                     raise
+                if left_out is not None:
+                    left_out.append(str(error))
                 continue
             parents = file.resolve().parents
             run.timed = had_the_machine(run) if alone is None else any(folder in parents for folder in alone)

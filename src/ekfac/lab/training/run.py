@@ -218,7 +218,7 @@ def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progre
             last = saving.last and trainer.epoch == trainer.config.epochs
             if (saving.each_epoch and trainer.epoch > 0) or last:
                 folder.save(state())
-            if saving.best and trainer.epoch > 0 and epochs_since_best(run.history) == 0:
+            if saving.best and trainer.epoch > 0 and epochs_since_best(run.history[1:]) == 0:
                 folder.save_best(state())
         progress.epoch(record)
 
@@ -238,12 +238,14 @@ def _over(record: Mapping[str, Any]) -> bool:
 
 
 def epochs_since_best(history: Sequence[Mapping[str, Any]]) -> int:
-    """Return how long ago a run validated best: by its highest accuracy, or its lowest loss without one."""
-    accurate = any(record.get("validation_accuracy") is not None for record in history)
+    """Return how long ago a run validated best: by its highest accuracy, and its lowest loss where that is the same.
 
-    def error(record: Mapping[str, Any]) -> float:
-        value = record.get("validation_accuracy" if accurate else "validation_loss")
-        return math.inf if value is None else -value if accurate else value
+    A network on a plateau guesses one class; that its loss falls there still counts.
+    """
+
+    def error(record: Mapping[str, Any]) -> tuple[float, float]:
+        accuracy, loss = record.get("validation_accuracy"), record.get("validation_loss")
+        return (math.inf if accuracy is None else -accuracy, math.inf if loss is None else loss)
 
     best = min(range(len(history)), key=lambda place: error(history[place]))
     return len(history) - 1 - best

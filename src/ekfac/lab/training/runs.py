@@ -136,7 +136,8 @@ class RunFolder:
     def clear(self) -> None:
         """Remove a run's files, and nothing else that may lie in the folder."""
         self.lock.acquire()
-        for pattern in ("config.json*", "metrics.jsonl*", "checkpoint.pt*", "best.pt*", "events.out.tfevents.*"):
+        names = ("config.json", "metrics.jsonl", "checkpoint.pt", "best.pt", "tags.json", "events.out.tfevents.")
+        for pattern in (f"{name}*" for name in names):
             for file in self.path.glob(pattern):
                 file.unlink()
 

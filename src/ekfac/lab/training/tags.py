@@ -25,6 +25,15 @@ class Tags:
     tags: tuple[str, ...] = ()
     note: str = ""
 
+    def __post_init__(self) -> None:
+        for tag in self.tags:
+            if not _TAG.fullmatch(tag):
+                raise LabError(f"a tag is one word of letters, digits and ._:+-, not {tag!r}")
+
+    def over(self, before: Tags) -> Tags:
+        """Return both: all tags, and this note if there is one."""
+        return Tags((*before.tags, *self.tags), self.note or before.note)
+
 
 def read_tags(folder: Path) -> Tags:
     """Return what is written on a run; nothing where nobody wrote.
@@ -40,21 +49,18 @@ def read_tags(folder: Path) -> Tags:
         tags, note = data["tags"], data["note"]
         if not isinstance(note, str) or not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
             raise ValueError("tags must be a list of words, and note a text")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return Tags(tuple(tags), note)
+    except (OSError, ValueError, LookupError, TypeError, LabError) as error:
         raise LabError(f"{file} cannot be read: {error}") from error
-    return Tags(tuple(tags), note)
 
 
 def write_tags(folder: Path, tags: Tags) -> None:
     """Write tags and note on a run.
 
     Raises:
-        LabError: If the folder holds no run, or a tag is not one word.
+        LabError: If the folder holds no run.
     """
     if not (folder / "config.json").exists():
         raise LabError(f"{folder} holds no run: there is no config.json")
-    for tag in tags.tags:
-        if not _TAG.fullmatch(tag):
-            raise LabError(f"a tag is one word of letters, digits and ._:+-, not {tag!r}")
     content = {"tags": sorted(set(tags.tags)), "note": tags.note}
     sealed.write(folder / FILE, sealed.dumps(content, indent=2))

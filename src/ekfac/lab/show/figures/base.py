@@ -40,7 +40,10 @@ class Request:
     def measured(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return what was measured for a figure before, else measure and keep it."""
         found = self.measures.get(name, self.dataset, self.quick)
-        return self.measures.put(name, compute(), self.dataset, self.quick) if found is None else found
+        if found is not None:
+            return found
+        self.measures.say(f"measuring for {name} on {self.dataset}{'' if self.quick else ': minutes'}")
+        return self.measures.put(name, compute(), self.dataset, self.quick)
 
 
 @dataclass(frozen=True)

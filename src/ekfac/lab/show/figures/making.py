@@ -40,6 +40,7 @@ def make(
     runs: Sequence[Run] = (),
     grid: Sequence[Run] = (),
     quick: bool = False,
+    small: bool = False,
     dataset: str = "mnist-5k",
     data_dir: str | Path | None = None,
     measures: str | Path | None = None,
@@ -57,6 +58,7 @@ def make(
         runs: Recorded runs.
         grid: More of them, for a figure that shows how methods answer to their settings.
         quick: Make small runs for the figures that need some, and compute the others on less data.
+        small: The runs given are such small ones: their figures say so, and measure on less data too.
         dataset: Dataset of the figures that are computed.
         data_dir: Folder of the data files.
         measures: File that keeps what is measured; what it has is not measured again.
@@ -80,7 +82,7 @@ def make(
         raise LabError(
             f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
         )
-    kept = Measures(measures, measured)
+    kept = Measures(measures, measured, say)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if measures is not None:
@@ -96,7 +98,7 @@ def make(
         say(f"drawing {name}")
         shown = found.get(name, ())
         missing_parts = [] if quick else paper.lacks(name, shown)
-        request = Request(shown, quick, dataset, data_dir, kept, grid, missing_parts)
+        request = Request(shown, quick or small, dataset, data_dir, kept, grid, missing_parts)
         try:
             with _drawable(name, kept):
                 files = draw_to(folder / f"{name}{suffix}", spec, request, formats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,18 @@ class Measures:
     Args:
         file: The JSON file that keeps them; ``None`` keeps nothing.
         more: Other such files, which are only read.
+        say: Is told that something is measured, which may take minutes.
+        quick: Whether those are asked for, unless said otherwise, that were measured on less data.
     """
 
-    def __init__(self, file: str | Path | None = None, more: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self,
+        file: str | Path | None = None,
+        more: Sequence[str | Path] = (),
+        say: Callable[[str], None] = lambda line: None,
+        quick: bool = False,
+    ) -> None:
+        self.say, self.quick = say, quick
         self.file = None if file is None else Path(file)
         self._entries: dict[str, Any] = {}
         #: The figures whose numbers came from a file, and that file.
@@ -29,19 +38,20 @@ class Measures:
             self._entries = _read(self.file)
         self._more = {Path(other): _read(Path(other)) for other in more}
 
-    def get(self, name: str, dataset: str | None = None, quick: bool = False) -> dict[str, Any] | None:
+    def get(self, name: str, dataset: str | None = None, quick: bool | None = None) -> dict[str, Any] | None:
         """Return a figure's numbers, if they are there, and of this dataset and size.
 
         Raises:
             LabError: If a file holds something else under that name.
         """
+        wanted = self.quick if quick is None else quick
         for file, entries in ((self.file, self._entries), *self._more.items()):
             entry = entries.get(name)
             if entry is None:
                 continue
             if not isinstance(entry, dict) or not isinstance(entry.get("values"), dict):
                 raise LabError(f"{file} cannot be read: {name} has no values")
-            if dataset in (None, entry.get("dataset")) and quick == entry.get("quick"):
+            if dataset in (None, entry.get("dataset")) and wanted == entry.get("quick"):
                 if file is not None:
                     self.read[name] = file
                 return dict(entry["values"])

@@ -41,8 +41,8 @@ const charts = (function () {
     return String(Number(value.toPrecision(4)));
   }
 
-  function linearTicks(low, high, count) {
-    const raw = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw));
+  function linearTicks(low, high, count, smallest) {
+    const raw = Math.max((high - low) / Math.max(1, count), smallest || 0), power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw) || 10 * power;
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
@@ -79,7 +79,7 @@ const charts = (function () {
     for (const [s, count, isX] of [[x, across, true], [y, up, false]]) {
       const format = isX ? options.xFormat || short : options.yFormat || short;
       let before = -Infinity;
-      for (const tick of s.log ? logTicks(s.low, s.high, count) : linearTicks(s.low, s.high, count)) {
+      for (const tick of s.log ? logTicks(s.low, s.high, count) : linearTicks(s.low, s.high, count, isX && options.xWhole ? 1 : 0)) {
         const p = s.at(tick);
         svg("line", isX ? { x1: p, x2: p, y1: top, y2: bottom } : { x1: left, x2: right, y1: p, y2: p }, grid);
         if (isX && p - before < 34) continue;

@@ -92,7 +92,7 @@
     const above = state.above && chart.floor && !percent ? " above its floor" : "";
     const write = (value) => (percent ? (100 * value).toFixed(2) + " %" : Number(value.toPrecision(5)));
     view.drawn = charts.curves(view.chart, series(view), {
-      xLabel: chart.axes[state.x], yLabel: chart.metrics[state.metric] + above, logX: state.logX, logY: state.logY && !percent,
+      xLabel: chart.axes[state.x], xWhole: state.x !== "seconds", yLabel: chart.metrics[state.metric] + above, logX: state.logX, logY: state.logY && !percent,
       yFormat: percent ? (v) => Number((100 * v).toPrecision(4)) + " %" : undefined, zoom: view.zoom,
       onZoom: (zoom) => { view.zoom = zoom; drawChart(view); },
       describe: (s, i) => [s.name, `${chart.axes[state.x]} ${charts.short(s.x[i])}`, `${chart.metrics[state.metric]}${above} ${write(s.y[i])}`, s.points.settings[s.points.which ? s.points.which[i] : 0]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data.datasets import Dataset, Split, load_dataset
-from ekfac.lab.labels import option
+from ekfac.lab.labels import method, option
 from ekfac.lab.registry import LabError
 from ekfac.lab.training.trainer import Trainer, given
 
@@ -61,7 +62,7 @@ def seconds_of(
     for name in {given(config.dataset) for config in configs}:
         data[name] = load_dataset(name, data_dir)
     for number, (key, config) in enumerate(new.items(), 1):
-        what = f"{config.task} by {config.optimizer}, batch {config.batch_size}"
+        what = f"{config.task} by {method(config)}, batch {config.batch_size}"
         say(f"timing a few steps, {number} of {len(new)}: {what}")
         _timed[key] = _probe(config, data[given(config.dataset)])
     return [_whole(config, *_timed[kind(config)], data[given(config.dataset)]) for config in configs]
@@ -87,7 +88,9 @@ def _probe(config: TrainConfig, data: Dataset) -> tuple[float, float]:
                 torch.cuda.synchronize(trainer.device)
             times.append(time.perf_counter())
 
-        trainer.train_epoch(on_step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps that nobody keeps
+            trainer.train_epoch(on_step)
     finally:
         trainer.close()
     each = [after - before for before, after in itertools.pairwise(times)]

@@ -186,12 +186,19 @@ def _costed(
     return Plan(name, level, tuple(configs), seconds, why)
 
 
-def finish(plan: Plan, runs: Sequence[Run], out: str | Path, data_dir: str | Path | None = None) -> Result:
-    """Draw the figure and judge the claims, and write both down in ``out``."""
+def finish(
+    plan: Plan,
+    runs: Sequence[Run],
+    out: str | Path,
+    data_dir: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Draw the figure and judge the claims, and write both down in ``out``; ``say`` is told how it goes."""
     folder = Path(out)
     experiment = plan.experiment
     measures = folder / "measures.json"
-    dataset = experiment.dataset if experiment.dataset == "mnist" else "mnist-5k"
+    small = plan.level == "quick"
+    dataset = "mnist" if experiment.dataset == "mnist" and not small else "mnist-5k"
     # Only one batch size a picture, where a figure shows a single one.
     sizes: list[int | None] = [None]
     if experiment.figure == "autoencoder":
@@ -202,11 +209,19 @@ def finish(plan: Plan, runs: Sequence[Run], out: str | Path, data_dir: str | Pat
         own = [run for run in runs if size in (None, run.config.batch_size)]
         suffix = "" if size is None or len(sizes) == 1 else f"-{size}"
         (made,) = make(
-            [experiment.figure], folder, runs=own, dataset=dataset, data_dir=data_dir, measures=measures, suffix=suffix
+            [experiment.figure],
+            folder,
+            runs=own,
+            small=small,
+            dataset=dataset,
+            data_dir=data_dir,
+            measures=measures,
+            suffix=suffix,
+            say=say,
         )
         files += made.files
         lacks += [part for part in made.lacks if part not in lacks]
-    record = Fresh(runs, Measures(measures if measures.exists() else None), folder)
+    record = Fresh(runs, Measures(measures if measures.exists() else None, quick=small), folder)
     verdicts = []
     for claim in experiment.claims:
         verdict, _, numbers = claim.judge(record).partition(" | ")
