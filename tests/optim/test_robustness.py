@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ekfac import Refresh
 from helpers import assert_same_weights, batches_for, mean_loss, mlp, parameters_of
 from paper import EKFAC, KFAC
 
@@ -100,7 +101,30 @@ def test_training_survives_a_solver_that_fails_at_random(
     counted = sum(v for k, v in stats.items() if "fallback" in k)
     assert counted >= 1 and sum(v for k, v in quiet.items() if "fallback" in k) == 0, stats
     said = [str(w.message) for w in caught if "eig" in str(w.message).lower()]
-    assert said and len(said) == len(set(said)), "each fallback is warned of, once"
+    assert bool(said) == bool(stats["solver_kept"]), "an old basis is warned of, an exact answer in another way is not"
+    assert len(said) == len(set(said))
+
+
+def test_a_basis_that_had_to_be_kept_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+
+    model, x = nn.Linear(3, 2), torch.randn(8, 3)
+    opt = EKFAC(model, refresh_every=1, refresh=Refresh(deterministic=True))
+
+    def step() -> None:
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+    step()
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    with pytest.warns(RuntimeWarning, match="layer '': the eigendecomposition of A fell back to 'kept'"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    assert opt.stats()["solver_kept"] == 4
 
 
 def test_a_solver_that_always_fails_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

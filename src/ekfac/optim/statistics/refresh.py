@@ -29,6 +29,8 @@ from ekfac.optim.types import Rates, factors_of
 
 #: After this many refreshes in a row without a usable answer the layer is reported by an error.
 PATIENCE = 5
+#: What of the solvers' ladder a user is told: a slow way, or an old basis. A small shift and float64 are exact answers.
+TOLD = ("other_device", "kept")
 #: So many numbers of factors are iterated at a time, since there are some eight float64 copies of them.
 NUMBERS = 2**24
 
@@ -79,7 +81,7 @@ class Refresher:
         solved = eigh_with_fallback(matrix, old)
         if solved.rung != "plain":
             self.fallbacks[solved.rung] += 1
-            if solved.rung not in self._warned:
+            if solved.rung in TOLD and solved.rung not in self._warned:
                 self._warned.add(solved.rung)
                 warnings.warn(
                     f"layer '{block.name}': the eigendecomposition of {side} fell back to '{solved.rung}'; "
