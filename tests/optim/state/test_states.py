@@ -247,10 +247,11 @@ def test_a_checkpoint_across_a_freeze_loses_nothing(kind: Any, part: str, frozen
     assert_same(model, other)
 
 
-def test_an_optimizer_says_that_it_cannot_be_pickled() -> None:
-    with pytest.raises(TypeError, match=r"save opt\.state_dict"):
-        pickle.dumps(EKFAC(mlp()))
-    copy.deepcopy(EKFAC(mlp()))
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, ekfac.Preconditioner])
+def test_an_optimizer_says_that_it_cannot_be_pickled(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__} has hooks.*save its state_dict"):
+        pickle.dumps(kind(mlp()))
+    copy.deepcopy(kind(mlp()))
 
 
 def test_optimizers_that_are_gone_leave_no_hooks() -> None:
