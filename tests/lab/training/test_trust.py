@@ -97,7 +97,7 @@ def test_an_older_checkpoint_with_a_flipped_bit_is_refused_by_the_archives_crc(f
 
 
 def test_other_programs_read_the_files_as_before(folder: Path) -> None:
-    assert set(torch.load(folder / "checkpoint.pt", weights_only=True)) == {"trainer", "history"}
+    assert set(torch.load(folder / "checkpoint.pt", weights_only=True)) == {"trainer", "history", "config"}
     assert json.loads((folder / "config.json").read_text())["config"]["task"] == "classifier"
     assert [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
