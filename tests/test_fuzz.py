@@ -28,6 +28,8 @@ TRIES = {
     "databases": 3,
     "beside": 5,
     "pickles": 7,
+    "replicas": 1,
+    "ranks": 3,
 }
 
 

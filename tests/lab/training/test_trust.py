@@ -110,6 +110,8 @@ def test_the_seal_is_the_digest_of_the_file_with_zeros_for_its_digits(folder: Pa
     assert text[at : at + 64].decode() == hashlib.sha256(text[:at] + 64 * b"0" + text[at + 64 :]).hexdigest()
     with pytest.raises(ValueError, match="checksum"):
         sealed.dumps({"checksum": 1})
+    with pytest.raises(sealed.Altered, match="broken"):
+        sealed.loads(text.replace(b'"checksum": ', b'"checksum":\t', 1))  # JSON all the same
 
 
 # --- one owner --------------------------------------------------------------------------------------------------------
