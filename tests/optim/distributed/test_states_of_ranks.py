@@ -121,7 +121,7 @@ def test_the_whole_state_on_one_rank(two: Ends) -> None:
 def test_state_dict_on_one_rank_says_who_is_missing(four: Ends) -> None:
     first, *others = of(four, "state_of_one_rank")
     assert "state_dict() was called on rank 0, not on ranks [1, 2, 3]" in first["said"]
-    assert first["took"] < 30
+    assert "Gave up after 1 s" in first["said"]
     for end in (first, *others):  # and they are in step afterwards
         assert end["steps"] == 2
         assert_near(end["model"], first["model"])
