@@ -281,6 +281,21 @@ def test_an_input_whose_square_overflows_is_not_remembered(kind: Any) -> None:
     assert loss_of(model) < 1.2
 
 
+@pytest.mark.parametrize("scale", [1e10, 1e16])
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, lambda m: EKFAC(m, **{**ekfac.PAPER, "refresh_every": 2})])
+def test_a_state_of_large_inputs_is_taken_back(kind: Any, scale: float) -> None:
+    """Squares of their factors overflow: how far a basis has drifted is known all the same."""
+    model = mlp()
+    opt = kind(model)
+    for step in range(6):
+        x = torch.randn(8, model[0].in_features, generator=torch.Generator().manual_seed(step)) * scale
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    assert 0 <= opt.stats()["residual_drift"] < 1.5
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
 def test_many_skipped_steps_in_a_row_are_said_once() -> None:
     model = mlp()
     opt = EKFAC(model)
