@@ -454,7 +454,7 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=300),
     )  # fmt: skip
     ends: dict[str, Any] = {}
     for name in names:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ekfac
 import replicas_worker as base
 from replicas_worker import METHODS, Result, error_of, main, network, scenario
-from sharded_worker import lay_out, whole
+from sharded_worker import HYBRID, lay_out, lay_out_words, whole, words
 
 #: Steps after which a training is saved and goes on elsewhere.
 STEPS = (3, 6, 8, 10)
@@ -206,6 +209,70 @@ def dcp_full(rank: int, world: int) -> Result:
     return {"model": whole(model), "resumed": whole(other), "parts": len(state.get("state", {}))}
 
 
+# --- to and from tensor parallel ----------------------------------------------------------------------------------
+
+
+#: Layouts that a training moves through, and who saves it: the optimizer itself, or torch.
+SPREAD = ("by rows", "fsdp and tensor parallel", "fsdp", "by columns")
+SAVERS = ("state_dict", "sharded", "flat")
+
+
+def train_words(model: nn.Module, opt: Any, steps: range, mine: int = 0, batches: int = 1) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens, labels = (torch.randint(k, (24, 4), generator=generator).chunk(batches)[mine] for k in (11, 5))
+        opt.zero_grad()
+        wanted = nn.functional.one_hot(labels, 5)
+        ((model(tokens) - wanted).square().sum() * batches / 24).backward()
+        opt.step()
+
+
+def words_alone(method: str) -> dict[str, torch.Tensor]:
+    model = words()
+    kind, own = METHODS[method]
+    train_words(model, kind(model, **own, process_group=None), range(2 * len(SPREAD)))
+    return whole(model)
+
+
+def move_words(method: str, saver: str, rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Two steps under each layout, from what the one before has saved; weights always go by torch's checkpoint."""
+    kind, own = METHODS[method]
+    state, end = None, dict[str, torch.Tensor]()
+    for number, layout in enumerate(SPREAD):
+        model = words()
+        if layout == "fsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+            part = rank, world
+        else:
+            part = lay_out_words(model, layout, world)
+        opt = kind(model, **own)
+
+        def both(model: nn.Module = model, opt: Any = opt) -> dict[str, Any]:
+            found = {"model": get_model_state_dict(model)}
+            if saver != "state_dict":
+                found["optimizer"] = get_optimizer_state_dict(model, opt, options=WAYS[saver])
+            return found
+
+        if number:
+            saved = both()
+            dcp.load(saved, checkpoint_id=shared() / f"words-{method}-{saver}-{number - 1}")
+            set_model_state_dict(model, saved["model"])
+            if saver == "state_dict":
+                opt.load_state_dict(state)
+            else:
+                set_optimizer_state_dict(model, opt, saved["optimizer"], options=WAYS[saver])
+        train_words(model, opt, range(2 * number, 2 * number + 2), *part)
+        dcp.save(both(), checkpoint_id=shared() / f"words-{method}-{saver}-{number}")
+        state, end = copy.deepcopy(opt.state_dict()), whole(model)
+        opt.close()
+    return end
+
+
+@scenario
+def moves_of_words(rank: int, world: int) -> Result:
+    return {f"{m}, {saver}": move_words(m, saver, rank, world) for m in HYBRID for saver in SAVERS}
+
+
 # --- one rank alone -----------------------------------------------------------------------------------------------
 
 
@@ -217,15 +284,13 @@ def state_of_one_rank(rank: int, world: int) -> Result:
     base.one_step(model, opt)
     store = dist.distributed_c10d._get_default_store()
     before = store.timeout
-    store.set_timeout(before / 60)
-    began = time.monotonic()
+    store.set_timeout(datetime.timedelta(seconds=1))
     said = error_of(opt.state_dict) if rank == 0 else ""
-    took = time.monotonic() - began
     store.set_timeout(before)
     dist.barrier()
     base.one_step(model, opt)
     state = opt.state_dict()
-    return {"said": said, "took": took, "model": whole(model), "steps": state["ekfac"]["applied_steps"]}
+    return {"said": said, "model": whole(model), "steps": state["ekfac"]["applied_steps"]}
 
 
 # --- a rank that dies ---------------------------------------------------------------------------------------------

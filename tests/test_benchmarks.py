@@ -17,6 +17,7 @@ import bench_step
 import clock
 import contenders
 import cost_at_scale
+import peak
 
 CPU = torch.device("cpu")
 
@@ -86,6 +87,15 @@ def test_the_clock_says_what_is_left(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert lines[0] == "1 of 4 (x): 60 s, about 3 min left" and lines[-1] == "4 of 4 (x): 4 min, all done"
     assert clock.duration(3 * 3600 + 300) == "3 h 5 min"
+
+
+def test_a_peak_is_recorded_beside_what_the_summary_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["peak.py", "--width", "40", "--out", str(tmp_path / "peak.json")])
+    peak.main()
+    found = json.loads((tmp_path / "peak.json").read_text())
+    assert found == json.loads(capsys.readouterr().out)
+    assert found["state_mib"] == ekfac.summary(torch.nn.Linear(40, 40)).bytes / 2**20 < found["peak_mib"]
+    assert found["grew_mib"] > 0
 
 
 def test_cost_at_scale_adds_up(tmp_path, capsys):

@@ -19,6 +19,7 @@ TRIES = {
     "studies": 6,
     "constructors": 10,
     "spikes": 4,
+    "moments": 4,
     "batches": 4,
     "solvers": 10,
     "states": 12,
@@ -28,6 +29,8 @@ TRIES = {
     "databases": 3,
     "beside": 5,
     "pickles": 7,
+    "replicas": 1,
+    "ranks": 3,
 }
 
 

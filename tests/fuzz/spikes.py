@@ -55,18 +55,31 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 Change = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def losses(network: str, optimizer: str, change: Change, steps: int) -> tuple[list[float], list[bool]]:
+def losses(network: str, optimizer: str, change: Change, steps: int, way: str = "") -> tuple[list[float], list[bool]]:
     """The loss on other data after every step, and whether all weights and all of the state are finite."""
     torch.manual_seed(0)
     model = NETWORKS[network]()
     make, options = OPTIMIZERS[optimizer]
-    opt = make(model, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if way == "scaler" else None
+    opt = make(model, **options, **({} if scaler is None else {"grad_scaler": scaler}))
     found, finite = [], []
     for t in range(steps):
         x, y = change(t, *batch(t))
         opt.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        opt.step()
+        pieces = 4 if way.startswith("accumulated") else 1
+        for inputs, targets in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+                loss = nn.functional.cross_entropy(model(inputs), targets) / pieces
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if way in ("clipped", "accumulated, clipped"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif way == "each clipped":
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        if scaler is None:
+            opt.step()
+        else:
+            scaler.step(opt)
+            scaler.update()
         with torch.no_grad():
             x, y = batch(10**6)
             found.append(float(nn.functional.cross_entropy(model(x), y)))
@@ -101,6 +114,27 @@ def spike(chance: random.Random, folder: Path) -> str:
     return optimizer
 
 
+#: Ways to come from a loss to a step.
+WAYS = ("scaler", "accumulated", "accumulated, clipped", "autocast", "clipped", "each clipped")
+
+
+def at_any_moment(chance: random.Random, folder: Path) -> str:
+    """At the first steps, during warm-up, and around a refresh; numbers that are not finite too."""
+    network, optimizer, way = (chance.choice(sorted(names)) for names in (NETWORKS, OPTIMIZERS, WAYS))
+    size = chance.choice(
+        (math.inf, -math.inf, math.nan, *6 * [chance.choice((1.0, -1.0)) * 10 ** chance.uniform(3, 38.5)])
+    )
+    at, place = chance.choice((0, 1, 5, 9, 29, 48, 49, 50, 51)), (chance.randrange(32), chance.randrange(6))
+    found, finite = losses(network, optimizer, spiked(size, at, place), at + AFTER, way)
+    what = f"{optimizer}, {network}, {way}, {size:.0e} at step {at}"
+    if not all(finite) or not all(map(math.isfinite, found)):
+        raise Broken(f"{what}: something is not finite")
+    before = min(found[at - 1], math.log(3)) if at else math.log(3)
+    if not found[-1] <= 5 * before:
+        raise Broken(f"{what}: the loss went from {before:.2g} to {found[-1]:.2g}")
+    return way
+
+
 ODD: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "zeros": lambda x, y: (x * 0, y),
     "all alike": lambda x, y: (x[:1].expand_as(x).clone(), y),
@@ -132,5 +166,6 @@ def odd_batches(chance: random.Random, folder: Path) -> str:
 
 FUZZERS = (
     Fuzzer("spikes", "after one number that is far too large, training goes on", 576, spike),
+    Fuzzer("moments", "the same at any moment, accumulated, clipped, scaled, under autocast", 400, at_any_moment),
     Fuzzer("batches", "after batches of zeros, of one class, of one example, training goes on", 300, odd_batches),
 )

@@ -78,6 +78,8 @@ def rayleigh(matrix: Tensor, U: Tensor) -> Tensor:
 
 def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
     """Return ||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
+    largest = matrix.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+    matrix = matrix / largest  # squares of its entries might overflow
     return _off_diagonal(U.mT @ matrix @ U, matrix)
 
 

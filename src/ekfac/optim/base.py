@@ -76,6 +76,12 @@ class Base:
         """Remove the hooks from the model and free recorded CUDA graphs."""
         self.engine.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has hooks on its model and cannot be pickled: save its state_dict() and the "
+            "model's, or copy both with copy.deepcopy, whose .model is the copy"
+        )
+
     def __enter__(self) -> Self:
         return self
 

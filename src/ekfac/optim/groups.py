@@ -163,12 +163,6 @@ class Grouped(torch.optim.Optimizer):
             raise ValueError("state_dict, 'param_groups': 'params' must be numbers, each of them once")
         return groups
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} has hooks on its model and cannot be pickled: save opt.state_dict() and the "
-            "model's, or copy both with copy.deepcopy(opt), whose .model is the copy"
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         model = copy.deepcopy(self.model, memo)
         parameters = dict(model.named_parameters())

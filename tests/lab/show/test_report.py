@@ -430,7 +430,7 @@ def test_a_watched_page_follows_the_runs_and_keeps_what_is_hidden(browser: Any, 
         opened.tab.get_by_label("log x").click()
         for record in base.history[3:]:
             writer.add(record)
-        for _ in range(200):
+        for _ in range(2000):
             if opened.tab.evaluate(count) == len(base.history):
                 break
             opened.tab.wait_for_timeout(50)

@@ -112,7 +112,7 @@ def test_killed_and_resumed_gives_the_uninterrupted_records(made, tmp_path):
     while len(Records(out).runs) < 3 and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait() in (-signal.SIGKILL, 0)  # on a busy machine it may be over by now: its last line is cut
     file = out / "results.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) - 40])  # the last line is cut off in the middle

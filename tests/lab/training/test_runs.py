@@ -255,3 +255,18 @@ def test_ctrl_c_ends_tidily_and_the_run_goes_on_later(tmp_path):
     assert closing(first) == f"interrupted after epoch 0; --out {tmp_path} with --overwrite starts afresh"
     whole = training.train(config(epochs=4))
     assert timeless(train(config(epochs=4), tmp_path, resume=True).history) == timeless(whole.history)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "seed", "other"), [("sgd", 1, "seed 1, not 0"), ("ekfac", 0, "optimizer 'ekfac', not 'sgd'")]
+)
+def test_a_checkpoint_of_another_run_is_refused(optimizer, seed, other, tmp_path):
+    """Both files are as they were written, and the networks have the same shapes."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    train(config("sgd", epochs=1), mine)
+    train(config(optimizer, epochs=1, seed=seed), theirs)
+    (mine / "checkpoint.pt").write_bytes((theirs / "checkpoint.pt").read_bytes())
+    before = {file.name: file.read_bytes() for file in mine.iterdir()}
+    with pytest.raises(LabError, match=f"checkpoint.pt does not fit this run: it is of a run with {other}"):
+        launch({"epochs": 2}, mine, resume=True)
+    assert {file.name: file.read_bytes() for file in mine.iterdir()} == before

@@ -97,7 +97,7 @@ def test_an_older_checkpoint_with_a_flipped_bit_is_refused_by_the_archives_crc(f
 
 
 def test_other_programs_read_the_files_as_before(folder: Path) -> None:
-    assert set(torch.load(folder / "checkpoint.pt", weights_only=True)) == {"trainer", "history"}
+    assert set(torch.load(folder / "checkpoint.pt", weights_only=True)) == {"trainer", "history", "config"}
     assert json.loads((folder / "config.json").read_text())["config"]["task"] == "classifier"
     assert [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1]
 
@@ -110,6 +110,8 @@ def test_the_seal_is_the_digest_of_the_file_with_zeros_for_its_digits(folder: Pa
     assert text[at : at + 64].decode() == hashlib.sha256(text[:at] + 64 * b"0" + text[at + 64 :]).hexdigest()
     with pytest.raises(ValueError, match="checksum"):
         sealed.dumps({"checksum": 1})
+    with pytest.raises(sealed.Altered, match="broken"):
+        sealed.loads(text.replace(b'"checksum": ', b'"checksum":\t', 1))  # JSON all the same
 
 
 # --- one owner --------------------------------------------------------------------------------------------------------
@@ -128,10 +130,11 @@ def test_the_second_to_come_is_told_who_is_there(folder: Path, tmp_path: Path) -
     assert not (folder / ".lock").exists()
 
 
-def test_an_owner_that_has_not_signed_yet_is_waited_for(tmp_path: Path) -> None:
+def test_an_owner_that_has_not_signed_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
     import threading
 
+    monkeypatch.setattr("ekfac.lab.training.lock._TO_SIGN", 120.0)
     with (tmp_path / ".lock").open("a+") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         signed = json.dumps({"pid": 7, "host": "there", "since": "2000-01-01 00:00:00"})
@@ -296,8 +299,8 @@ def test_a_signal_ends_a_run_with_a_word_and_it_goes_on_later(number: int, code:
     out = tmp_path / "run"
     words = ["-m", "ekfac.lab.train", "tiny", "--plugin", PLUGIN, "--optimizer", "sgd"]
     words += ["--epochs", "15", "--device", "cpu", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.05"}
-    process = started.start(words, env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = started.start(words, env={**environment, "EKFAC_TEST_SLEEP": "0.02", "EKFAC_TEST_HOLD": "1,60"})
     wait_until(lambda: (out / "checkpoint.pt").exists() or process.poll() is not None)
     process.send_signal(number)
     said, error = process.communicate(timeout=120)
@@ -305,7 +308,6 @@ def test_a_signal_ends_a_run_with_a_word_and_it_goes_on_later(number: int, code:
     name = signal.Signals(number).name
     assert f"interrupted by {name} after epoch" in said and "with --resume goes on" in said and "Traceback" not in error
     assert not list(out.glob("*.part")) and not (out / ".lock").exists()
-    environment["EKFAC_TEST_SLEEP"] = "0"
     assert started.run([*words, "--resume"], env=environment).returncode == 0
     assert started.run([*words[:-1], str(tmp_path / "whole")], env=environment).returncode == 0
     assert timeless(load_run(out).history) == timeless(load_run(tmp_path / "whole").history)
@@ -330,15 +332,15 @@ def test_term_ends_a_search_with_its_workers_and_it_goes_on_later(tmp_path: Path
     words = ["-c", "from ekfac.cli.main import main; main()", "sweep", "tiny", "--plugin", PLUGIN]
     words += ["--optimizer", "sgd", "--lr", "0.1,0.2", "--random", "0", "--epochs", "30", "--out", str(tmp_path)]
     words += ["--workers", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
-    process = started.start(words, env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = started.start(words, env={**environment, "EKFAC_TEST_SLEEP": "0.02", "EKFAC_TEST_HOLD": "1,120"})
     wait_until(lambda: bool(list(tmp_path.glob("runs/*/checkpoint.pt"))) or process.poll() is not None)
     process.terminate()
     _, error = process.communicate(timeout=120)
     assert process.returncode == 143 and error == "interrupted by SIGTERM; the same command goes on\n", error
     assert not list(tmp_path.glob("runs/*/.lock"))
     # One worker suffices to go on, and is this process itself.
-    done = started.run([*words[:-1], "1"], env={**environment, "EKFAC_TEST_SLEEP": "0"})
+    done = started.run([*words[:-1], "1"], env=environment)
     assert done.returncode == 0 and "2 complete" in done.stdout, done.stderr
 
 

@@ -33,7 +33,7 @@ def run_in(folder: Path, name: str, world: int, scenarios: tuple[str, ...]) -> E
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> Ends:
-    return run_in(folder, "four", 4, ("first_stretch", "dcp_saves", "state_of_one_rank"))
+    return run_in(folder, "four", 4, ("first_stretch", "dcp_saves", "moves_of_words", "state_of_one_rank"))
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,14 @@ def test_a_training_moves_from_layout_to_layout(method: str, again: Ends) -> Non
     for end in of(again, "last_stretch"):
         for chain in worker.CHAINS:
             assert_near(end[f"{chain}-{method}"]["model"], worker.whole(model))
+
+
+@pytest.mark.parametrize("saver", worker.SAVERS)
+@pytest.mark.parametrize("method", worker.HYBRID)
+def test_a_training_moves_to_and_from_tensor_parallel(method: str, saver: str, four: Ends) -> None:
+    """Rows, FSDP2 with tensor parallel, FSDP2 alone, columns."""
+    for end in of(four, "moves_of_words"):
+        assert_near(end[f"{method}, {saver}"], worker.words_alone(method))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +129,7 @@ def test_the_whole_state_on_one_rank(two: Ends) -> None:
 def test_state_dict_on_one_rank_says_who_is_missing(four: Ends) -> None:
     first, *others = of(four, "state_of_one_rank")
     assert "state_dict() was called on rank 0, not on ranks [1, 2, 3]" in first["said"]
-    assert first["took"] < 30
+    assert "Gave up after 1 s" in first["said"]
     for end in (first, *others):  # and they are in step afterwards
         assert end["steps"] == 2
         assert_near(end["model"], first["model"])

@@ -132,6 +132,8 @@ def test_what_cannot_be_a_seed() -> None:
     step(opt, model, data[0])
     before = opt.curvature().dense()
     other = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3, bias=False)).double()
+    broken = fisher(model, data, "categorical")
+    broken.parts[-1].tensors()["U_A"][0, 0, 0] = torch.nan
     for operator, message in (
         (fisher(model, data, "categorical", approximation="diagonal"), "block '0' does not fit"),
         (fisher(model, data, "categorical", approximation="block"), "block '0' does not fit"),
@@ -139,6 +141,8 @@ def test_what_cannot_be_a_seed() -> None:
         (fisher(model, data, "categorical", max_factor_dim=4), "does not fit"),
         (fisher(other, data, "categorical"), "no block for '3'"),
         (fisher(model, data, "categorical").restrict("0"), "no block for '3'"),
+        (broken, "block '3', 'U_A': is not finite"),
+        (None, "operator is of type NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
             opt.seed(operator)

@@ -247,10 +247,11 @@ def test_a_checkpoint_across_a_freeze_loses_nothing(kind: Any, part: str, frozen
     assert_same(model, other)
 
 
-def test_an_optimizer_says_that_it_cannot_be_pickled() -> None:
-    with pytest.raises(TypeError, match=r"save opt\.state_dict"):
-        pickle.dumps(EKFAC(mlp()))
-    copy.deepcopy(EKFAC(mlp()))
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, ekfac.Preconditioner])
+def test_an_optimizer_says_that_it_cannot_be_pickled(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__} has hooks.*save its state_dict"):
+        pickle.dumps(kind(mlp()))
+    copy.deepcopy(kind(mlp()))
 
 
 def test_optimizers_that_are_gone_leave_no_hooks() -> None:
@@ -278,6 +279,21 @@ def test_an_input_whose_square_overflows_is_not_remembered(kind: Any) -> None:
         usual(model, opt)
     assert torch.isfinite(opt.state[model[0].weight]["A"]).all()
     assert loss_of(model) < 1.2
+
+
+@pytest.mark.parametrize("scale", [1e10, 1e16])
+@pytest.mark.parametrize("kind", [EKFAC, KFAC, lambda m: EKFAC(m, **{**ekfac.PAPER, "refresh_every": 2})])
+def test_a_state_of_large_inputs_is_taken_back(kind: Any, scale: float) -> None:
+    """Squares of their factors overflow: how far a basis has drifted is known all the same."""
+    model = mlp()
+    opt = kind(model)
+    for step in range(6):
+        x = torch.randn(8, model[0].in_features, generator=torch.Generator().manual_seed(step)) * scale
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    assert 0 <= opt.stats()["residual_drift"] < 1.5
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
 
 
 def test_many_skipped_steps_in_a_row_are_said_once() -> None:

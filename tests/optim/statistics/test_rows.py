@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ekfac.curvature import fingerprint
 from ekfac.optim.statistics import collector
 from ekfac.optim.statistics import factored_gradient as rows
 from paper import EKFAC, KFAC
@@ -84,3 +85,25 @@ def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
     steps(again, twin, range(5, 9))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_scalers_rows_are_never_taken_for_the_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the fingerprints of both are zero, as they may be by chance: rows are larger by its scale."""
+    monkeypatch.setattr(fingerprint, "same", lambda one, other, size: True)
+    ends = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 4))
+        opt = MAKERS[name](model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        opt.attach_scaler(scaler)
+        for step in range(8):
+            x = torch.randn(6, 30, generator=torch.Generator().manual_seed(step))
+            opt.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)

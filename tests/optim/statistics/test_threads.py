@@ -224,3 +224,73 @@ def test_two_batches_through_attention_before_one_backward_pass() -> None:
         opt.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+class Gate(nn.Module):
+    """Holds a thread in the middle of its forward pass until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trainer = threading.get_ident()
+        self.inside, self.free = threading.Event(), threading.Event()
+        self.in_training: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.get_ident() == self.trainer:
+            self.in_training()
+        else:
+            self.inside.set()
+            assert self.free.wait(120)
+        return x
+
+
+def overlapped(kind: str, evaluation: str | None, until: str) -> list[Tensor]:
+    """Train; every step begins while another thread is in the middle of a forward pass, and that ends at some point."""
+    torch.manual_seed(0)
+    gate = Gate()
+    model = nn.Sequential(nn.Linear(6, 5), gate, nn.Tanh(), nn.Linear(5, 3))
+    opt = KINDS[kind](model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    errors: list[BaseException] = []
+
+    def evaluate_beside() -> None:
+        try:
+            EVALUATIONS[str(evaluation)](model, opt, torch.randn(3, 6))
+        except BaseException as error:
+            errors.append(error)
+
+    for step in range(STEPS):
+        gate.inside.clear()
+        gate.free.clear()
+        thread = threading.Thread(target=evaluate_beside)
+
+        def pass_by(point: str, thread: threading.Thread = thread) -> None:
+            if evaluation is not None and point == until:
+                gate.free.set()
+                thread.join()
+
+        if evaluation is not None:
+            thread.start()
+            assert gate.inside.wait(120)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        gate.in_training = lambda: pass_by("forward")
+        opt.zero_grad()
+        loss = model(x).square().sum(1).mean()
+        pass_by("backward")
+        loss.backward()
+        pass_by("step")
+        opt.step()
+        if kind == "Preconditioner":
+            sgd.step()
+        pass_by("end")
+    assert not errors, errors
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("until", ["forward", "backward", "step", "end"])
+@pytest.mark.parametrize("evaluation", ["without gradients", "with gradients on", "paused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_passes_of_two_threads_overlap(kind: str, evaluation: str, until: str) -> None:
+    alone = overlapped(kind, None, until)
+    for p, q in zip(alone, overlapped(kind, evaluation, until), strict=True):
+        assert torch.equal(p, q)

@@ -112,6 +112,8 @@ def _prepare(
     if checkpoint is not None:
         _check_same_data(run.path, trainer)
         try:
+            if "config" in checkpoint and (other := _difference(TrainConfig.from_dict(checkpoint["config"]), config)):
+                raise ValueError(f"it is of a run with {other}")
             run.history = check_history(checkpoint["history"])
             trainer.load_state_dict(checkpoint["trainer"])
         except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -201,7 +203,7 @@ def launch(
 
 def _loop(trainer: Trainer, run: Run, folder: RunFolder | None, progress: Progress, saving: Saving) -> None:
     def state() -> dict[str, Any]:
-        return {"trainer": trainer.state_dict(), "history": run.history}
+        return {"trainer": trainer.state_dict(), "history": run.history, "config": trainer.config.to_dict()}
 
     def on_step(step: int, steps: int) -> None:
         if folder is not None and saving.every is not None and step % saving.every == 0 and step < steps:
@@ -282,20 +284,17 @@ def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool)
         return
     if not resume:
         raise LabError(f"{path} already holds a run; --resume goes on with it, --overwrite removes it")
-    if folder.config_file.exists():
-        _check_same(path, config)
+    if folder.config_file.exists() and (other := _difference(read_config(path)[0], config)):
+        raise LabError(f"{path} holds a run with {other}; resume it without changing it")
 
 
-def _check_same(path: Path, config: TrainConfig) -> None:
-    """Refuse to go on with other settings; only the device may change, and the number of epochs without a cosine."""
-    old, new = read_config(path)[0].to_dict(), json.loads(json.dumps(config.to_dict()))
-    for name, value in new.items():
-        # A plugin's file may lie elsewhere now; that one of its name is loaded was looked at before.
-        free = ("device", "plugins") if config.cosine else ("device", "plugins", "epochs")
-        if name not in free and value != old[name]:
-            raise LabError(
-                f"{path} holds a run with {name} {old[name]!r}, not {value!r}; resume it without changing it"
-            )
+def _difference(stored: TrainConfig, config: TrainConfig) -> str | None:
+    """Return the setting that is another; only the device may be, and the number of epochs without a cosine."""
+    old, new = (json.loads(json.dumps(of.to_dict())) for of in (stored, config))
+    # A plugin's file may lie elsewhere now; that one of its name is loaded was looked at before.
+    free = ("device", "plugins") if config.cosine else ("device", "plugins", "epochs")
+    other = (name for name, value in new.items() if name not in free and value != old[name])
+    return next((f"{name} {old[name]!r}, not {new[name]!r}" for name in other), None)
 
 
 def _check_same_data(path: Path | None, trainer: Trainer) -> None:

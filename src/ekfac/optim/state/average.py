@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import local, piece_of, whole_of
 from ekfac.optim.state.validation import check_count, check_tensor, refuse
-from ekfac.optim.step_size.course import STATISTICS, WeightAverage
+from ekfac.optim.step_size.course import WeightAverage
+from ekfac.optim.step_size.running_statistics import STATISTICS
 
 
 def save_average(
@@ -18,14 +19,17 @@ def save_average(
 ) -> dict[str, Any] | None:
     """Return what is kept, as plain data; None if it is nothing. All processes that train together must call this.
 
-    Of running statistics, which every process takes from its own batches, the first one's are saved.
+    Of running statistics, which every process takes from its own batches, the first one's are saved. Amid a pass the
+    modules' own have moved on since the last step; what is saved is how far they are from those of the average now.
     """
     if average.possible is None and not average.offsets:
         return None
     model = average.model
     modules = {} if model is None else {module: name for name, module in model.named_modules()}
     offsets = {names[p]: whole_of(average.offsets[p], p) for p in names if p in average.offsets}
-    statistics = {f"{modules[m]}.{name}": d for (m, name), d in average.statistics.items() if m in modules}
+    now = {place: getattr(*place) - x for place, x in average.shown.items()}
+    found = {**average.statistics, **now}
+    statistics = {f"{modules[m]}.{name}": d for (m, name), d in found.items() if m in modules}
     if processes.size > 1:
         statistics = processes.gather({place: d.cpu() for place, d in statistics.items()})[0]
     return {
@@ -51,6 +55,9 @@ def load_average(
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             refuse(f"'average', {name!r}", f"is {flag!r}. Allowed: True or False")
+    for part in ("offsets", "statistics"):
+        if not isinstance(saved.get(part) or {}, Mapping):
+            refuse(f"'average', {part!r}", f"is of type {type(saved[part]).__name__}. Allowed: a dict")
     for name, d in dict(saved.get("offsets") or {}).items():
         if name not in parameters:
             refuse("'average', 'offsets'", f"{name!r} is no parameter of this model")

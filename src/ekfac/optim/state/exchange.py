@@ -52,6 +52,10 @@ def seed(engine: Engine, operator: Curvature) -> None:
 
     Everything is checked before anything is changed.
     """
+    if not isinstance(operator, Curvature):
+        raise ValueError(
+            f"operator is of type {type(operator).__name__}. Allowed: what fisher() or curvature() returns"
+        )
     given = {part.parameters: part for part in operator.parts}
     matched: list[tuple[Block, Part]] = []
     for block in engine.partition.blocks:
@@ -72,6 +76,9 @@ def seed(engine: Engine, operator: Curvature) -> None:
                 "Allowed: a 'kfac' or 'ekfac' operator of the same model, made with the same sua, include, exclude and "
                 "max_factor_dim"
             )
+        for name, tensor in part.tensors().items():
+            if not bool(torch.isfinite(tensor.to(block.dtype)).all()):
+                raise ValueError(f"the operator's block '{part.name}', {name!r}: is not finite in {block.dtype}")
         matched.append((block, part))
     if given:
         raise ValueError(

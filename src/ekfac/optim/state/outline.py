@@ -14,7 +14,8 @@ from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.states import make_contiguous
 from ekfac.optim.engine import Engine
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
-from ekfac.optim.step_size.course import STATISTICS, WeightAverage, norms_of
+from ekfac.optim.step_size.course import WeightAverage
+from ekfac.optim.step_size.running_statistics import STATISTICS, norms_of
 from ekfac.optim.types import Rates, StepInputs
 
 

@@ -120,7 +120,7 @@ def check_tensor(where: str, key: str, value: Any, shape: Any, dtype: torch.dtyp
         eye = torch.eye(kept.shape[-1], dtype=kept.dtype, device=kept.device)
         if kept.numel() and not bool((kept.mT @ kept - eye).abs().amax() <= DRIFT):
             refuse(where, "is no basis: its columns are not orthonormal")
-    elif key in ("m", "momentum_buffer"):
+    elif key in ("m", "momentum_buffer", "offset"):
         limit = torch.finfo(kept.dtype).max ** 0.375  # as far as any gradient is taken in
         if bool((kept.abs() > limit).any()):
             refuse(where, f"has entries beyond {limit:.1e}, to which no gradient is taken in")

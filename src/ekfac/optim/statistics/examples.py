@@ -15,8 +15,13 @@ from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
 def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates: Rates) -> Rows | None:
     """Return the captured h and delta in place of ``.grad``, where it is certain that ``.grad`` is their product.
 
-    Nobody may have touched it, it must come from this one backward pass, and it must have the rows' fingerprint.
+    Nobody may have touched it, it must come from this one backward pass, and it must have the rows' fingerprint. A
+    scaler touches it without a trace, and the rows are larger by its scale: where a fingerprint is near zero by chance,
+    rounding would hide that.
     """
+    scaler = collector.options.grad_scaler
+    if scaler is not None and scaler.is_enabled():
+        return None
     kept = inputs.calls[block]
     if len(kept) > 1 or not collector.may_use_rows(block) or not collector.watch.single_pass:
         return None

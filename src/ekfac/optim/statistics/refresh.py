@@ -94,7 +94,7 @@ class Refresher:
     def _drifted(self, residual: Tensor) -> None:
         drift = self._drift_on(residual.device)
         # In place: a warm refresh may run on a side stream, and memory that is freed there is not waited for.
-        drift.copy_(torch.maximum(drift, residual))
+        drift.copy_(torch.fmax(drift, residual))  # a factor that is not finite has none
 
     def _drift_on(self, device: torch.device) -> Tensor:
         if self.drift is None:

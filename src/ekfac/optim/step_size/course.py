@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, local, reshard, resharded
+from ekfac.optim.step_size.running_statistics import STATISTICS, VARIANCE, batches_of, fraction, norms_of
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
@@ -31,9 +31,6 @@ NARROW = 64
 ANNEAL = 100.0
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
-#: Running statistics of batch-norm, which belong to the weights that they were taken with.
-VARIANCE = "running_var"
-STATISTICS = ("running_mean", VARIANCE)
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
 
@@ -171,13 +168,15 @@ class WeightAverage:
         #: Parameters in whose update the offsets hold d - z.
         self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
-        self._shown: dict[tuple[nn.Module, str], Tensor] = {}
+        self.shown: dict[tuple[nn.Module, str], Tensor] = {}
         #: The modules that keep running statistics, each with how many batches it has seen, and, once a step has told,
         #: how many in a forward: to ask every time would have the host wait. Looked for at the first forward.
         self._norms: dict[nn.Module, int] | None = None
         self._calls: dict[nn.Module, int] | None = None
         #: Forwards in training mode since the last step.
         self._forwards = 0
+        #: Whether this goes on from amid a pass, with z' - x in place of z - x, and x is to be found again.
+        self._found_amid = False
 
     @property
     def model(self) -> nn.Module | None:
@@ -193,6 +192,7 @@ class WeightAverage:
         trains = model is not None and model.training
         self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
         self._forwards += trains
+        self._find_shown()
         if self._norms is None:
             self._norms = {module: batches_of(module) for module in norms_of(model)}
         if not self.training and model is not None and (trains or self.trains_in_eval):
@@ -211,10 +211,15 @@ class WeightAverage:
         places = [place for place in self.statistics if place[0].training]
         if places:
             buffers = [getattr(module, name) for module, name in places]
-            self._shown = dict(zip(places, torch._foreach_add(buffers, 0), strict=True))
+            self.shown = dict(zip(places, torch._foreach_add(buffers, 0), strict=True))
             offsets = [self.statistics[place].to(b) for place, b in zip(places, buffers, strict=True)]
             torch._foreach_add_(buffers, offsets)
             torch._foreach_clamp_min_([b for b, (_, name) in zip(buffers, places, strict=True) if name == VARIANCE], 0)
+
+    def _find_shown(self) -> None:
+        if self._found_amid:
+            self._found_amid = False
+            self.shown = {(m, name): getattr(m, name) - d for (m, name), d in self.statistics.items() if m.training}
 
     def _held(self) -> list[Tensor]:
         """Return what this process holds of the parameters that have offsets."""
@@ -232,16 +237,15 @@ class WeightAverage:
         """Show x, after a step that was refused too."""
         if self.in_update:
             self.after_update(self.in_update)
+        self._find_shown()
         if self.training:
             self.training = False
             if self.offsets:
                 self._let_go()
                 torch._foreach_sub_(self._held(), self._moved())
-            if self._shown:
-                torch._foreach_copy_(
-                    [getattr(module, name) for module, name in self._shown], list(self._shown.values())
-                )
-            self._shown = {}
+            if self.shown:
+                torch._foreach_copy_([getattr(module, name) for module, name in self.shown], list(self.shown.values()))
+            self.shown = {}
 
     def _let_go(self) -> None:
         """Let go of copies that were gathered from pieces which are about to change."""
@@ -333,9 +337,9 @@ class WeightAverage:
             self._calls = {module: max(1, batches // max(1, forwards)) for module, batches in seen.items()}
         for module in norms:
             for name in STATISTICS if module.training else ():
-                if (module, name) not in self._shown:
+                if (module, name) not in self.shown:
                     self.statistics[module, name] = torch.zeros_like(getattr(module, name))
-        if self._shown:
+        if self.shown:
             self._average_statistics(forwards, self.weight if done else 0.0, ok)
         if self._sharded:
             self._let_go()
@@ -352,7 +356,7 @@ class WeightAverage:
             weight: c.
             ok: 0 on the device in a step that changed nothing; None where that is known.
         """
-        places, shown = list(self._shown), list(self._shown.values())
+        places, shown = list(self.shown), list(self.shown.values())
         buffers = [getattr(module, name) for module, name in places]
         old = [self.statistics[place].to(b) for place, b in zip(places, buffers, strict=True)]
         new = torch._foreach_sub(buffers, shown)  # z' - x, which is z - x of the next step, less what x is to move
@@ -363,7 +367,7 @@ class WeightAverage:
         torch._foreach_copy_(buffers, torch._foreach_add(shown, moved))
         torch._foreach_clamp_min_([b for b, (_, name) in zip(buffers, places, strict=True) if name == VARIANCE], 0)
         self.statistics.update(zip(places, torch._foreach_sub(new, moved), strict=True))
-        self._shown = {}
+        self.shown = {}
 
     def adopt(
         self,
@@ -374,24 +378,6 @@ class WeightAverage:
         training: bool,
     ) -> None:
         """Go on from what a checkpoint has, in place of what is there."""
-        self.offsets, self.statistics, self._shown = offsets, statistics, {}
+        self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
         self._sharded = any_sharded(offsets)
-
-
-def fraction(module: nn.Module, batches: int) -> float:
-    """Return how much of a norm's running statistics is from its last batches; all where it keeps a plain mean."""
-    momentum = getattr(module, "momentum", None)
-    return 1.0 if momentum is None or not batches else 1 - (1 - momentum) ** batches or 1.0
-
-
-def batches_of(module: nn.Module) -> int:
-    """Return how many batches a norm has seen; 0 where it does not count them."""
-    counted = getattr(module, "num_batches_tracked", None)
-    return int(counted) if isinstance(counted, Tensor) else 0
-
-
-def norms_of(model: nn.Module | None) -> list[nn.Module]:
-    """Return the modules of a model that keep running statistics."""
-    modules = [] if model is None else list(model.modules())
-    return [m for m in modules if isinstance(m, _NormBase) and isinstance(m.running_mean, Tensor)]
