@@ -1,0 +1,471 @@
+"""A GPU on a CPU: what a CUDA device does to a program, without its speed.
+
+Inside :func:`emulated` tensors can be on "cuda:0". They are computed on the CPU, but are told apart from the CPU's by
+all that Python can ask, and follow the rules of a GPU:
+
+* A CUDA graph records operations and runs none: what was made during a recording is NaN until it is replayed. A replay
+  does the same operations on the same tensors, with the numbers that the host had when it was recorded.
+* Nothing can be read by the host, copied from it, or solved by what waits for the device while a graph is recorded.
+* Streams run side by side. Who reads or writes what another stream has under way, without having waited, is a race;
+  so is memory that goes back to its stream while another may still use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ekfac.curvature import eigensolvers
+from ekfac.optim.cuda import fused
+from ekfac.optim.methods.rules import within_range
+from ekfac.optim.types import BlockStep, EigenState
+
+DEVICE = torch.device("cuda:0")
+CPU = torch.device("cpu")
+#: Operations that have the host wait for the device, or take sizes from it.
+WAITING = {
+    "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount",
+    "_linalg_eigh", "linalg_eigh", "linalg_inv_ex", "_linalg_svd", "linalg_cholesky", "repeat_interleave",
+}  # fmt: skip
+#: Methods of a tensor that take it elsewhere.
+MOVES = {"to", "cuda", "cpu", "type_as"}
+
+
+class Race(AssertionError):
+    """Two streams use one tensor at once."""
+
+
+class Stream:
+    """Work in order. Its clock tells how far it has come itself, and how far it has waited for the others."""
+
+    addresses = itertools.count(1)
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = DEVICE
+        self.cuda_stream = next(Stream.addresses)
+        self.clock: dict[int, int] = {self.cuda_stream: 0}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait(other.clock)
+
+    def wait_event(self, event: Event) -> None:
+        self.wait(event.clock)
+
+    def wait(self, clock: dict[int, int]) -> None:
+        for stream, time in clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def knows(self, use: tuple[int, int]) -> bool:
+        return self.clock.get(use[0], 0) >= use[1]
+
+
+class Event:
+    """A moment of a stream. It has not come yet when the host asks for the first time."""
+
+    def __init__(self) -> None:
+        self.clock: dict[int, int] = {}
+        self.asked = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or gpu().stream).clock)
+
+    def synchronize(self) -> None:
+        self.asked = True
+
+    def query(self) -> bool:
+        asked, self.asked = self.asked, True
+        return asked
+
+
+class Memory:
+    """Who has written a piece of memory last, and who has read it since."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.written = stream.cuda_stream, stream.clock[stream.cuda_stream]
+        self.read: dict[int, int] = {}
+
+    def uses(self) -> list[tuple[int, int]]:
+        return [self.written, *self.read.items()]
+
+    def use(self, stream: Stream, writes: bool, what: object) -> None:
+        now = stream.cuda_stream, stream.clock[stream.cuda_stream]
+        for other in self.uses() if writes else [self.written]:
+            if not stream.knows(other):
+                raise Race(f"{what}: stream {now[0]} has not waited for stream {other[0]}")
+        if writes:
+            self.written, self.read = now, {}
+        else:
+            self.read[now[0]] = now[1]
+
+    def freed(self) -> None:
+        """Note memory that goes back to its stream while another may use it."""
+        device = GPUS[-1] if GPUS else None
+        if device is not None and not all(map(self.stream.knows, self.uses())):
+            device.early += 1
+
+
+class Graph:
+    """Operations that can be done again."""
+
+    def __init__(self) -> None:
+        #: What to do, and where its results go; None where it writes them itself.
+        self.recorded: list[tuple[Callable[..., Any], Any, Any, list[Tensor] | None]] = []
+        #: Memory that is read and written.
+        self.memory: list[tuple[Memory, bool]] = []
+        self.complete = False
+        self.replays = 0
+
+    def replay(self) -> None:
+        assert self.complete and gpu().recording is None
+        self.replays += 1
+        stream = gpu().stream
+        stream.clock[stream.cuda_stream] += 1
+        for memory, writes in self.memory:
+            memory.use(stream, writes, "a graph")
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for function, args, kwargs, places in self.recorded:
+                found = function(*args, **kwargs)
+                for place, new in zip(places or (), tensors_in(found), strict=places is not None):
+                    place.copy_(new)
+
+
+class GPU:
+    """The device: its streams, and the graph that is being recorded."""
+
+    def __init__(self) -> None:
+        self.default = self.stream = Stream()
+        self.recording: Graph | None = None
+        self.graphs: list[weakref.ref[Graph]] = []
+        #: How often memory went back to its stream while another might still use it.
+        self.early = 0
+        #: How often the host has waited for the device.
+        self.waits = 0
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextmanager
+    def graph(self, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> Iterator[None]:
+        assert self.recording is None, "a graph within a graph"
+        assert not gc.isenabled(), "what the collector destroys during a recording can spoil it"
+        stream = stream or Stream()
+        stream.wait_stream(self.stream)  # torch waits for the device first
+        with self.on(stream):
+            self.recording = graph
+            try:
+                yield
+            finally:
+                self.recording = None
+            for other, time in clocks_of(graph):
+                assert stream.knows((other, time)), "a branch of the graph is never joined"
+        self.stream.wait_stream(stream)
+        graph.complete = True
+        self.graphs.append(weakref.ref(graph))
+
+    def wait(self) -> None:
+        """Have the host wait, which it may not do during a recording."""
+        self.refuse("the host waits for the device")
+        self.waits += 1
+
+    def refuse(self, what: str) -> None:
+        if self.recording is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+GPUS: list[GPU] = []
+
+
+def gpu() -> GPU:
+    return GPUS[-1]
+
+
+def clocks_of(graph: Graph) -> list[tuple[int, int]]:
+    return [use for memory, _ in graph.memory for use in memory.uses()]
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of the emulated device: around one of the CPU."""
+
+    inner: Tensor
+    is_cuda = True  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
+    device = DEVICE  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> OnGPU:
+        form = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        made: OnGPU = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **form)
+        made.inner = inner
+        return made
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def tolist(self) -> Any:
+        return moved(self, CPU).tolist()
+
+    def get_device(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"on a GPU: {self.inner}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnGPU:
+        if id(self) not in memo:
+            with torch.no_grad():
+                new = memo[id(self)] = self.detach().clone()
+            own = {name: copy.deepcopy(v, memo) for name, v in self.__dict__.items() if name != "inner"}
+            new.__dict__.update(own)
+            new.requires_grad_(self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return computed(func, args, kwargs or {})
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
+
+
+def memory_of(inner: Tensor) -> Memory:
+    """Return the memory of a tensor, which is noted from then on."""
+    storage: Any = inner.untyped_storage()
+    if not hasattr(storage, "memory"):
+        storage.memory = Memory(gpu().stream)
+        weakref.finalize(storage, storage.memory.freed)
+    return storage.memory  # type: ignore[no-any-return]
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Do an operation on the device, or record it."""
+    device, name, schema = gpu(), func._schema.name.split("::")[1], func._schema
+    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, OnGPU)]
+    others = [t for t in tensors_in((args, kwargs)) if not isinstance(t, OnGPU)]
+    copies = name in ("copy_", "_foreach_copy_")
+    if others and copies:
+        device.refuse("a copy between host and device")
+        device.waits += isinstance(args[0], OnGPU) is False and not kwargs.get("non_blocking", args[2:] == (True,))
+    elif any(t.dim() for t in others):
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, cuda:0 and cpu")
+    indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+    if name in WAITING or any(t is not None and t.dtype == torch.bool for t in indices):
+        device.wait()
+    of = {id(t.inner): t for t in given}
+    inner_args, inner_kwargs = tree_map_only(OnGPU, lambda t: t.inner, (args, kwargs))
+    if device.recording is not None and others:  # numbers that the host has now
+        inner_args, inner_kwargs = tree_map_only(
+            Tensor, lambda t: t if id(t) in of else t.clone(), (inner_args, inner_kwargs)
+        )
+    written = written_by(schema, inner_args, inner_kwargs)
+    device.stream.clock[device.stream.cuda_stream] += 1
+    known = {id(t.inner.untyped_storage()) for t in given}
+    if device.recording is not None and schema.is_mutable:
+        out = args[0] if name.endswith("_") else kwargs["out"]
+        if name.startswith("_foreach"):
+            out = None
+        device.recording.recorded.append((func, inner_args, inner_kwargs, None))
+    else:
+        with torch._C._DisableTorchDispatch():
+            found = func(*inner_args, **inner_kwargs)
+        if device.recording is not None and not aliases(found, known):
+            places = tensors_in(found)
+            device.recording.recorded.append((func, inner_args, inner_kwargs, places))
+            for place in places:
+                if place.is_floating_point():
+                    place.fill_(float("nan"))
+        out = tree_map_only(Tensor, lambda t: of.get(id(t)) if id(t) in of else OnGPU(t), found)
+        if not given or not all(isinstance(args[0], OnGPU) for _ in range(copies)):
+            out = found
+    if not aliases(out, known) or schema.is_mutable:
+        note(name, given, written, tensors_in(out))
+    return out
+
+
+def written_by(schema: Any, args: Any, kwargs: Any) -> set[int]:
+    """Return the tensors that an operation writes."""
+    found = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return set(map(id, found))
+
+
+def aliases(found: Any, known: set[int]) -> bool:
+    """Tell whether all that was made are views."""
+    made = [t.inner if isinstance(t, OnGPU) else t for t in tensors_in(found)]
+    return bool(made) and all(id(t.untyped_storage()) in known for t in made)
+
+
+def note(name: str, given: list[OnGPU], written: set[int], made: list[Tensor]) -> None:
+    """Note who uses which memory now."""
+    device = gpu()
+    used = [(t.inner, id(t.inner) in written) for t in given]
+    used += [(t.inner, True) for t in made if isinstance(t, OnGPU) and not any(t is g for g in given)]
+    for inner, writes in used:
+        memory = memory_of(inner)
+        memory.use(device.stream, writes, name)
+        if device.recording is not None:
+            device.recording.memory.append((memory, writes))
+
+
+def moved(t: Tensor, device: torch.device, copies: bool = False) -> Tensor:
+    """Take a tensor to another device."""
+    if t.device == device and not copies:
+        return t
+    if t.device != device:
+        gpu().refuse("a copy between host and device")
+        gpu().waits += device == CPU
+    return Moved.apply(t, device)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Moved(torch.autograd.Function):
+    """A copy on a device, through which gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, device: torch.device) -> Tensor:
+        ctx.device = t.device
+        inner = t.inner if isinstance(t, OnGPU) else t
+        with torch._C._DisableTorchDispatch():
+            new = inner.detach().clone()
+        if device == CPU:
+            return new
+        found = OnGPU(new)
+        memory_of(new)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return moved(gradient, ctx.device), None
+
+
+class Devices(TorchFunctionMode):
+    """Has "cuda" mean the emulated device where tensors are made and moved."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is torch.device or name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        if name == "tolist" and isinstance(args[0], OnGPU):
+            return args[0].tolist()
+        if name in MOVES and args and isinstance(args[0], Tensor):
+            return self.move(name, *args, **kwargs)
+        if kwargs.pop("pin_memory", False):
+            return func(*args, **kwargs)
+        if name == "pin_memory":
+            return args[0]
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        device = torch.device(device)
+        made = func(*[moved(a, CPU) if isinstance(a, OnGPU) else a for a in args], **{**kwargs, "device": CPU})
+        if device.type != "cuda":
+            return made
+        if name in ("tensor", "as_tensor") and made.numel():
+            gpu().refuse("numbers from the host")
+        memory_of(made)
+        gpu().waits += 0
+        if gpu().recording is not None:  # a kernel fills it when the graph is replayed
+            graph, value = gpu().recording, made.clone()
+            assert graph is not None
+            if name not in ("empty", "empty_like", "new_empty"):
+                graph.recorded.append((Tensor.copy_, (made, value), {}, None))
+                graph.memory.append((memory_of(made), True))
+            if made.is_floating_point():
+                made.fill_(float("nan"))
+        found = OnGPU(made)
+        return found.requires_grad_() if kwargs.get("requires_grad") else found
+
+    def move(self, name: str, t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device, dtype, given = t.device, kwargs.pop("dtype", None), list(args)
+        copies = kwargs.pop("copy", False)
+        target = kwargs.pop("device", None)
+        if name in ("cuda", "cpu"):
+            return moved(t, DEVICE if name == "cuda" else CPU)
+        for value in given:
+            if isinstance(value, Tensor):
+                device, dtype = value.device, value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, (str, torch.device)):
+                target = value
+        if target is not None:
+            device = torch.device(target)
+        device = DEVICE if device.type == "cuda" else device
+        as_dtype = t if dtype is None or t.dtype == dtype else Tensor.to(t, dtype)
+        return moved(as_dtype, device, copies and as_dtype is t)
+
+
+def by_the_rule(rule: Any, state: EigenState, step: BlockStep) -> Tensor:
+    """Do what the kernels of the default rule do, by the rule."""
+    same = step.seen is step.g
+    step.g = within_range(step.g)
+    step.seen = step.g if same else within_range(step.seen)
+    rule.observe(state, step)
+    return rule.direction(state, step)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def emulated() -> Iterator[GPU]:
+    """Have an H200 inside."""
+    device = GPU()
+    GPUS.append(device)
+    stands_in: dict[str, Any] = {
+        "CUDAGraph": Graph, "graph": device.graph, "Stream": Stream, "Event": Event, "stream": device.on,
+        "current_stream": lambda device_=None: device.stream, "set_stream": lambda s: setattr(device, "stream", s),
+        "is_current_stream_capturing": lambda: device.recording is not None, "graph_pool_handle": lambda: (0, 0),
+        "synchronize": lambda device_=None: device.wait(), "is_available": lambda: True,
+        "get_device_capability": lambda device_=None: (9, 0), "device_of": lambda t: contextlib.nullcontext(),
+        "current_device": lambda: 0,
+    }  # fmt: skip
+    eigensolvers._double_is_cheap.cache_clear()
+    with contextlib.ExitStack() as stack:
+        for name, value in stands_in.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(fused, "launch", by_the_rule))
+        stack.enter_context(mock.patch.object(fused, "_known", {}))
+        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda t, *given: moved(t, DEVICE)))
+        stack.enter_context(mode := Devices())
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with mode:  # its hooks are functions like any other
+                return run(*args, **kwargs)
+
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            yield device
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+            GPUS.remove(device)
+            eigensolvers._double_is_cheap.cache_clear()
