@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ekfac.curvature import eigensolvers
 from ekfac.optim.cuda import fused
@@ -101,6 +100,9 @@ class Memory:
         self.stream = stream
         self.written = stream.cuda_stream, stream.clock[stream.cuda_stream]
         self.read: dict[int, int] = {}
+        self.device = gpu()
+        #: What a graph makes stays its own.
+        self.pooled = self.device.recording is not None
 
     def uses(self) -> list[tuple[int, int]]:
         return [self.written, *self.read.items()]
@@ -117,9 +119,8 @@ class Memory:
 
     def freed(self) -> None:
         """Note memory that goes back to its stream while another may use it."""
-        device = GPUS[-1] if GPUS else None
-        if device is not None and not all(map(self.stream.knows, self.uses())):
-            device.early += 1
+        if not self.pooled and not all(map(self.stream.knows, self.uses())):
+            self.device.early.append((self.stream.cuda_stream, self.uses()))
 
 
 class Graph:
@@ -128,8 +129,8 @@ class Graph:
     def __init__(self) -> None:
         #: What to do, and where its results go; None where it writes them itself.
         self.recorded: list[tuple[Callable[..., Any], Any, Any, list[Tensor] | None]] = []
-        #: Memory that is read and written.
-        self.memory: list[tuple[Memory, bool]] = []
+        #: The memory that is used, and whether it is written.
+        self.memory: dict[Memory, bool] = {}
         self.complete = False
         self.replays = 0
 
@@ -138,7 +139,7 @@ class Graph:
         self.replays += 1
         stream = gpu().stream
         stream.clock[stream.cuda_stream] += 1
-        for memory, writes in self.memory:
+        for memory, writes in self.memory.items():
             memory.use(stream, writes, "a graph")
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             for function, args, kwargs, places in self.recorded:
@@ -154,8 +155,8 @@ class GPU:
         self.default = self.stream = Stream()
         self.recording: Graph | None = None
         self.graphs: list[weakref.ref[Graph]] = []
-        #: How often memory went back to its stream while another might still use it.
-        self.early = 0
+        #: Memory that went back to its stream while another might still use it, by who has used it.
+        self.early: list[object] = []
         #: How often the host has waited for the device.
         self.waits = 0
 
@@ -203,7 +204,7 @@ def gpu() -> GPU:
 
 
 def clocks_of(graph: Graph) -> list[tuple[int, int]]:
-    return [use for memory, _ in graph.memory for use in memory.uses()]
+    return [use for memory in graph.memory for use in memory.uses()]
 
 
 class OnGPU(torch.Tensor):
@@ -252,7 +253,25 @@ class OnGPU(torch.Tensor):
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    return [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
+    """Return the tensors in what an operation is given, or returns."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [t for v in values for t in tensors_in(v)] if type(values) in (list, tuple) else []
+
+
+def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """Return the same with a function of each tensor in its place."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if isinstance(values, dict):
+        return {name: mapped(function, v) for name, v in values.items()}
+    return type(values)(mapped(function, v) for v in values) if type(values) in (list, tuple) else values
+
+
+def inner_of(t: Tensor) -> Tensor:
+    return t.inner if isinstance(t, OnGPU) else t
 
 
 def memory_of(inner: Tensor) -> Memory:
@@ -266,74 +285,69 @@ def memory_of(inner: Tensor) -> Memory:
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation on the device, or record it."""
-    device, name, schema = gpu(), func._schema.name.split("::")[1], func._schema
-    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, OnGPU)]
-    others = [t for t in tensors_in((args, kwargs)) if not isinstance(t, OnGPU)]
-    copies = name in ("copy_", "_foreach_copy_")
-    if others and copies:
-        device.refuse("a copy between host and device")
-        device.waits += isinstance(args[0], OnGPU) is False and not kwargs.get("non_blocking", args[2:] == (True,))
-    elif any(t.dim() for t in others):
-        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, cuda:0 and cpu")
+    device, schema = gpu(), func._schema
+    name = schema.name.removeprefix("aten::")
+    given = tensors_in((args, kwargs))
+    mine = [t for t in given if isinstance(t, OnGPU)]
+    if len(mine) < len(given):
+        check_mixture(name, args, kwargs, [t for t in given if not isinstance(t, OnGPU)])
     indices = args[1] if name in ("index", "index_put", "index_put_") else ()
     if name in WAITING or any(t is not None and t.dtype == torch.bool for t in indices):
         device.wait()
-    of = {id(t.inner): t for t in given}
-    inner_args, inner_kwargs = tree_map_only(OnGPU, lambda t: t.inner, (args, kwargs))
-    if device.recording is not None and others:  # numbers that the host has now
-        inner_args, inner_kwargs = tree_map_only(
-            Tensor, lambda t: t if id(t) in of else t.clone(), (inner_args, inner_kwargs)
-        )
-    written = written_by(schema, inner_args, inner_kwargs)
+    wrapped = {id(t.inner): t for t in mine}
+    # What the host has now is what a graph has for good.
+    numbers = (lambda t: t) if device.recording is None else Tensor.clone
+    args_, kwargs_ = mapped(lambda t: t.inner if isinstance(t, OnGPU) else numbers(t), (args, kwargs))
+    written = written_by(schema, args_, kwargs_)
     device.stream.clock[device.stream.cuda_stream] += 1
-    known = {id(t.inner.untyped_storage()) for t in given}
     if device.recording is not None and schema.is_mutable:
-        out = args[0] if name.endswith("_") else kwargs["out"]
-        if name.startswith("_foreach"):
-            out = None
-        device.recording.recorded.append((func, inner_args, inner_kwargs, None))
-    else:
-        with torch._C._DisableTorchDispatch():
-            found = func(*inner_args, **inner_kwargs)
-        if device.recording is not None and not aliases(found, known):
-            places = tensors_in(found)
-            device.recording.recorded.append((func, inner_args, inner_kwargs, places))
-            for place in places:
-                if place.is_floating_point():
-                    place.fill_(float("nan"))
-        out = tree_map_only(Tensor, lambda t: of.get(id(t)) if id(t) in of else OnGPU(t), found)
-        if not given or not all(isinstance(args[0], OnGPU) for _ in range(copies)):
-            out = found
-    if not aliases(out, known) or schema.is_mutable:
-        note(name, given, written, tensors_in(out))
-    return out
+        device.recording.recorded.append((func, args_, kwargs_, None))
+        note(name, mine, written, [])
+        return None if name.startswith("_foreach") else args[0] if name.endswith("_") else kwargs["out"]
+    with torch._C._DisableTorchDispatch():
+        found = func(*args_, **kwargs_)
+    known = {id(t.inner.untyped_storage()) for t in mine}
+    made = [t for t in tensors_in(found) if id(t) not in wrapped]
+    views = bool(made) and all(id(t.untyped_storage()) in known for t in made)
+    if device.recording is not None and not views:
+        device.recording.recorded.append((func, args_, kwargs_, made))
+        for place in made:
+            if place.is_floating_point():
+                place.fill_(float("nan"))
+    if not views:
+        note(name, mine, written, made if not (len(mine) < len(given) and schema.is_mutable) else [])
+    if schema.is_mutable and name.endswith("_"):
+        return None if name.startswith("_foreach") else args[0]
+    return mapped(lambda t: wrapped[id(t)] if id(t) in wrapped else OnGPU(t), found)
+
+
+def check_mixture(name: str, args: Any, kwargs: Any, others: list[Tensor]) -> None:
+    """Refuse an operation on tensors of host and device where torch does."""
+    if name in ("copy_", "_foreach_copy_"):
+        gpu().refuse("a copy between host and device")
+        to_host = not isinstance(tensors_in(args[0])[0], OnGPU)
+        gpu().waits += to_host and not (kwargs.get("non_blocking") or args[2:3] == (True,))
+    elif any(t.dim() for t in others):
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
 
 
 def written_by(schema: Any, args: Any, kwargs: Any) -> set[int]:
     """Return the tensors that an operation writes."""
     found = []
-    for index, argument in enumerate(schema.arguments):
+    for index, argument in enumerate(schema.arguments if schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
     return set(map(id, found))
 
 
-def aliases(found: Any, known: set[int]) -> bool:
-    """Tell whether all that was made are views."""
-    made = [t.inner if isinstance(t, OnGPU) else t for t in tensors_in(found)]
-    return bool(made) and all(id(t.untyped_storage()) in known for t in made)
-
-
-def note(name: str, given: list[OnGPU], written: set[int], made: list[Tensor]) -> None:
+def note(name: str, given: list[Any], written: set[int], made: list[Tensor]) -> None:
     """Note who uses which memory now."""
     device = gpu()
-    used = [(t.inner, id(t.inner) in written) for t in given]
-    used += [(t.inner, True) for t in made if isinstance(t, OnGPU) and not any(t is g for g in given)]
-    for inner, writes in used:
+    for inner, writes in [(t.inner, id(t.inner) in written) for t in given] + [(t, True) for t in made]:
         memory = memory_of(inner)
         memory.use(device.stream, writes, name)
         if device.recording is not None:
-            device.recording.memory.append((memory, writes))
+            device.recording.memory[memory] = device.recording.memory.get(memory, False) or writes
 
 
 def moved(t: Tensor, device: torch.device, copies: bool = False) -> Tensor:
@@ -352,14 +366,13 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, device: torch.device) -> Tensor:
         ctx.device = t.device
-        inner = t.inner if isinstance(t, OnGPU) else t
         with torch._C._DisableTorchDispatch():
-            new = inner.detach().clone()
+            new = inner_of(t).detach().clone()
         if device == CPU:
+            memory_of(inner_of(t)).use(gpu().stream, False, "a copy to the host")
             return new
-        found = OnGPU(new)
         memory_of(new)
-        return found
+        return OnGPU(new)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -392,13 +405,12 @@ class Devices(TorchFunctionMode):
         if name in ("tensor", "as_tensor") and made.numel():
             gpu().refuse("numbers from the host")
         memory_of(made)
-        gpu().waits += 0
         if gpu().recording is not None:  # a kernel fills it when the graph is replayed
             graph, value = gpu().recording, made.clone()
             assert graph is not None
             if name not in ("empty", "empty_like", "new_empty"):
                 graph.recorded.append((Tensor.copy_, (made, value), {}, None))
-                graph.memory.append((memory_of(made), True))
+                graph.memory[memory_of(made)] = True
             if made.is_floating_point():
                 made.fill_(float("nan"))
         found = OnGPU(made)

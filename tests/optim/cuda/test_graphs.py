@@ -1,4 +1,4 @@
-"""Steps replayed from CUDA graphs are the steps that would have been run."""
+"""Steps replayed from CUDA graphs are the steps that would have been run: on a GPU, and on an emulated one."""
 
 import copy
 import gc
@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,10 +16,20 @@ from torch.nn.functional import mse_loss
 import ekfac
 from ekfac.optim.cuda.replay import recording
 from ekfac.optim.cuda.streams import SideStream
+from emulated_cuda import emulated
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs. .*recorded")]
+pytestmark = [pytest.mark.over_a_second, pytest.mark.filterwarnings("error:cuda_graphs. .*recorded")]
 
 RULES = ("anchored", "running", "per_example", "kronecker", "adam", "rmsprop", "adagrad")
+
+
+@pytest.fixture(autouse=True, params=[pytest.param("gpu", marks=pytest.mark.gpu), "emulated"])
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu" or "gpu" in request.keywords:
+        yield
+    else:
+        with emulated():
+            yield
 
 
 def network() -> nn.Sequential:
