@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ekfac.curvature import eigensolvers
 from ekfac.optim.cuda import fused
+from ekfac.optim.groups import import_compiler
 from ekfac.optim.methods.rules import within_range
 from ekfac.optim.types import BlockStep, EigenState
 
@@ -55,6 +56,15 @@ class Stream:
         self.device = DEVICE
         self.cuda_stream = next(Stream.addresses)
         self.clock: dict[int, int] = {self.cuda_stream: 0}
+        #: Memory that went back to it while others might use it.
+        self.free: list[Memory] = []
+
+    def begin(self) -> None:
+        """Begin something new, in memory that is free."""
+        self.clock[self.cuda_stream] += 1
+        while self.free:
+            if not all(map(self.knows, self.free.pop().uses())):
+                raise Race(f"stream {self.cuda_stream} has not waited for others to be done with memory that is free")
 
     def wait_stream(self, other: Stream) -> None:
         self.wait(other.clock)
@@ -93,34 +103,50 @@ class Event:
         return asked
 
 
+Range = tuple[int, int]
+
+
 class Memory:
-    """Who has written a piece of memory last, and who has read it since."""
+    """Who has written a piece of memory last, and who has read it since; for each range of bytes that was used."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.written = stream.cuda_stream, stream.clock[stream.cuda_stream]
-        self.read: dict[int, int] = {}
-        self.device = gpu()
+        self.written: dict[Range, tuple[int, int]] = {}
+        self.read: dict[Range, dict[int, int]] = {}
         #: What a graph makes stays its own.
-        self.pooled = self.device.recording is not None
+        self.pooled = gpu().recording is not None
 
-    def uses(self) -> list[tuple[int, int]]:
-        return [self.written, *self.read.items()]
+    def uses(self, within: Range | None = None, writes: bool = True) -> list[tuple[int, int]]:
+        """Return who uses a range and when: who writes there, or all."""
+        found = [use for at, use in self.written.items() if overlap(at, within)]
+        return found + [u for at, of in self.read.items() if writes and overlap(at, within) for u in of.items()]
 
-    def use(self, stream: Stream, writes: bool, what: object) -> None:
+    def use(self, stream: Stream, within: Range, writes: bool, what: object) -> None:
         now = stream.cuda_stream, stream.clock[stream.cuda_stream]
-        for other in self.uses() if writes else [self.written]:
+        for other in self.uses(within, writes):
             if not stream.knows(other):
                 raise Race(f"{what}: stream {now[0]} has not waited for stream {other[0]}")
         if writes:
-            self.written, self.read = now, {}
+            self.written[within] = now
+            self.read.pop(within, None)
         else:
-            self.read[now[0]] = now[1]
+            self.read.setdefault(within, {})[now[0]] = now[1]
 
     def freed(self) -> None:
-        """Note memory that goes back to its stream while another may use it."""
+        """Go back to the stream, which may use it for something else from now on."""
         if not self.pooled and not all(map(self.stream.knows, self.uses())):
-            self.device.early.append((self.stream.cuda_stream, self.uses()))
+            self.stream.free.append(self)
+
+
+def overlap(one: Range, two: Range | None) -> bool:
+    return two is None or (one[0] < two[1] and two[0] < one[1])
+
+
+def range_of(t: Tensor) -> Range:
+    """Return the bytes from a tensor's first number to its last."""
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
+    start = t.storage_offset()
+    return start * t.element_size(), (start + last + 1) * t.element_size()
 
 
 class Graph:
@@ -130,7 +156,7 @@ class Graph:
         #: What to do, and where its results go; None where it writes them itself.
         self.recorded: list[tuple[Callable[..., Any], Any, Any, list[Tensor] | None]] = []
         #: The memory that is used, and whether it is written.
-        self.memory: dict[Memory, bool] = {}
+        self.memory: dict[tuple[Memory, Range], bool] = {}
         self.complete = False
         self.replays = 0
 
@@ -138,9 +164,9 @@ class Graph:
         assert self.complete and gpu().recording is None
         self.replays += 1
         stream = gpu().stream
-        stream.clock[stream.cuda_stream] += 1
-        for memory, writes in self.memory.items():
-            memory.use(stream, writes, "a graph")
+        stream.begin()
+        for (memory, within), writes in self.memory.items():
+            memory.use(stream, within, writes, "a graph")
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             for function, args, kwargs, places in self.recorded:
                 found = function(*args, **kwargs)
@@ -155,8 +181,6 @@ class GPU:
         self.default = self.stream = Stream()
         self.recording: Graph | None = None
         self.graphs: list[weakref.ref[Graph]] = []
-        #: Memory that went back to its stream while another might still use it, by who has used it.
-        self.early: list[object] = []
         #: How often the host has waited for the device.
         self.waits = 0
 
@@ -204,7 +228,7 @@ def gpu() -> GPU:
 
 
 def clocks_of(graph: Graph) -> list[tuple[int, int]]:
-    return [use for memory in graph.memory for use in memory.uses()]
+    return [use for memory, within in graph.memory for use in memory.uses(within)]
 
 
 class OnGPU(torch.Tensor):
@@ -299,7 +323,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     numbers = (lambda t: t) if device.recording is None else Tensor.clone
     args_, kwargs_ = mapped(lambda t: t.inner if isinstance(t, OnGPU) else numbers(t), (args, kwargs))
     written = written_by(schema, args_, kwargs_)
-    device.stream.clock[device.stream.cuda_stream] += 1
+    device.stream.begin()
     if device.recording is not None and schema.is_mutable:
         device.recording.recorded.append((func, args_, kwargs_, None))
         note(name, mine, written, [])
@@ -344,10 +368,10 @@ def note(name: str, given: list[Any], written: set[int], made: list[Tensor]) -> 
     """Note who uses which memory now."""
     device = gpu()
     for inner, writes in [(t.inner, id(t.inner) in written) for t in given] + [(t, True) for t in made]:
-        memory = memory_of(inner)
-        memory.use(device.stream, writes, name)
+        place = memory_of(inner), range_of(inner)
+        place[0].use(device.stream, place[1], writes, name)
         if device.recording is not None:
-            device.recording.memory[memory] = device.recording.memory.get(memory, False) or writes
+            device.recording.memory[place] = device.recording.memory.get(place, False) or writes
 
 
 def moved(t: Tensor, device: torch.device, copies: bool = False) -> Tensor:
@@ -366,12 +390,14 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, device: torch.device) -> Tensor:
         ctx.device = t.device
+        gpu().stream.begin()
         with torch._C._DisableTorchDispatch():
             new = inner_of(t).detach().clone()
         if device == CPU:
-            memory_of(inner_of(t)).use(gpu().stream, False, "a copy to the host")
+            if isinstance(t, OnGPU):
+                memory_of(t.inner).use(gpu().stream, range_of(t.inner), False, "a copy to the host")
             return new
-        memory_of(new)
+        memory_of(new).use(gpu().stream, range_of(new), True, "a copy")
         return OnGPU(new)
 
     @staticmethod
@@ -386,15 +412,16 @@ class Devices(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func is torch.device or name in ("__get__", "__set__"):
-            return func(*args, **kwargs)
+            done = func(*args, **kwargs)
+            if func == Tensor.data.__set__ and isinstance(args[0], OnGPU):  # type: ignore[attr-defined]
+                args[0].inner = args[1].inner
+            return done
         if name == "tolist" and isinstance(args[0], OnGPU):
             return args[0].tolist()
         if name in MOVES and args and isinstance(args[0], Tensor):
             return self.move(name, *args, **kwargs)
-        if kwargs.pop("pin_memory", False):
-            return func(*args, **kwargs)
-        if name == "pin_memory":
-            return args[0]
+        if kwargs.pop("pin_memory", False) and torch.device(kwargs.get("device") or CPU) != CPU:
+            raise RuntimeError("Cannot pin 'torch.cuda.FloatTensor', only dense CPU tensors can be pinned")
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
@@ -404,13 +431,14 @@ class Devices(TorchFunctionMode):
             return made
         if name in ("tensor", "as_tensor") and made.numel():
             gpu().refuse("numbers from the host")
-        memory_of(made)
+        gpu().stream.begin()
+        memory_of(made).use(gpu().stream, range_of(made), True, name)
         if gpu().recording is not None:  # a kernel fills it when the graph is replayed
             graph, value = gpu().recording, made.clone()
             assert graph is not None
             if name not in ("empty", "empty_like", "new_empty"):
                 graph.recorded.append((Tensor.copy_, (made, value), {}, None))
-                graph.memory[memory_of(made)] = True
+                graph.memory[memory_of(made), range_of(made)] = True
             if made.is_floating_point():
                 made.fill_(float("nan"))
         found = OnGPU(made)
@@ -448,6 +476,7 @@ def by_the_rule(rule: Any, state: EigenState, step: BlockStep) -> Tensor:
 @contextmanager
 def emulated() -> Iterator[GPU]:
     """Have an H200 inside."""
+    import_compiler()  # which must not see what stands in for torch
     device = GPU()
     GPUS.append(device)
     stands_in: dict[str, Any] = {
@@ -473,11 +502,10 @@ def emulated() -> Iterator[GPU]:
                 return run(*args, **kwargs)
 
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
-        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        alike = lambda one, two: isinstance(one, OnGPU) is isinstance(two, OnGPU)  # noqa: E731
+        stack.enter_context(mock.patch.object(torch, "_has_compatible_shallow_copy_type", alike))
         try:
             yield device
         finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
             GPUS.remove(device)
             eigensolvers._double_is_cheap.cache_clear()

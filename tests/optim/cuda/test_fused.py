@@ -181,7 +181,9 @@ def test_a_graph_can_hold_the_kernels(shape: tuple[int, int, int, int]) -> None:
 def test_a_training_is_the_same_within_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":  # where only the test asks for them
         known: dict[object, Any] = {}
-        monkeypatch.setattr(Executor, "method", lambda self, method: known.setdefault(method, fused.fused(method)))
+        monkeypatch.setattr(
+            Executor, "method", lambda self, method, block: known.setdefault(method, fused.fused(method))
+        )
     launches = []
     launch = fused.launch
     monkeypatch.setattr(fused, "launch", lambda *args: (launches.append(1), launch(*args))[1])
