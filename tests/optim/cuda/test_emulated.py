@@ -180,9 +180,7 @@ def keeps_zeros(training: Training, t: int) -> None:
 def new_group(training: Training, t: int) -> None:
     if t == 10:
         last = list(training.model.parameters())[-1]
-        training.opt.param_groups[0]["params"] = [
-            p for p in training.opt.param_groups[0]["params"] if p is not last
-        ]
+        training.opt.param_groups[0]["params"] = [p for p in training.opt.param_groups[0]["params"] if p is not last]
         training.opt.add_param_group({"params": [last], "lr": 1e-2, "weight_decay": 0.0})
 
 
