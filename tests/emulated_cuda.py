@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,8 +30,8 @@ from ekfac.optim.cuda import fused
 from ekfac.optim.groups import import_compiler
 from ekfac.optim.methods.rules import within_range
 from ekfac.optim.types import BlockStep, EigenState
+from emulated_streams import DEVICE, Event, Memory, Range, Stream, range_of
 
-DEVICE = torch.device("cuda:0")
 CPU = torch.device("cpu")
 #: Operations that have the host wait for the device, or take sizes from it.
 WAITING = {
@@ -41,112 +40,6 @@ WAITING = {
 }  # fmt: skip
 #: Methods of a tensor that take it elsewhere.
 MOVES = {"to", "cuda", "cpu", "type_as"}
-
-
-class Race(AssertionError):
-    """Two streams use one tensor at once."""
-
-
-class Stream:
-    """Work in order. Its clock tells how far it has come itself, and how far it has waited for the others."""
-
-    addresses = itertools.count(1)
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = DEVICE
-        self.cuda_stream = next(Stream.addresses)
-        self.clock: dict[int, int] = {self.cuda_stream: 0}
-        #: Memory that went back to it while others might use it.
-        self.free: list[Memory] = []
-
-    def begin(self) -> None:
-        """Begin something new, in memory that is free."""
-        self.clock[self.cuda_stream] += 1
-        while self.free:
-            if not all(map(self.knows, self.free.pop().uses())):
-                raise Race(f"stream {self.cuda_stream} has not waited for others to be done with memory that is free")
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait(other.clock)
-
-    def wait_event(self, event: Event) -> None:
-        self.wait(event.clock)
-
-    def wait(self, clock: dict[int, int]) -> None:
-        for stream, time in clock.items():
-            self.clock[stream] = max(self.clock.get(stream, 0), time)
-
-    def record_event(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
-
-    def knows(self, use: tuple[int, int]) -> bool:
-        return self.clock.get(use[0], 0) >= use[1]
-
-
-class Event:
-    """A moment of a stream. It has not come yet when the host asks for the first time."""
-
-    def __init__(self) -> None:
-        self.clock: dict[int, int] = {}
-        self.asked = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or gpu().stream).clock)
-
-    def synchronize(self) -> None:
-        self.asked = True
-
-    def query(self) -> bool:
-        asked, self.asked = self.asked, True
-        return asked
-
-
-Range = tuple[int, int]
-
-
-class Memory:
-    """Who has written a piece of memory last, and who has read it since; for each range of bytes that was used."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.written: dict[Range, tuple[int, int]] = {}
-        self.read: dict[Range, dict[int, int]] = {}
-        #: What a graph makes stays its own.
-        self.pooled = gpu().recording is not None
-
-    def uses(self, within: Range | None = None, writes: bool = True) -> list[tuple[int, int]]:
-        """Return who uses a range and when: who writes there, or all."""
-        found = [use for at, use in self.written.items() if overlap(at, within)]
-        return found + [u for at, of in self.read.items() if writes and overlap(at, within) for u in of.items()]
-
-    def use(self, stream: Stream, within: Range, writes: bool, what: object) -> None:
-        now = stream.cuda_stream, stream.clock[stream.cuda_stream]
-        for other in self.uses(within, writes):
-            if not stream.knows(other):
-                raise Race(f"{what}: stream {now[0]} has not waited for stream {other[0]}")
-        if writes:
-            self.written[within] = now
-            self.read.pop(within, None)
-        else:
-            self.read.setdefault(within, {})[now[0]] = now[1]
-
-    def freed(self) -> None:
-        """Go back to the stream, which may use it for something else from now on."""
-        if not self.pooled and not all(map(self.stream.knows, self.uses())):
-            self.stream.free.append(self)
-
-
-def overlap(one: Range, two: Range | None) -> bool:
-    return two is None or (one[0] < two[1] and two[0] < one[1])
-
-
-def range_of(t: Tensor) -> Range:
-    """Return the bytes from a tensor's first number to its last."""
-    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
-    start = t.storage_offset()
-    return start * t.element_size(), (start + last + 1) * t.element_size()
 
 
 class Graph:
@@ -158,11 +51,9 @@ class Graph:
         #: The memory that is used, and whether it is written.
         self.memory: dict[tuple[Memory, Range], bool] = {}
         self.complete = False
-        self.replays = 0
 
     def replay(self) -> None:
         assert self.complete and gpu().recording is None
-        self.replays += 1
         stream = gpu().stream
         stream.begin()
         for (memory, within), writes in self.memory.items():
@@ -180,9 +71,9 @@ class GPU:
     def __init__(self) -> None:
         self.default = self.stream = Stream()
         self.recording: Graph | None = None
-        self.graphs: list[weakref.ref[Graph]] = []
-        #: How often the host has waited for the device.
+        #: How often the host has waited for the device, and whether it may.
         self.waits = 0
+        self.may_wait = True
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -208,12 +99,16 @@ class GPU:
                 assert stream.knows((other, time)), "a branch of the graph is never joined"
         self.stream.wait_stream(stream)
         graph.complete = True
-        self.graphs.append(weakref.ref(graph))
 
-    def wait(self) -> None:
+    def wait(self, what: str = "the host waits for the device", counts: bool = True) -> None:
         """Have the host wait, which it may not do during a recording."""
-        self.refuse("the host waits for the device")
-        self.waits += 1
+        self.refuse(what)
+        if not self.may_wait:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+        self.waits += counts
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.may_wait = mode != "error"
 
     def refuse(self, what: str) -> None:
         if self.recording is not None:
@@ -256,9 +151,6 @@ class OnGPU(torch.Tensor):
     def tolist(self) -> Any:
         return moved(self, CPU).tolist()
 
-    def get_device(self) -> int:
-        return 0
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"on a GPU: {self.inner}"
 
@@ -294,15 +186,11 @@ def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
     return type(values)(mapped(function, v) for v in values) if type(values) in (list, tuple) else values
 
 
-def inner_of(t: Tensor) -> Tensor:
-    return t.inner if isinstance(t, OnGPU) else t
-
-
 def memory_of(inner: Tensor) -> Memory:
     """Return the memory of a tensor, which is noted from then on."""
     storage: Any = inner.untyped_storage()
     if not hasattr(storage, "memory"):
-        storage.memory = Memory(gpu().stream)
+        storage.memory = Memory(gpu().stream, pooled=gpu().recording is not None)
         weakref.finalize(storage, storage.memory.freed)
     return storage.memory  # type: ignore[no-any-return]
 
@@ -349,8 +237,8 @@ def check_mixture(name: str, args: Any, kwargs: Any, others: list[Tensor]) -> No
     """Refuse an operation on tensors of host and device where torch does."""
     if name in ("copy_", "_foreach_copy_"):
         gpu().refuse("a copy between host and device")
-        to_host = not isinstance(tensors_in(args[0])[0], OnGPU)
-        gpu().waits += to_host and not (kwargs.get("non_blocking") or args[2:3] == (True,))
+        if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+            gpu().wait("a copy between host and device", counts=not isinstance(tensors_in(args[0])[0], OnGPU))
     elif any(t.dim() for t in others):
         raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
 
@@ -379,8 +267,7 @@ def moved(t: Tensor, device: torch.device, copies: bool = False) -> Tensor:
     if t.device == device and not copies:
         return t
     if t.device != device:
-        gpu().refuse("a copy between host and device")
-        gpu().waits += device == CPU
+        gpu().wait("a copy between host and device", counts=device == CPU)
     return Moved.apply(t, device)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -392,7 +279,7 @@ class Moved(torch.autograd.Function):
         ctx.device = t.device
         gpu().stream.begin()
         with torch._C._DisableTorchDispatch():
-            new = inner_of(t).detach().clone()
+            new = (t.inner if isinstance(t, OnGPU) else t).detach().clone()
         if device == CPU:
             if isinstance(t, OnGPU):
                 memory_of(t.inner).use(gpu().stream, range_of(t.inner), False, "a copy to the host")
@@ -430,7 +317,7 @@ class Devices(TorchFunctionMode):
         if device.type != "cuda":
             return made
         if name in ("tensor", "as_tensor") and made.numel():
-            gpu().refuse("numbers from the host")
+            gpu().wait("numbers from the host", counts=False)
         gpu().stream.begin()
         memory_of(made).use(gpu().stream, range_of(made), True, name)
         if gpu().recording is not None:  # a kernel fills it when the graph is replayed
@@ -483,9 +370,11 @@ def emulated() -> Iterator[GPU]:
         "CUDAGraph": Graph, "graph": device.graph, "Stream": Stream, "Event": Event, "stream": device.on,
         "current_stream": lambda device_=None: device.stream, "set_stream": lambda s: setattr(device, "stream", s),
         "is_current_stream_capturing": lambda: device.recording is not None, "graph_pool_handle": lambda: (0, 0),
-        "synchronize": lambda device_=None: device.wait(), "is_available": lambda: True,
+        "synchronize": lambda device_=None: device.refuse("synchronize"), "is_available": lambda: True,
+        "set_sync_debug_mode": device.set_sync_debug_mode,
         "get_device_capability": lambda device_=None: (9, 0), "device_of": lambda t: contextlib.nullcontext(),
-        "current_device": lambda: 0,
+        "current_device": lambda: 0, "device_count": lambda: 1, "empty_cache": lambda: None,
+        "get_rng_state": lambda device_=None: torch.get_rng_state(), "set_rng_state": lambda state, device_=None: None,
     }  # fmt: skip
     eigensolvers._double_is_cheap.cache_clear()
     with contextlib.ExitStack() as stack:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emulated_cuda import GPU, Graph, Race, Stream, emulated
+from emulated_cuda import GPU, Graph, emulated
+from emulated_streams import Race, Stream
 
 
 @pytest.fixture(autouse=True)
