@@ -7,7 +7,8 @@ known of any two uses of a tensor whether one comes before the other.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Stream:
     """Work in order. Its clock tells how far it has come itself, and how far it has waited for the others."""
 
     addresses = itertools.count(1)
+    live: ClassVar[weakref.WeakSet[Stream]] = weakref.WeakSet()
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = DEVICE
@@ -30,6 +32,7 @@ class Stream:
         self.clock: dict[int, int] = {self.cuda_stream: 0}
         #: Memory that went back to it while others might use it.
         self.free: list[Memory] = []
+        Stream.live.add(self)
 
     def begin(self) -> None:
         """Begin something new, in memory that is free."""
@@ -47,6 +50,11 @@ class Stream:
     def wait(self, clock: dict[int, int]) -> None:
         for stream, time in clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def synchronize(self) -> None:
+        """Have the host wait, and so all that comes later."""
+        for stream in Stream.live:
+            stream.wait_stream(self)
 
     def record_event(self) -> Event:
         event = Event()

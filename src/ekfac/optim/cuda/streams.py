@@ -103,8 +103,8 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
         #: The stream, if something is under way there.
         self._under_way: list[torch.cuda.Stream] = []
-        # Whoever is given the memory that the work is done in, when its optimizer is gone, has to wait for it, too.
-        weakref.finalize(self, wait_for, self._under_way).atexit = False
+        # When its optimizer is gone, others are given the memory that the work is done in.
+        weakref.finalize(self, finish, self._under_way).atexit = False
 
     @contextmanager
     def work(self, device: torch.device) -> Iterator[None]:
@@ -121,11 +121,12 @@ class SideStream:
 
     def join(self) -> None:
         """Have what is launched from here on wait for that work."""
-        wait_for(self._under_way)
+        while self._under_way:
+            stream = self._under_way.pop()
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def wait_for(under_way: list[torch.cuda.Stream]) -> None:
-    """Have what is launched from here on wait for streams, once."""
+def finish(under_way: list[torch.cuda.Stream]) -> None:
+    """Wait for streams."""
     while under_way:
-        stream = under_way.pop()
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        under_way.pop().synchronize()
