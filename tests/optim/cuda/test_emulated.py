@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import ekfac
 from ekfac.optim.cuda.executor import CudaExecutor
+from ekfac.optim.cuda.replay import Replays
 from ekfac.optim.executor import Executor
 from emulated_cuda import emulated
 from emulated_trainings import (
@@ -83,6 +84,22 @@ def test_the_default_on_other_networks(model: str, habit: Habit) -> None:
 def test_options_and_rules(given: dict[str, Any]) -> None:
     own = {"lr": 1e-3, "damping": 1e-2} if "scaling" in given else SMOOTH
     agree("mlp", poisons, {**own, **given})
+
+
+@pytest.mark.parametrize("habit", [plain, sizes], ids=lambda habit: habit.__name__)
+def test_statistics_and_refreshes_are_replayed_apart(habit: Habit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By graphs of their own, which share their places."""
+    replayed: list[str] = []
+    call = Replays.__call__
+
+    def counted(self: Replays, key: Any, *given: Any, **options: Any) -> Any:
+        found = call(self, key, *given, **options)
+        replayed.extend([self.what] if self._graphs else [])
+        return found
+
+    monkeypatch.setattr(Replays, "__call__", counted)
+    agree("cnn", habit, {**SMOOTH, "factor_every": 1, "refresh_every": 2})
+    assert replayed.count("taking statistics") > 10 and replayed.count("a refresh") > 1
 
 
 @pytest.mark.parametrize("scaling", ["belief", "per_example"])
