@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ekfac
+from ekfac.curvature import factors
 from ekfac.optim.cuda.nonfinite import PinnedAnswer
 from emulated_cuda import emulated
 from emulated_trainings import MODELS, SMOOTH, Training, poisons
@@ -97,6 +98,14 @@ def test_a_default_device_changes_nothing() -> None:
                 training.step(12)
             found.append(training.shown)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_what_a_cpu_can_do_is_found_out_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the default device: a generator of the CPU draws nothing elsewhere."""
+    monkeypatch.setattr(factors, "capabilities", lambda: {"cpu_name": "AMD", "amx_tile": False})
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    with torch.device("meta"):
+        assert factors.onednn_is_faster.__wrapped__() in (True, False)
 
 
 def test_an_answer_is_awaited_on_the_device_that_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
