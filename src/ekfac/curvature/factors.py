@@ -94,7 +94,7 @@ def onednn_is_faster() -> bool:
     cpu = capabilities()
     if "AMD" not in cpu.get("cpu_name", "") or cpu.get("amx_tile", True) or not torch.backends.mkl.is_available():
         return False
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), device="cpu")
     with by_onednn():
         found = x @ x
     exact = x.double() @ x.double()

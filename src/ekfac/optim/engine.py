@@ -239,6 +239,7 @@ class Engine:
 
     def _moved(self) -> None:
         """Have another executor where the model was moved to another kind of device."""
+        self.settle(wait=True)  # what the last one has not told yet
         self.executor = make_executor(self._options_of_executor(), self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
 

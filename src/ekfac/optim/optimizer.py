@@ -204,7 +204,7 @@ class Optimizer(Base, Joinable, Grouped):
                 self._check_group(index)
             lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
-            named = automatic and (g["lr_named"] or bool(g["lr"] != self.defaults["lr"]))
+            named = automatic and (g["lr_named"] or (tensor and lr.is_cuda) or bool(lr != self.defaults["lr"]))
             on_course = not named and "initial_lr" not in g  # where all of torch's schedulers note how a rate began
             if factor != 1.0 and on_course:
                 lr = lr * factor
@@ -221,7 +221,7 @@ class Optimizer(Base, Joinable, Grouped):
             average.enter_step()
             return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
         average.begin_step(averaged, t)
-        offsets = tuple(average.offsets[p].data_ptr() for p in average.averaged)
+        offsets = tuple((p.data_ptr(), average.offsets[p].data_ptr()) for p in average.averaged)
         everything = tuple(fixed), self.step_size, offsets
         at_once = tuple(average.averaged)
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips)

@@ -118,6 +118,32 @@ def test_a_large_block_has_parts_of_several_tiles(device: str) -> None:
         assert close(x, y) and close(state.m, truth.m) and close(state.s, truth.s)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="with TRITON_INTERPRET=1 nothing is compiled")
+@pytest.mark.parametrize("cautious", [True, False])
+@pytest.mark.parametrize(
+    ("kernel", "singles", "doubles"),
+    [("measure", "seen m s sums", "ok count examples n"), ("update", "g seen m s x sums lengths", "ok count beta"),
+     ("scale", "x lengths", "ok count beta")],
+)  # fmt: skip
+def test_the_kernels_compile_for_an_h200(kernel: str, singles: str, doubles: str, cautious: bool) -> None:
+    """Which Triton does without one."""
+    triton = pytest.importorskip("triton", reason="needs Triton")
+    from triton.backends.compiler import GPUTarget
+
+    from ekfac.optim.cuda import kernels
+
+    function = getattr(kernels, kernel)
+    types = dict.fromkeys(singles.split(), "*fp32") | dict.fromkeys(doubles.split(), "*fp64")
+    types |= {"size": "i32", "tiles": "i32"}
+    built_in = {"BETA_2": 0.95, "EPS": 1e-8, "FLOOR": 0.005, "SPIKE": 10.0, "CAUTIOUS": cautious}
+    built_in |= {"PARTS": kernels.PARTS, "TILE": kernels.TILE}
+    names = function.arg_names
+    constants = {(i,): built_in[name] for i, name in enumerate(names) if name in built_in}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
 def test_other_rules_and_dtypes_are_left_alone() -> None:
     class Mine(Belief):
         pass
@@ -181,7 +207,9 @@ def test_a_graph_can_hold_the_kernels(shape: tuple[int, int, int, int]) -> None:
 def test_a_training_is_the_same_within_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":  # where only the test asks for them
         known: dict[object, Any] = {}
-        monkeypatch.setattr(Executor, "method", lambda self, method: known.setdefault(method, fused.fused(method)))
+        monkeypatch.setattr(
+            Executor, "method", lambda self, method, block: known.setdefault(method, fused.fused(method))
+        )
     launches = []
     launch = fused.launch
     monkeypatch.setattr(fused, "launch", lambda *args: (launches.append(1), launch(*args))[1])

@@ -1,4 +1,4 @@
-"""Steps replayed from CUDA graphs are the steps that would have been run."""
+"""Steps replayed from CUDA graphs are the steps that would have been run: on a GPU, and on an emulated one."""
 
 import copy
 import gc
@@ -6,7 +6,8 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,10 +17,21 @@ from torch.nn.functional import mse_loss
 import ekfac
 from ekfac.optim.cuda.replay import recording
 from ekfac.optim.cuda.streams import SideStream
+from emulated_cuda import emulated
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:cuda_graphs. .*recorded")]
+pytestmark = [pytest.mark.over_a_second, pytest.mark.filterwarnings("error:cuda_graphs. .*recorded")]
 
-RULES = ("anchored", "running", "per_example", "kronecker", "adam", "rmsprop", "adagrad")
+# On an emulated GPU some are enough; on a real one, where -m gpu asks for them, none takes long.
+MORE = [pytest.param(rule, marks=pytest.mark.slow) for rule in ("anchored", "kronecker", "adam", "rmsprop", "adagrad")]
+RULES = ["running", "per_example", *MORE]
+
+
+@pytest.fixture(autouse=True, params=[pytest.param("gpu", marks=pytest.mark.gpu), "emulated"])
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "emulated" and request.function is test_a_process_ends_well:
+        pytest.skip("another process has no emulated GPU")
+    with emulated() if request.param == "emulated" else nullcontext():
+        yield
 
 
 def network() -> nn.Sequential:
@@ -90,6 +102,7 @@ def test_batches_that_the_factors_do_not_see_are_replayed_as_such(rule: str) -> 
     assert both_ways(60, "plain", ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, factor_every=3) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["anchored", "running", "per_example"])
 @pytest.mark.parametrize("memory", [1, 50_000, 2**28], ids=["sums", "sums that are replayed", "calls"])
 def test_convolutions_whose_sums_are_taken_before_the_step(rule: str, memory: int) -> None:
@@ -197,6 +210,7 @@ def test_a_loaded_checkpoint_is_what_the_next_replay_uses() -> None:
     assert opt.engine.executor.step_graphs.replays > before, "captured again"
 
 
+@pytest.mark.slow
 def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed() -> None:
     def wide() -> nn.Sequential:
         torch.manual_seed(0)
@@ -218,6 +232,7 @@ def test_a_basis_that_is_turned_beside_the_next_batch_is_there_when_it_is_needed
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["anchored", "running", "kronecker"])
 def test_many_layers_side_by_side(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ekfac.optim.cuda.streams.LARGE", 40 * 41)

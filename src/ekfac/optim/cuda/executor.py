@@ -99,6 +99,9 @@ class CudaExecutor(Executor):
                 return super().parallel(function, parts)
             return self.streams([partial(function, part) for part in parts], list(map(widest, parts)))
 
+    def fast_products(self, multiplications: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @property
     def keeps(self) -> bool:  # type: ignore[override]
         """Whether a replay could read what backward leaves."""

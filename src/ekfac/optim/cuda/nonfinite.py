@@ -18,10 +18,10 @@ class PinnedAnswer(Answer):
     late = True
 
     def __init__(self, value: Tensor) -> None:
-        super().__init__(torch.empty(value.shape, dtype=value.dtype, pin_memory=True))
+        super().__init__(torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True))
         self.value.copy_(value, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(value.device))  # which need not be the current device
 
     def ready(self, wait: bool) -> bool:
         if wait:

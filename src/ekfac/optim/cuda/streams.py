@@ -101,7 +101,10 @@ class SideStream:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._stream: torch.cuda.Stream | None = None
-        self._done: torch.cuda.Event | None = None
+        #: The stream, if something is under way there.
+        self._under_way: list[torch.cuda.Stream] = []
+        # When its optimizer is gone, others are given the memory that the work is done in.
+        weakref.finalize(self, finish, self._under_way).atexit = False
 
     @contextmanager
     def work(self, device: torch.device) -> Iterator[None]:
@@ -114,10 +117,16 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
-        self._done = self._stream.record_event()
+        self._under_way[:] = [self._stream]
 
     def join(self) -> None:
         """Have what is launched from here on wait for that work."""
-        if self._done is not None:
-            torch.cuda.current_stream(self._stream.device if self._stream else None).wait_event(self._done)
-            self._done = None
+        while self._under_way:
+            stream = self._under_way.pop()
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+def finish(under_way: list[torch.cuda.Stream]) -> None:
+    """Wait for streams."""
+    while under_way:
+        under_way.pop().synchronize()

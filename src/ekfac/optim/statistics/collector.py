@@ -100,6 +100,7 @@ class Collector:
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
+        self.executor.join()
         assigned = self._partition.assign(parameters)
         self.fingerprints.unverified |= assigned.new
         if self._partition.problem:  # nothing of what the model has now can be compared
@@ -112,8 +113,7 @@ class Collector:
         if self.active:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
-        self._by_rows = {}
-        known = set(self._partition.blocks)
+        self._by_rows, known = {}, set(self._partition.blocks)
         self.sums = {b: s for b, s in self.sums.items() if b in known}
         self.samples = {b: s for b, s in self.samples.items() if b in known}
 

@@ -1,0 +1,168 @@
+"""Trainings with graphs on an emulated GPU are those without: whatever users do between steps, on several networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import ekfac
+from ekfac.optim.cuda.executor import CudaExecutor
+from ekfac.optim.cuda.replay import Replays
+from ekfac.optim.executor import Executor
+from emulated_cuda import emulated
+from emulated_trainings import (
+    HABITS,
+    MODELS,
+    SMOOTH,
+    STEPS,
+    Habit,
+    Training,
+    always_clips,
+    asks,
+    evaluates,
+    loads,
+    plain,
+    poisons,
+    rates,
+    sizes,
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.over_a_second,
+    pytest.mark.filterwarnings("error:cuda_graphs. .*recorded"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def agree(
+    model: str, habit: Habit, given: dict[str, Any] = SMOOTH, least: int = 5, steps: int = STEPS,
+    make: Any = ekfac.EKFAC,
+) -> None:  # fmt: skip
+    """Train with graphs and without; everything that was seen in between must agree."""
+    found = []
+    with emulated():
+        for graphs in (True, False):
+            training = Training(model, "cuda", {"refresh_every": 8, **given, "cuda_graphs": graphs}, make)
+            assert type(training.opt.engine.executor) is CudaExecutor
+            for t in range(steps):
+                habit(training, t)
+                training.step(t)
+            asks(training, 1)
+            found.append(training)
+    replayed, run = found
+    assert replayed.replays >= least and run.replays == 0, replayed.replays
+    assert len(replayed.shown) == len(run.shown)
+    for index, (one, two) in enumerate(zip(replayed.shown, run.shown, strict=True)):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10, msg=lambda text, i=index: f"{i}: {text}")
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def test_the_default_on_an_mlp(habit: Habit) -> None:
+    agree("mlp", habit, least=0 if habit is always_clips else 5)
+
+
+@pytest.mark.parametrize("habit", [plain, sizes, poisons, evaluates, loads], ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize("model", ["cnn", "gpt"])
+def test_the_default_on_other_networks(model: str, habit: Habit) -> None:
+    agree(model, habit)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"scaling": "running"}, {"scaling": "per_example"}, {"scaling": "per_example", "scaling_decay": 0.9},
+        {"scaling": "kronecker"}, {"scaling": "anchored", "pace": 0.1, "trust": 1.0}, {"scaling": "adam"},
+        {"scaling": "rmsprop"}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3}, {"kl_clip": 1e-3},
+        {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"average": True, "lr": 1e-2},
+        {"loss_reduction": "sum"}, {"factor_every": 3}, {"deterministic": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_and_rules(given: dict[str, Any]) -> None:
+    own = {"lr": 1e-3, "damping": 1e-2} if "scaling" in given else SMOOTH
+    agree("mlp", poisons, {**own, **given})
+
+
+@pytest.mark.parametrize("habit", [plain, sizes], ids=lambda habit: habit.__name__)
+def test_statistics_and_refreshes_are_replayed_apart(habit: Habit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By graphs of their own, which share their places."""
+    replayed: list[str] = []
+    call = Replays.__call__
+
+    def counted(self: Replays, key: Any, *given: Any, **options: Any) -> Any:
+        found = call(self, key, *given, **options)
+        replayed.extend([self.what] if self._graphs else [])
+        return found
+
+    monkeypatch.setattr(Replays, "__call__", counted)
+    agree("cnn", habit, {**SMOOTH, "factor_every": 1, "refresh_every": 2})
+    assert replayed.count("taking statistics") > 10 and replayed.count("a refresh") > 1
+
+
+@pytest.mark.parametrize("scaling", ["belief", "per_example"])
+def test_a_preconditioner_before_another_optimizer(scaling: str) -> None:
+    """Which has no whole steps that could be replayed: refreshes alone."""
+    found = []
+    with emulated():
+        for graphs in (True, False):
+            torch.manual_seed(0)
+            model = MODELS["cnn"]().double().cuda()
+            pre = ekfac.Preconditioner(model, scaling=scaling, refresh_every=4, damping=1e-2, cuda_graphs=graphs)
+            sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for t in range(24):
+                x, y = (tensor.cuda() for tensor in model.batch(torch.Generator().manual_seed(t), 16))
+                pre.zero_grad()
+                cross_entropy(model(x), y).backward()
+                if t == 13:
+                    model[0].weight.grad[0] = float("inf")
+                pre.step()
+                sgd.step()
+            assert pre.stats()["skipped_steps"] == 1
+            found.append([p.detach().cpu() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("habit", [plain, poisons, rates], ids=lambda habit: habit.__name__)
+def test_kfac(habit: Habit) -> None:
+    agree("cnn", habit, {"lr": 1e-3, "damping": 1e-2}, make=ekfac.KFAC, least=0 if habit is rates else 5)
+
+
+@pytest.mark.parametrize("rule", ["belief", "running", "per_example", "adam"])
+def test_the_emulated_gpu_does_what_the_cpu_does(rule: str) -> None:
+    """To rounding: the algorithm of the paper, with full solves at the same steps."""
+    given = {"scaling": rule, "deterministic": True, "refresh_every": 8, "lr": 1e-3, "damping": 1e-2}
+    given |= SMOOTH if rule == "belief" else {}
+    on_cpu = Training("cnn", "cpu", given)
+    assert type(on_cpu.opt.engine.executor) is Executor
+    with emulated():
+        on_gpu = Training("cnn", "cuda", given)
+        for t in range(STEPS):
+            for training in (on_cpu, on_gpu):
+                sizes(training, t)
+                training.step(t)
+        assert on_gpu.replays >= 5
+    for one, two in zip(on_cpu.shown, on_gpu.shown, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_single_precision_is_recorded_too(model: str) -> None:
+    """With what the kernels of the default rule do in their place."""
+    losses = []
+    with emulated():
+        for graphs in (True, False):
+            torch.manual_seed(0)
+            network = MODELS[model]().cuda()
+            opt = ekfac.EKFAC(network, cuda_graphs=graphs, refresh_every=8, **SMOOTH)
+            for t in range(16):
+                x, y = (tensor.cuda() for tensor in network.batch(torch.Generator().manual_seed(t % 4), 16))
+                opt.zero_grad()
+                loss = cross_entropy(network(x.float()), y)
+                loss.backward()
+                opt.step()
+            assert opt.engine.executor.step_graphs.replays >= (10 if graphs else 0)
+            losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
