@@ -64,8 +64,20 @@ def test_the_default_on_an_mlp(habit: Habit) -> None:
     agree("mlp", habit, least=0 if habit is always_clips else 5)
 
 
-@pytest.mark.parametrize("habit", [plain, sizes, poisons, evaluates, loads], ids=lambda habit: habit.__name__)
-@pytest.mark.parametrize("model", ["cnn", "gpt"])
+@pytest.mark.parametrize(
+    ("model", "habit"),
+    [
+        *(
+            pytest.param("cnn", habit, id=f"cnn-{habit.__name__}")
+            for habit in (plain, sizes, poisons, evaluates, loads)
+        ),
+        *(pytest.param("gpt", habit, id=f"gpt-{habit.__name__}") for habit in (plain, poisons)),
+        *(
+            pytest.param("gpt", habit, id=f"gpt-{habit.__name__}", marks=pytest.mark.slow)
+            for habit in (sizes, evaluates, loads)
+        ),
+    ],
+)
 def test_the_default_on_other_networks(model: str, habit: Habit) -> None:
     agree(model, habit)
 
@@ -73,11 +85,17 @@ def test_the_default_on_other_networks(model: str, habit: Habit) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"scaling": "running"}, {"scaling": "per_example"}, {"scaling": "per_example", "scaling_decay": 0.9},
-        {"scaling": "kronecker"}, {"scaling": "anchored", "pace": 0.1, "trust": 1.0}, {"scaling": "adam"},
-        {"scaling": "rmsprop"}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3}, {"kl_clip": 1e-3},
-        {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"average": True, "lr": 1e-2},
-        {"loss_reduction": "sum"}, {"factor_every": 3}, {"deterministic": True},
+        {"scaling": "running"}, {"scaling": "per_example", "scaling_decay": 0.9}, {"scaling": "kronecker"},
+        {"scaling": "adam"}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3}, {"kl_clip": 1e-3},
+        {"loss_reduction": "sum"}, {"deterministic": True},
+        *(
+            pytest.param(given, marks=pytest.mark.slow)
+            for given in (
+                {"scaling": "per_example"}, {"scaling": "anchored", "pace": 0.1, "trust": 1.0}, {"scaling": "rmsprop"},
+                {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"average": True, "lr": 1e-2},
+                {"factor_every": 3},
+            )
+        ),
     ],
     ids=str,
 )  # fmt: skip
