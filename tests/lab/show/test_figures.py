@@ -272,7 +272,7 @@ def test_measures_are_kept_and_not_measured_twice(tmp_path: Path) -> None:
         request = Request(dataset=dataset, measures=Measures(file, say=said.append))
         assert request.measured("error", compute) == {"value": 0.333333, "steps": [0, 1]}
         assert len(calls) == count
-    assert said == [f"measuring for error on {name}: minutes" for name in ("mnist", "mnist-5k")]
+    assert said == [f"measuring for error on {name}, which may take minutes" for name in ("mnist", "mnist-5k")]
     runs = file.parent / "runs"
     runs.mkdir()
     assert measured_beside([str(runs)]) == measured_beside([str(file.parent)]) == [file], "beside the runs too"

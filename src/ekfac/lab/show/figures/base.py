@@ -42,7 +42,7 @@ class Request:
         found = self.measures.get(name, self.dataset, self.quick)
         if found is not None:
             return found
-        self.measures.say(f"measuring for {name} on {self.dataset}{'' if self.quick else ': minutes'}")
+        self.measures.say(f"measuring for {name} on {self.dataset}{'' if self.quick else ', which may take minutes'}")
         return self.measures.put(name, compute(), self.dataset, self.quick)
 
 
