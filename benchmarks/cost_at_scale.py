@@ -13,7 +13,8 @@ Assumed:
  2. Every GPU sends 50 GB/s (400 Gb/s) when all do. Within a machine it is more.
  3. Beyond the widest size that was measured (2,048) a decomposition, a product and an iteration cost as d^3.
  4. Products run in float32, as fast as one of 2,048 x 2,048.
- 5. No message and no refresh runs beside anything else. On a GPU refreshes do run beside the next pass.
+ 5. No message and no refresh runs beside anything else. In fact A and B are sent beside the backward pass, and on a
+    GPU refreshes run beside the next pass.
  6. In training: the first 20 steps, which take every batch into A and B, and refresh often, are not counted.
 
 With --out FILE.json the rows go there, and as a table to FILE.md.
@@ -33,10 +34,11 @@ import torch
 from torch import nn
 
 from ekfac.curvature.blocks import MAX_FACTOR_DIM, Block, find_blocks
+from ekfac.optim.distributed.buckets import sizes
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.methods.factory import eigen_methods
-from ekfac.optim.statistics.schedule import BATCHES, stretches
+from ekfac.optim.statistics.schedule import BATCHES, WIDE_SIDES, stretches
 from ekfac.rules import RULES
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -48,6 +50,8 @@ LINK = 50e9
 FSDP = 2 + 2 + 4
 #: On a GPU, where nothing is said.
 REFRESH_EVERY = 20
+#: Models without memory stand for those on a GPU.
+WIDE_SIDES["meta"] = WIDE_SIDES["cuda"]
 
 
 class Layer(nn.Module):
@@ -176,8 +180,8 @@ def cost(model: str, ranks: int, max_factor_dim: int, pieces: Pieces) -> Row:
     owned = [4.0 * sum(b.shape.numel for b in mine) for mine in of_rank]
     # Its pieces of gradient and parameter to the owners, and the pieces of what it owns to the others.
     sent = [away * (2 * 4 * parameters / ranks + own) for own in owned]
-    # A reduction sends the whole of A and B once from every rank, four times in an interval.
-    factors = 4.0 * sum(sum(b.factor_numbers()) for b in blocks if b.covered)
+    # A reduction sends one half of A and B once from every rank, four times in an interval.
+    factors = 4.0 * sum(sum(sizes(b)) for b in blocks if b.covered)
     statistics = away * factors * BATCHES / REFRESH_EVERY
     refresh, a_step, projection = zip(*(times(mine, pieces) for mine in of_rank), strict=True)
     own_wire = (max(sent) + statistics) / LINK

@@ -71,12 +71,14 @@ def train(rank: int, world: int, layout: str, folder: str) -> None:
     steps = []
     for step in range(STEPS):
         x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(step + 100 * rank))
-        opt.zero_grad()
-        used(x).square().mean().backward()
         takes = any(opt.engine.schedule.takes_factors(block) for block in opt.engine.partition.covered)
         sent.update(messages=0, bytes=0.0)
+        opt.zero_grad()
+        used(x).square().mean().backward()  # DDP's and FSDP2's own messages are not counted
+        early = sent["bytes"]
         opt.step()
-        steps.append({"messages": sent["messages"], "bytes": sent["bytes"], "takes_statistics": takes})
+        row = {"messages": sent["messages"], "bytes": sent["bytes"], "early": early, "takes_statistics": takes}
+        steps.append(row)
     kept = sum(t.numel() * t.element_size() for s in opt.state.values() for t in s.values() if isinstance(t, Tensor))
     averaged = sum(d.numel() * d.element_size() for d in opt.average.offsets.values())
     found = {"kept": kept, "summary": opt.summary().bytes, "average": averaged, "steps": steps, "gradients": gradients}
@@ -92,6 +94,7 @@ def measured(layout: str, world: int, alone: int, folder: str) -> dict[str, Any]
     alone = alone or ranks[0]["kept"]
     ddp = 2 * (world - 1) / world * ranks[0]["gradients"]
     plain = [step for rank in ranks for step in rank["steps"] if not step["takes_statistics"]]
+    taking = [step for rank in ranks for step in rank["steps"][1:] if step["takes_statistics"]]
     return {
         "layout": layout,
         "ranks": world,
@@ -104,6 +107,7 @@ def measured(layout: str, world: int, alone: int, folder: str) -> dict[str, Any]
         "messages": max(step["messages"] for step in plain),
         "times_ddp": max(step["bytes"] for step in plain) / ddp if ddp else 0.0,
         "times_ddp_with_statistics": max(s["bytes"] for rank in ranks for s in rank["steps"]) / ddp if ddp else 0.0,
+        "during_backward": min(step["early"] for step in taking) / ddp if ddp else 0.0,
     }
 
 

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ekfac.curvature import eigensolvers
-from ekfac.optim.cuda import fused
+from ekfac.optim.cuda import fused, update
 from ekfac.optim.groups import import_compiler
 from ekfac.optim.methods.rules import within_range
+from ekfac.optim.optimizer import decay
 from ekfac.optim.types import BlockStep, EigenState
 from emulated_streams import DEVICE, Event, Memory, Range, Stream, range_of
 
@@ -89,15 +90,17 @@ class GPU:
         assert not gc.isenabled(), "what the collector destroys during a recording can spoil it"
         stream = stream or Stream()
         stream.wait_stream(self.stream)  # torch waits for the device first
-        with self.on(stream):
-            self.recording = graph
-            try:
-                yield
-            finally:
-                self.recording = None
-            for other, time in clocks_of(graph):
-                assert stream.knows((other, time)), "a branch of the graph is never joined"
-        self.stream.wait_stream(stream)
+        try:
+            with self.on(stream):
+                self.recording = graph
+                try:
+                    yield
+                finally:
+                    self.recording = None
+                for other, time in clocks_of(graph):
+                    assert stream.knows((other, time)), "a branch of the graph is never joined"
+        finally:
+            self.stream.wait_stream(stream)  # nothing was run: after a recording that failed nobody need wait
         graph.complete = True
 
     def wait(self, what: str = "the host waits for the device", counts: bool = True) -> None:
@@ -216,8 +219,11 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         device.recording.recorded.append((func, args_, kwargs_, None))
         note(name, mine, written, [])
         return None if name.startswith("_foreach") else args[0] if name.endswith("_") else kwargs["out"]
+    tried = args_, kwargs_
+    if device.recording is not None and "batch_norm" in name:  # changes running statistics, which its schema hides
+        tried = mapped(Tensor.clone, tried)
     with torch._C._DisableTorchDispatch():
-        found = func(*args_, **kwargs_)
+        found = func(*tried[0], **tried[1])
     known = {id(t.inner.untyped_storage()) for t in mine}
     made = [t for t in tensors_in(found) if id(t) not in wrapped]
     views = bool(made) and all(id(t.untyped_storage()) in known for t in made)
@@ -360,6 +366,21 @@ def by_the_rule(rule: Any, state: EigenState, step: BlockStep) -> Tensor:
     return rule.direction(state, step)  # type: ignore[no-any-return]
 
 
+def by_lists(
+    rows: list[update.Row], lrs: list[float | Tensor], ok: Tensor | None, weight: float | Tensor, table: Any = None
+) -> None:
+    """Do what the kernel of the update does, one parameter after the other."""
+    for row in rows:
+        p, step, d, lr, c = row.parameter, row.step, row.offset, lrs[row.group], weight
+        if ok is not None:
+            lr, c = lr * ok, c * ok
+        old = p.clone()
+        decay([p], [step], lr * row.decay, True, row.cautious)
+        p.sub_(step * (lr.to(p) if isinstance(lr, Tensor) else lr))
+        if d is not None:
+            d.add_(p - old).mul_((1 - c).to(d) if isinstance(c, Tensor) else 1 - c)
+
+
 @contextmanager
 def emulated() -> Iterator[GPU]:
     """Have an H200 inside."""
@@ -382,6 +403,8 @@ def emulated() -> Iterator[GPU]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(fused, "launch", by_the_rule))
         stack.enter_context(mock.patch.object(fused, "_known", {}))
+        stack.enter_context(mock.patch.object(update, "launch", by_lists))
+        stack.enter_context(mock.patch.object(update, "_known", {DEVICE: True}))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda t, *given: moved(t, DEVICE)))
         stack.enter_context(mode := Devices())
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]

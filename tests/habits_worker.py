@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -315,6 +316,18 @@ def wrapped(rank: int, world: int) -> Result:
         ddp = DistributedDataParallel(model)
         opt = ekfac.EKFAC(ddp if given == "wrapper" else model)
         found[given] = train(model, opt, rank, world, call=ddp, look=ddp if given == "wrapper" else None)
+    ways: dict[str, dict[str, Any]] = {
+        "graph that does not change": {"static_graph": True},
+        "gradients in buckets": {"gradient_as_bucket_view": True},
+        "a bucket a layer": {"bucket_cap_mb": 0.0001},
+        "hook of one's own": {},
+    }
+    for name, options in ways.items():
+        model = network()
+        ddp = DistributedDataParallel(model, **options)
+        if not options:
+            ddp.register_comm_hook(None, allreduce_hook)
+        found[name] = train(model, ekfac.EKFAC(model), rank, world, call=ddp)
     return found
 
 

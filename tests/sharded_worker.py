@@ -473,9 +473,9 @@ def traffic(layout: str, rank: int, world: int) -> Result:
     for step in range(24):
         x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(step + 100 * rank))
         opt.zero_grad()
-        used(x).square().mean().backward()
         takes = all(opt.engine.schedule.takes_factors(b) for b in opt.engine.partition.covered)
         with Wire(world) if world > 1 else contextlib.nullcontext() as wire:
+            used(x).square().mean().backward()  # whose own messages go other ways
             opt.step()
         if wire is not None:
             steps.append([wire.messages, wire.bytes, takes])

@@ -4,7 +4,8 @@
 leaves the step to another one. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` hold their less common
 options, and `rules` what may be done in the basis. `fisher` gives the curvature of a model over a dataset as an
 operator, a `Curvature`; `summary` tells which block covers each parameter of a model, and `plan` what that takes, in
-bytes and in arithmetic; `doctor` tries a model for some fifty steps and says what to set.
+bytes and in arithmetic; `doctor` tries a model for some fifty steps and says what to set; `graphed` makes one call of a
+training step, which replays CUDA graphs.
 """
 
 from importlib import import_module
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ekfac.curvature.operators import Curvature, correlation, relative_error, spectrum_distance
     from ekfac.curvature.summary import summary
     from ekfac.diagnosis.doctor import doctor
+    from ekfac.optim.cuda.graphed import graphed
     from ekfac.optim.ekfac import EKFAC
     from ekfac.optim.kfac import KFAC
     from ekfac.optim.options import PAPER, Batch, Coverage, Numerics, Refresh, StepSize
@@ -41,6 +43,7 @@ __all__ = [
     "correlation",
     "doctor",
     "fisher",
+    "graphed",
     "plan",
     "relative_error",
     "rules",
@@ -65,6 +68,7 @@ _PLACES = {
     "correlation": "curvature.operators",
     "doctor": "diagnosis.doctor",
     "fisher": "curvature.fisher",
+    "graphed": "optim.cuda.graphed",
     "plan": "optim.plan",
     "relative_error": "curvature.operators",
     "spectrum_distance": "curvature.operators",

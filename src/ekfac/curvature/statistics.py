@@ -115,7 +115,8 @@ def sums_of_products(block: Block, calls: Sequence[Call], n: int, memory: int) -
     Of each product k let A_k be the mean of h h^T and B_k the sum of delta delta^T. Then A is in proportion to
     sum_k tr(B_k) A_k and B to sum_k tr(A_k) B_k: the partial traces of sum_k A_k x B_k, whose trace theirs have, too.
     So a product counts for as much as it has to do with the gradient, and it does not matter which of its two sides
-    has the units of the loss. tr(A) is the layer's own inputs' mean square.
+    has the units of the loss. tr(A) is the layer's own inputs' mean square. Where the loss has only derivatives, no
+    gradient comes to the last layer's own call: then no product is with inputs, and their entries count as ones.
 
     Args:
         block: The block.
@@ -128,14 +129,15 @@ def sums_of_products(block: Block, calls: Sequence[Call], n: int, memory: int) -
     terms = torch.stack([As.new_full((), float(part.terms)) for part in parts])
     inputs, outputs = (_traces(of, vector) for of, vector in ((As, block.diagonal_A), (Bs, block.diagonal_B)))
     direct = torch.stack([inputs.new_full((), float(not call.layer.transposed)) for call in calls])
-    mean = (inputs * direct).sum() / (terms * direct).sum()  # the layer's own call is among them
+    own, columns = (terms * direct).sum(), float(block.shape.groups * block.shape.inputs)
+    mean = torch.where(own > 0, (inputs * direct).sum() / own.clamp(min=1), columns)
     each = inputs / terms
     product = (each * outputs).sum()
     tiny = torch.finfo(product.dtype).tiny
     known = product > tiny
     product, by = product.clamp(min=tiny), mean.clamp(min=tiny)
     # Without any gradient there is nothing to weigh by, and B is zero.
-    weights = torch.where(known, outputs * by / (product * terms), direct / (terms * direct).sum())
+    weights = torch.where(known, outputs * by / (product * terms), direct / own.clamp(min=1))
     A = torch.tensordot(weights, As, 1)
     B = torch.tensordot(torch.where(known, each / by, 1.0), Bs, 1)
     return FactorSums(A.mul_(n), n, B)

@@ -224,13 +224,13 @@ class Engine:
         """End a step: count it, let go of what was captured, and refresh the bases that are due, warm."""
         due = dict(self.schedule.advance())
         self.collector.drop()
-        if not due:
-            return
-        if self.shares():
+        if due and self.shares():
             self.replicas.refresh(due, rates)
-            return
-        with self.executor.beside(self.partition.device, iterated_numbers(due)):
-            self.warm_refresh(due, rates)
+        elif due:
+            with self.executor.beside(self.partition.device, iterated_numbers(due)):
+                self.warm_refresh(due, rates)
+        if self.partition.owners.size > 1:
+            self.replicas.look_ahead()
 
     def warm_refresh(self, due: Mapping[Block, tuple[int, int]], rates: Rates, ok: Tensor | None = None) -> None:
         """Bring bases nearer to their factors' own, each side by so many iterations."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -81,6 +81,27 @@ class Executor:
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
+        return False
+
+    def update(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        lrs: Sequence[float | Tensor],
+        steps: Mapping[nn.Parameter, Tensor],
+        inputs: StepInputs,
+        offsets: Mapping[nn.Parameter, Tensor],
+        weight: float | Tensor,
+    ) -> bool:
+        """Update parameters and their average in one go; False, and nothing done, where that is not possible.
+
+        Args:
+            groups: The parameter groups.
+            lrs: Their rates.
+            steps: The step of each parameter that has one.
+            inputs: The inputs.
+            offsets: z - x of parameters whose average takes the step in.
+            weight: What the newest weights count in it.
+        """
         return False
 
     def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:

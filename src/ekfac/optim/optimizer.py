@@ -30,10 +30,8 @@ from ekfac.optim.step_size.course import RateCourse, Shared, WeightAverage
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
-from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
+from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, StepInputs
 
-#: Coordinates of a step, of about 1, below which they do not fully decide: rounding is not to where they say nothing.
-CLEAR = 1e-3
 #: What a group has that a recorded step has built into it.
 BUILT_IN = ("momentum", "nesterov", "weight_decay", "decay_vectors", "cautious_decay", "decoupled_weight_decay")
 
@@ -81,8 +79,6 @@ class Optimizer(Base, Joinable, Grouped):
             self.close()
             raise
         ownership.register(self.engine.collector)
-
-    # --- the step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -221,9 +217,8 @@ class Optimizer(Base, Joinable, Grouped):
             average.enter_step()
             return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
         average.begin_step(averaged, t)
-        offsets = tuple((p.data_ptr(), average.offsets[p].data_ptr()) for p in average.averaged)
-        everything = tuple(fixed), self.step_size, offsets
-        at_once = tuple(average.averaged)
+        at_once, offsets = tuple(average.averaged), [average.offsets[p] for p in average.averaged]
+        everything = tuple(fixed), self.step_size, tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, offsets))
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
@@ -248,6 +243,10 @@ class Optimizer(Base, Joinable, Grouped):
             shared = Shared(inputs.gradients, inputs.called)
             self.average.begin_step(rates.candidates, self.engine.schedule.applied_steps, shared)
             averaged = tuple(self.average.averaged)
+        elif self.engine.executor.can_replay:
+            offsets = {p: self.average.offsets[p] for p in averaged}
+            if self.engine.executor.update(self.param_groups, lrs, steps, inputs, offsets, rates.average_weight):
+                return
         self.average.before_update(averaged)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs)
@@ -264,8 +263,7 @@ class Optimizer(Base, Joinable, Grouped):
         p_steps = [steps[p] for p in updated]
         parameters: list[Tensor] = [inputs.weights.get(p, p) for p in updated] if inputs.weights else updated
         mu, ok = group["momentum"], inputs.ok
-        if ok is not None:
-            lr = lr * ok
+        lr = lr if ok is None else lr * ok
         if mu:
             velocities = []
             for p, step in zip(updated, p_steps, strict=True):
@@ -287,8 +285,6 @@ class Optimizer(Base, Joinable, Grouped):
         """Remove the hooks, leave the averaged weights in the model, and free recorded CUDA graphs."""
         self.average.rest()
         super().close()
-
-    # --- around it ------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and drop captured data that no step has used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +17,8 @@ from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.samples import Sample
 from ekfac.optim.statistics.sums import BlockSums
 
+#: Where a tensor lies.
+ADDRESS = operator.methodcaller("data_ptr")
 #: Calls of a block that are kept for the step, by forward pass, each with its number of examples.
 KeptCalls = list[tuple[list[Call], int]]
 
@@ -286,6 +289,10 @@ class BlockStep:
     products: Tensor | None = None
     blocks: int = 1
     small: bool = False
+
+
+#: Coordinates of a step, of about 1, below which they do not fully decide: rounding is not to where they say nothing.
+CLEAR = 1e-3
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,33 @@ def test_no_gradient_at_all_leaves_the_factors_of_the_layers_own_input() -> None
     assert not sums.B.any()
 
 
+def test_a_last_layer_that_only_derivatives_reach_has_the_factors_of_its_product() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    block = next(b for b in find_blocks(model, model.parameters()) if b.name == "2")
+    v, dy = torch.randn(N, 5).double(), torch.randn(N, 1).double()
+    sums = factor_sums(block, [Call(DerivativeLayer.after(block.layer), v, dy)], N, "expand", 2**20)
+    A, B = sums.A[0, :5, :5] / N, sums.B[0] / N
+    product = torch.kron(v.T @ v / N, dy.T @ dy / N)
+    torch.testing.assert_close(torch.kron(A, B), product)
+    assert A.trace().item() == pytest.approx(block.shape.inputs)
+    assert not sums.A[0, 5].any()
+
+
+def test_a_loss_of_derivatives_alone_brings_factors_to_all_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    opt = EKFAC(model, lr=1e-3)
+    for _ in range(3):
+        opt.zero_grad()
+        _, slope = input_gradient(model, torch.randn(N, 4).double().requires_grad_())
+        (slope.square().sum(1) - 1).square().mean().backward()
+        opt.step()
+    factors = [state[side] for state in opt.state.values() for side in "AB" if side in state]
+    assert len(factors) == 4
+    assert all(bool(factor.isfinite().all()) and bool(factor.any()) for factor in factors)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_factors_do_not_depend_on_how_much_memory_there_is(name: str) -> None:
     model, x = network(name)

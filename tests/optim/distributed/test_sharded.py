@@ -132,9 +132,13 @@ def test_every_rank_keeps_its_part_of_the_curvature(world: int, layout: str, req
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_and_bytes_of_a_step(world: int, layout: str, request: pytest.FixtureRequest) -> None:
-    """A few messages an owner; in an ordinary step fewer bytes than averaging the gradients takes."""
+    """A few messages an owner; in an ordinary step fewer bytes than averaging the gradients takes.
+
+    In one that takes statistics no more than 1.5 times as many as DDP's averaging.
+    """
     for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "bytes_and_messages"):
-        assert all(messages <= 2 * world + 6 for messages, _, _ in end[layout]["steps"])
+        assert all(messages <= 2 * world + 6 for messages, _, _ in end[layout]["steps"][1:])
+        assert max(sent for _, sent, _ in end[layout]["steps"]) <= 1.5 * end["ddp"]["averaging"]
         ordinary = [sent for _, sent, all_take in end[layout]["steps"] if not all_take]
         assert len(ordinary) >= 2
         assert max(ordinary) <= end[layout]["averaging"]

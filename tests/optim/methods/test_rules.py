@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ekfac
+from ekfac.curvature import eigensolvers
 from ekfac.curvature.eigensolvers import _cholesky_qr, off_diagonal_residual, orthogonal_iteration, rayleigh
 from ekfac.rules import RULES
 from helpers import batches_for, compare_with_oracle, mean_loss, mlp
@@ -226,16 +227,22 @@ def test_a_factor_that_is_not_finite_leaves_the_basis(broken: float) -> None:
     assert torch.equal(warm.U, U) and bool(torch.isfinite(warm.values).all())
 
 
-def test_cholesky_qr_is_qr() -> None:
-    """The way that GPUs take gives the Q of Householder's QR, up to signs."""
+@pytest.mark.parametrize("panel", [256, 9, 4, 1])
+def test_cholesky_qr_is_qr(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that GPUs take gives the Q of Householder's QR, up to signs, however many columns come at a time."""
+    monkeypatch.setattr(eigensolvers, "PANEL", panel)
     torch.manual_seed(1)
     Y = torch.randn(3, 9, 9, dtype=torch.float64) * torch.logspace(-6, 3, 9, dtype=torch.float64)
     Q, expected = _cholesky_qr(Y), torch.linalg.qr(Y)[0]
     torch.testing.assert_close(Q.abs(), expected.abs(), rtol=1e-6, atol=1e-8)
 
 
-def test_cholesky_qr_of_columns_that_are_nearly_orthogonal_needs_no_mending() -> None:
+@pytest.mark.parametrize("panel", [256, 7])
+def test_cholesky_qr_of_columns_that_are_nearly_orthogonal_needs_no_mending(
+    panel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One pass is as good as Householder's QR there; where columns depend on one another it gives NaN, not a guess."""
+    monkeypatch.setattr(eigensolvers, "PANEL", panel)
     torch.manual_seed(1)
     near = torch.linalg.qr(torch.randn(2, 40, 40, dtype=torch.float64))[0] + 0.01 * torch.randn(2, 40, 40).double()
     Y = near * torch.logspace(-6, 3, 40, dtype=torch.float64)

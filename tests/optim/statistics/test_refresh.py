@@ -130,8 +130,8 @@ def test_a_new_basis_keeps_the_place_of_the_count_that_a_captured_step_holds() -
     assert float(state.count) == 0 and state.count.data_ptr() == place
 
 
-@pytest.mark.parametrize(("every", "given", "later"), [(50, None, 12), (4, None, 1), (50, 3, 3)])
-def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | None, later: int) -> None:
+@pytest.mark.parametrize(("every", "given", "then", "later"), [(50, None, 12, 25), (4, None, 1, 2), (50, 3, 3, 3)])
+def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | None, then: int, later: int) -> None:
     opt = ekfac.EKFAC(nn.Linear(3, 2), refresh_every=every, factor_every=given)
     block = opt.engine.partition.blocks[0]
 
@@ -143,6 +143,7 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
         return found
 
     opt.state[block.key] = EigenState({"S_A": torch.ones(1, 4), "A": torch.ones(1, 4, 4)})  # its first basis is there
+    assert taken(240) == [step % then == 0 for step in range(240, 252)]
     assert taken(1200) == [step % later == 0 for step in range(1200, 1212)]
     if given is None:
         assert all(taken(0))
@@ -151,8 +152,10 @@ def test_the_factors_take_in_every_batch_of_the_start(every: int, given: int | N
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 41])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_four_batches_in_an_interval(interval: int, deterministic: bool) -> None:
-    intervals, steps = Intervals(BATCHES * interval, deterministic), range(1000 * interval, 1001 * interval)
-    assert sum(intervals.takes_factors(step, None) for step in steps) == 1
+    intervals, first = Intervals(BATCHES * interval, deterministic), -(-DENSE // interval) * interval
+    assert sum(intervals.takes_factors(step, None) for step in range(first, first + interval)) == 1
+    twice = 1 if deterministic else 2  # once training has settled, every other of them
+    assert sum(intervals.takes_factors(step, None) for step in range(1000 * interval, (1000 + twice) * interval)) == 1
     assert intervals.takes_factors(DENSE - 1, None)
     assert [intervals.takes_factors(step, 3) for step in range(300, 306)] == [True, False, False] * 2
 

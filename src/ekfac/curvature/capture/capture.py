@@ -188,7 +188,7 @@ class Capture:
         if self._entered.under_way:
             self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
-        quiet = record is not None and record.n is not None and self._nothing_to_learn()
+        quiet = record is not None and record.n is not None and self.nothing_to_learn()
         self.forwards.here.quiet = quiet
         if record is not None:
             record.quiet = quiet
@@ -201,9 +201,9 @@ class Capture:
         record = self.forwards.here.latest or self.forwards.latest
         if record is not None and record.quiet and not record.reached and not self.separate:
             self.by_outputs = False
-            self._reach(record)
+            self.reach(record)
 
-    def _nothing_to_learn(self) -> bool:
+    def nothing_to_learn(self) -> bool:
         """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
         unsure = not self.by_outputs and (self.exact_count or self.by_outputs is None)
         return not (unsure or self.separate or self.on_output) and self._blocks <= self.fired and not self.wanted(None)
@@ -255,7 +255,7 @@ class Capture:
         self.mesh.note(output)
         given, origin = Input(None), origin_of(x)
         if self.wanted(block):
-            source = x if x.requires_grad and layer.linear else None
+            source = x if origin is not None and layer.linear else None
             x = whole(x.detach())
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
@@ -278,8 +278,8 @@ class Capture:
 
     def number(self, record: Record, block: Block) -> int:
         """Count a call of a block within a record; return how many there were before."""
-        number = record.calls[block]
-        record.calls[block] += 1
+        number = record.calls.get(block, 0)
+        record.calls[block] = number + 1
         if inside_backward():
             record.recomputed.add(block)
         return number
@@ -335,11 +335,11 @@ class Capture:
             self.by_outputs = False  # which gradients a differentiated pass is after, only layers can tell
         if self.counts(None):
             record.by_output = True
-            self._reach(record)
+            self.reach(record)
             if record.quiet and self.by_outputs:
                 self.on_quiet(True)
 
-    def _reach(self, record: Record) -> None:
+    def reach(self, record: Record) -> None:
         """Count the examples of a record that a backward pass has come to, once."""
         self.forwards.reach(record)
         self.forwards.list(record)
@@ -358,14 +358,14 @@ class Capture:
             return  # nothing that is not known
         if not self.counts(block):
             return
-        self._reach(record)
+        self.reach(record)
         self.fired.add(block)
         x = given.x
         if x is None:
             return
         if given.changed:
             refuse_changed(block)
-        if not keeps_graph():
+        if not (keeps := keeps_graph()):
             given.x = given.source = None
         if not self.wanted(block):
             return
@@ -373,7 +373,7 @@ class Capture:
             d = given.arrange(d)
         if not x.numel():
             return  # an expert that no token was sent to
-        keep = keeps_graph() and not self.separate
+        keep = keeps and not self.separate
         record.kept |= keep
         alone = record.calls[block] == 1 and block not in record.recomputed and not record.inner
         if alone and not keep and not record.waiting.get(block):

@@ -74,6 +74,6 @@ def call_of(layer: Layer, x: Tensor, d: Tensor, before: Call | None = None) -> C
         d: What has come back.
         before: The same call, if an earlier pass has come to it.
     """
-    if isinstance(layer, DerivativeLayer) and layer.transposed:
+    if layer.transposed and isinstance(layer, DerivativeLayer):
         return Call(layer, d if before is None else before.x + d, x)
     return Call(layer, x, d if before is None else before.d + d)

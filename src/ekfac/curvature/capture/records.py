@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -23,7 +22,7 @@ class Held:
     """Counts the bytes of captured tensors that are referred to, a storage that several layers read only once."""
 
     def __init__(self) -> None:
-        self._references: Counter[int] = Counter()
+        self._references: dict[int, int] = {}
         #: Bytes that are held now.
         self.now = 0
         #: The most that was held at one time so far.
@@ -31,18 +30,23 @@ class Held:
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that is kept."""
-        storage = tensor.untyped_storage()
-        if not self._references[storage.data_ptr()]:
+        storage, references = tensor.untyped_storage(), self._references
+        address = storage.data_ptr()
+        known = references.get(address, 0)
+        if not known:
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-        self._references[storage.data_ptr()] += 1
+        references[address] = known + 1
 
     def remove(self, tensor: Tensor) -> None:
         """Discount a tensor that is let go."""
-        storage = tensor.untyped_storage()
-        self._references[storage.data_ptr()] -= 1
-        if not self._references[storage.data_ptr()]:
-            del self._references[storage.data_ptr()]
+        storage, references = tensor.untyped_storage(), self._references
+        address = storage.data_ptr()
+        left = references.get(address, 0) - 1
+        if left:
+            references[address] = left
+        else:
+            del references[address]
             self.now -= storage.nbytes()
 
     def add_calls(self, calls: Iterable[Call]) -> None:
@@ -95,7 +99,7 @@ class Record:
         #: None until the first layer that is reached has counted them, where the model's input cannot.
         self.n = None if counted.listed is not None else counted.n
         #: How often each block's layers were called; more calls than one must be summed before they are squared.
-        self.calls: Counter[Block] = Counter()
+        self.calls: dict[Block, int] = {}
         #: Gradients that wait for the rest of their record, by the number of the call.
         self.waiting: dict[Block, dict[int, Call]] = {}
         #: Whether a backward pass has reached this record, in general and within ``statistics()``.

@@ -134,8 +134,10 @@ class Layer(ABC):
     @property
     def mode(self) -> Hashable:
         """What the layer makes of a call depends on besides the call: whether it trains, and where its buffers lie."""
-        buffers = self.module._buffers.values()
-        return self.module.training, *(b.data_ptr() for b in buffers if b is not None)
+        module = self.module
+        if not module._buffers:
+            return module.training
+        return module.training, *[b.data_ptr() for b in module._buffers.values() if b is not None]
 
     @abstractmethod
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:

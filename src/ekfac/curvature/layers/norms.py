@@ -164,16 +164,15 @@ class BatchNormLayer(ChannelNormLayer):
         step = step - 1 + step % 2
         if step < 3 or len(x) != n or len(d) != n:
             return None
-        wide = x[::step].to(torch.promote_types(x.dtype, torch.float32))
-        shape = 1, -1, *(1 for _ in x.shape[2:])
+        wide, shape = torch.promote_types(x.dtype, torch.float32), (1, -1, *[1] * (x.dim() - 2))
         if not (m.training or m.running_mean is None):
             mean, invstd = m.running_mean.to(wide), (m.running_var.to(wide) + m.eps).rsqrt()
         elif x.is_cuda:
             mean, invstd = torch.batch_norm_stats(x, m.eps)
         else:
-            var, mean = torch.var_mean(x.to(wide.dtype), [0, *range(2, x.dim())], correction=0)
+            var, mean = torch.var_mean(x.to(wide), [0, *range(2, x.dim())], correction=0)
             invstd = (var + m.eps).rsqrt()
-        normalised = (wide - mean.view(shape)) * invstd.view(shape)
+        normalised = (x[::step] - mean.view(shape)) * invstd.view(shape)  # in the dtype of the mean, which is wide
         return step, Call(self.reads_normalised, normalised.to(x.dtype), d[::step])
 
 

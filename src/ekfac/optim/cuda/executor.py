@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
+from ekfac.optim.cuda import update
 from ekfac.optim.cuda.fused import fused
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Places, Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
+from ekfac.optim.cuda.update import Table, rows_of, runs_on
 from ekfac.optim.executor import Answer, Executor, Part
 from ekfac.optim.options import EngineOptions
 
@@ -57,6 +59,8 @@ class CudaExecutor(Executor):
         self.step_graphs = StepGraphs(weakref.proxy(self))  # a cycle would keep graphs and their memory
         #: Whether a whole step is being recorded.
         self.records = False
+        #: What it will read its update from.
+        self.table = Table(0, device)
         self._methods: dict[Method[Any], Method[Any]] = {}
         n = options.numerics
         self.places = Places(2 * n.memory_limit)
@@ -98,6 +102,21 @@ class CudaExecutor(Executor):
             if not self.records:
                 return super().parallel(function, parts)
             return self.streams([partial(function, part) for part in parts], list(map(widest, parts)))
+
+    def update(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        lrs: Sequence[float | Tensor],
+        steps: Mapping[nn.Parameter, Tensor],
+        inputs: StepInputs,
+        offsets: Mapping[nn.Parameter, Tensor],
+        weight: float | Tensor,
+    ) -> bool:
+        rows = None if inputs.weights else rows_of(groups, steps, offsets)
+        if not rows or not runs_on(self._device) or (torch.cuda.is_current_stream_capturing() and not self.records):
+            return False
+        update.launch(rows, lrs, inputs.ok, weight, self.table.of(rows) if self.records else None)
+        return True
 
     def fast_products(self, multiplications: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ekfac.optim.cuda.replay import form, recording
 from ekfac.optim.cuda.streams import OwnStream
+from ekfac.optim.cuda.update import Table
 from ekfac.optim.statistics.gradients import largest_magnitudes
 from ekfac.optim.statistics.samples import sums_of_samples
 from ekfac.optim.statistics.sums import BlockSums
-from ekfac.optim.types import Rates, StepInputs
+from ekfac.optim.types import ADDRESS, Rates, StepInputs
 
 if TYPE_CHECKING:
     from ekfac.optim.cuda.executor import CudaExecutor
@@ -47,6 +48,7 @@ class RecordedStep:
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     numbers: Tensor
+    table: Table
 
 
 class StepGraphs:
@@ -76,10 +78,10 @@ class StepGraphs:
             self._refused.clear()
             self._generation = engine.partition.generation
         key = signature(engine, inputs, rates)
-        if key in self._refused:
-            return False
         recorded = self._recorded.get(key)
         if recorded is None:
+            if key in self._refused:
+                return False
             if len(self._seen) > SEEN:
                 self._seen.clear()
             self._seen[key] += 1
@@ -119,6 +121,7 @@ class StepGraphs:
         numbers = torch.zeros(len(numbers_of(inputs, rates)), dtype=torch.float64, device=device)
         free = engine.method.damping_is_free
         placed, placed_rates = at_places(inputs, rates, known, iter(numbers.unbind()), free)
+        table = self._executor.table = Table(len(inputs.gradients), device)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
@@ -131,7 +134,8 @@ class StepGraphs:
                 working = replace(placed)
                 self.run(engine, working, placed_rates, apply)
             self._places, placed.ok = known, working.ok
-            return RecordedStep(graph, placed, numbers)
+            table.fill()
+            return RecordedStep(graph, placed, numbers, table)
         except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be recorded and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
@@ -161,13 +165,13 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
-        and not (inputs.calls or inputs.unknown or any(map(collector.watch.touched, partition.parameters)))
+        and not (inputs.calls or inputs.unknown or collector.watch.any_touched())
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and all(s.placed for kept in inputs.samples.values() for s in kept)
         and all(hasattr(partition.states.get(b.key), "A") for b in inputs.samples)
-        and not any(b in collector.fingerprints.unverified for b in partition.covered)
-        and all(p in inputs.gradients for p in partition.parameters)
-        and all(b in collector.capture.fired for b in partition.covered)
+        and partition.covered.keys().isdisjoint(collector.fingerprints.unverified)
+        and all(map(inputs.gradients.__contains__, partition.parameters))
+        and partition.covered.keys() <= collector.capture.fired
     )
 
 
@@ -184,7 +188,7 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
     free = engine.method.damping_is_free
     groups = tuple((None if free else g.damping, g.l2, g.maximize) for g in rates.groups)
     scalings = tuple((block.name, s.scaling is None) for block, s in inputs.sums.items())
-    places = tuple((p.data_ptr(), g.stride(), g.dtype) for p, g in inputs.gradients.items())
+    places = tuple(map(ADDRESS, inputs.gradients)), *[(g.stride(), g.dtype) for g in inputs.gradients.values()]
     samples = tuple((block, *(s.at_place for s in kept)) for block, kept in inputs.samples.items())
     by_examples = scalings if engine.method.needs_examples else None
     return groups, rates.fixed, by_examples, places, inputs.mean == 1.0, samples

@@ -89,11 +89,14 @@ class RollCall:
         finite: Whether all gradients are.
         examples: Whether any rank has captured examples.
         called: How the model was called, by the rank that has come furthest.
+        sent: How many buckets of statistics were sent during the backward pass, by the same measure.
+        passes: How many backward passes have brought statistics, by the same measure.
         holders: The first rank that has a gradient of each parameter; None where there is none.
         complete: Whether all ranks have it.
         touched: Whether any rank has changed it since backward left it.
         near: How the last warm refresh of each parameter's block went; None where nothing is known yet.
         seen: Whether any rank has statistics of the block that the parameter is the key of.
+        places: When these came, on the last rank.
         largest: The most of what ranks found in their pieces.
     """
 
@@ -102,11 +105,14 @@ class RollCall:
     finite: bool
     examples: bool
     called: int
+    sent: int
+    passes: int
     holders: list[int | None]
     complete: list[bool]
     touched: list[bool]
     near: list[bool | None]
     seen: list[bool]
+    places: list[float]
     largest: list[float]
 
 
@@ -122,8 +128,11 @@ def roll_call(
     touched: list[bool],
     near: list[bool | None],
     seen: list[bool],
+    places: list[float],
     largest: list[float],
     called: int,
+    sent: int,
+    passes: int,
 ) -> RollCall:
     """Exchange what each process knows of its own step, in one reduction that the host waits for.
 
@@ -138,30 +147,48 @@ def roll_call(
         touched: Whether it has changed it since backward left it.
         near: How the last warm refresh of the block that each parameter is the key of went; None where not known.
         seen: Whether it has statistics of the block that each parameter is the key of.
+        places: When the statistics of that block came here, as a number in their order.
         largest: Numbers, none of them NaN where gradients are finite, of which the most is wanted.
         called: How the model was called here since the last step: a larger number for one that has come further.
+        sent: How many buckets of statistics were sent from here during the backward pass.
+        passes: How many backward passes have brought statistics here.
     """
     rank, size, state = processes.rank, processes.size, digest(at)
-    mine = [rank if failed else size, state, -state, float(finite), -float(examples), -float(called)]
+    mine = [
+        rank if failed else size,
+        state,
+        -state,
+        float(finite),
+        -float(examples),
+        -float(called),
+        -float(sent),
+        -float(passes),
+    ]
     mine += [rank if there else size for there in gradients]
     mine += [float(there) for there in gradients]
     mine += [-float(was) for was in touched]
     mine += [UNKNOWN if n is None else float(n) for n in near]
     mine += [-float(was) for was in seen]
+    mine += [-place for place in places]
     mine += [-x if finite else 0.0 for x in largest]
     found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
-    count = len(gradients)
-    holders, complete, changed, near, somewhere = (found[6 + i * count : 6 + (i + 1) * count] for i in range(5))
+    count, known = len(gradients), 8
+    holders, complete, changed, near, somewhere, when = (
+        found[known + i * count : known + (i + 1) * count] for i in range(6)
+    )
     return RollCall(
         failed=int(found[0]),
         diverged=found[1] != -found[2],
         finite=bool(found[3]),
         examples=bool(found[4]),
         called=-int(found[5]),
+        sent=-int(found[6]),
+        passes=-int(found[7]),
         holders=[int(h) if h < size else None for h in holders],
         complete=[bool(c) for c in complete],
         touched=[bool(t) for t in changed],
         near=[None if n == UNKNOWN else bool(n) for n in near],
         seen=[bool(s) for s in somewhere],
-        largest=[-x for x in found[6 + 5 * count :]],
+        places=[-place for place in when],
+        largest=[-x for x in found[known + 6 * count :]],
     )

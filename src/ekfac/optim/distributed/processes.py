@@ -24,6 +24,18 @@ _MET: dict[str, int] = {}
 ByOwner = Mapping[int, Sequence[Tensor]]
 
 
+@dataclass
+class Twin:
+    """Another group of the same processes, and whether nobody uses it here."""
+
+    group: Any
+    idle: bool = False
+
+
+#: Such groups, in the order in which all processes have made them.
+_TWINS: dict[Any, list[Twin]] = {}
+
+
 @dataclass(frozen=True)
 class Processes:
     """The ranks that share statistics.
@@ -70,6 +82,35 @@ class Processes:
         if self.given is None:
             return [dist.get_rank()]
         return sorted(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+
+    def twin(self, device: torch.device) -> Twin | None:
+        """Have another group of the same processes, whose collectives do not wait for those of this one.
+
+        One that is idle on all processes, or a new one: groups of the same ranks cannot be destroyed one by one, as
+        torch would give the name of the last to the next.
+
+        Returns:
+            The group; None where this backend may not have two of them.
+        """
+        own: Any = dist.group.WORLD if self.group is None else self.group
+        backend: str = dist.get_backend(own)
+        kinds = dist.get_backend_config(own)
+        if not all(kind.endswith((":gloo", ":nccl")) for kind in kinds.split(",")):
+            return None
+        known = dist.distributed_c10d._world.pg_map
+        for group in [group for group in _TWINS if group not in known]:
+            del _TWINS[group]
+        twins = _TWINS.setdefault(own, [])
+        idle = self.least(torch.tensor([float(t.idle) for t in twins] or [0.0], device=device)).tolist()
+        if 1.0 in idle:
+            found = twins[idle.index(1.0)]
+        else:
+            limit = getattr(own._get_backend(device).options, "_timeout", None)
+            backend = kinds if backend == "undefined" else backend
+            found = Twin(dist.new_group(self.ranks, timeout=limit, backend=backend, use_local_synchronization=True))
+            twins.append(found)
+        found.idle = False
+        return found
 
     def meet(self, what: str) -> None:
         """Wait until all processes are here, before the collectives of something that one of them may call alone.
@@ -130,17 +171,26 @@ class Processes:
             return
         buckets = [(owner, bucket) for owner, bucket in _by_kind(tensors, lambda t: (t.dtype, t.device))]
         flats = [torch.cat([t.reshape(-1) for t in bucket]) for _, bucket in buckets]
-        works = [self._sum_at(flat, owner) for flat, (owner, _) in zip(flats, buckets, strict=True)]
-        for work, flat, (owner, bucket) in zip(works, flats, buckets, strict=True):
+        works = [self.sum_packed(flat, owner) for flat, (owner, _) in zip(flats, buckets, strict=True)]
+        for (flat, work), (owner, bucket) in zip(works, buckets, strict=True):
             work.wait()
             if owner == self.rank:
                 for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 
-    def _sum_at(self, flat: Tensor, owner: int) -> Any:
-        if flat.is_cuda and "gloo" in dist.get_backend(self.group):  # which sums on a GPU for all or for none
-            return dist.all_reduce(flat, group=self.group, async_op=True)
-        return dist.reduce(flat, group_dst=owner, group=self.group, async_op=True)
+    def sum_packed(self, flat: Tensor, owner: int, group: Any = None) -> tuple[Tensor, Any]:
+        """Begin to sum a tensor over processes, at its owner, in place; returns it and what to wait for.
+
+        Args:
+            flat: The tensor.
+            owner: Its owner.
+            group: Another group of the same processes.
+        """
+        own: Any = dist.group.WORLD if self.group is None else self.group
+        group = own if group is None else group
+        if flat.is_cuda and "cuda:gloo" in dist.get_backend_config(group):  # which sums on a GPU for all or for none
+            return flat, dist.all_reduce(flat, group=group, async_op=True)
+        return flat, dist.reduce(flat, dst=dist.get_global_rank(own, owner), group=group, async_op=True)
 
     def hand_round(self, tensors: ByOwner) -> None:
         """Copy tensors from their owners to all processes, in place and to the bit.

@@ -94,6 +94,7 @@ class Replicas:
             raise RuntimeError(NO_EXAMPLES)
         if not call.finite:
             engine.skip()
+            self.look_ahead()
             return False
         if engine.schedule.applied_steps % COMPARE_EVERY == 0:
             replicated = {name: p for p, name in engine.partition.names.items() if not is_sharded(p)}
@@ -127,6 +128,8 @@ class Replicas:
             check_structure(self.processes, structure, partition.device)
             self.shards.learn({p: partition.names[p] for p in partition.offered})
             self._checked = self.processes.size, partition.offered
+        if self.processes.size > 1:
+            self._engine.collector.overlap.connect(partition.device)
 
     def _call(self, inputs: StepInputs, finite: bool, called: int) -> RollCall:
         """Agree on the step, and learn how others' warm refreshes went."""
@@ -140,20 +143,32 @@ class Replicas:
         silent = [name for p, name in partition.names.items() if p in partition.silent]
         touched = set(inputs.touched)
         seen = {block.key for found in (inputs.calls, inputs.sums, inputs.samples) for block in found}
+        overlap, sums = engine.collector.overlap, engine.collector.sums
+        places = {block.key: overlap.place(block, sums) for block in partition.covered}
         call = roll_call(
             self.processes,
             partition.device,
             failed=self.failure is not None,
-            at=(engine.schedule.applied_steps, [p.requires_grad for p in partition.offered], silent),
+            at=(
+                engine.schedule.applied_steps,
+                [p.requires_grad for p in partition.offered],
+                silent,
+                overlap.described(),
+            ),
             finite=finite,
             examples=bool(inputs.n > 0),
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,
             seen=[p in seen for p in partition.offered],
+            places=[places.get(p, 0.0) for p in partition.offered],
             largest=self.shards.largest(inputs, partition.device),
             called=called,
+            sent=len(overlap.sent),
+            passes=overlap.passes,
         )
+        if not call.diverged:  # even if the step fails: others may wait
+            overlap.catch_up(call, partition.offered, sums)
         self._raise_together(call.failed)
         if call.diverged:
             raise RuntimeError(
@@ -169,6 +184,10 @@ class Replicas:
             if known[block.key] is not None and not self.owners.mine(block):
                 partition.state(block).near = known[block.key]
         return call
+
+    def look_ahead(self) -> None:
+        """Find which statistics the next backward pass sends."""
+        self._engine.collector.overlap.look_ahead(self._engine.schedule.expected(()))
 
     def _verify(self, inputs: StepInputs, call: RollCall) -> None:
         """Check that gradients are those that passed through the calls; all raise if one finds that they are not."""

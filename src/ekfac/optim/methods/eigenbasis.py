@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, carry_moment, carry_second_moment, changes_of_basis
+from ekfac.curvature.factors import tensor_cores
 from ekfac.curvature.fisher import order_of
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.optim.methods.damping import Damp
@@ -71,7 +72,12 @@ class EigenMethod:
         """Bring bases nearer to the factors' own and carry the rule's state along."""
         values = self.rule.reads_eigenvalues
         renewals = [replace(r, old=self.basis(r.blocks[0], r.state), values=values) for r in renewals]
-        refresher.warm(renewals, lambda r, new: self._change_basis(r.state, r.old, new, ok), ok)
+
+        def change(renewal: Renewal, new: Basis) -> None:
+            with tensor_cores(new.S_A.device):  # means and scalings bear TF32; the bases are found without
+                self._change_basis(renewal.state, renewal.old, new, ok)
+
+        refresher.warm(renewals, change, ok)
 
     def _change_basis(self, state: EigenState, old: Basis | None, new: Basis, ok: Tensor | None = None) -> None:
         rule, carried = self.rule, {}

@@ -21,6 +21,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.summary import low_coverage
+from ekfac.optim.distributed.overlap import Overlap
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
@@ -34,7 +35,7 @@ from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
-from ekfac.optim.statistics.sums import BlockSums, Expected, reduce_over_processes
+from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import KeptCalls, StepInputs
 
 
@@ -72,6 +73,7 @@ class Collector:
         self.fingerprints = Fingerprints(options, method)
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
+        self.overlap = Overlap(partition.owners)
         #: What has been gathered for this step so far.
         self.sums: dict[Block, BlockSums] = {}
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
@@ -167,15 +169,21 @@ class Collector:
         if block is None:
             needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
             return bool(needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
-        if self._method.needs_examples or block in self.fingerprints.unverified:
+        if self._schedule.takes_all() or self._method.needs_examples or block in self.fingerprints.unverified:
             return True
         return self._schedule.takes_factors(block) or (self.may_use_rows(block) and block not in self._by_gradient)
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
         """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
-        if (self.separate and not self.capture.separate) or not self.capture.mesh.first:
+        if self.separate and not self.capture.separate:
             return
+        if self.capture.mesh.first:
+            self._gather(block, calls, n)
+        if n and self._partition.owners.size > 1:
+            self.overlap.received(block, self.sums)
+
+    def _gather(self, block: Block, calls: list[Call], n: int) -> None:
         if not n:  # gradients that were differentiated on the way to .grad: a part of it, and no batch of their own
             if block in self.fingerprints.unverified:
                 self._take_fingerprint(self.sums, block, calls, n)
@@ -195,13 +203,14 @@ class Collector:
 
     def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
         """Keep what the factors need until the step, which takes the sums of all blocks at once."""
-        needed = self._method.needs_examples or block in self.fingerprints.unverified
-        if not self.executor.waits or self.separate or needed or block.layer.scattered or block in self.sums:
+        if self.separate or block in self.sums or block.layer.scattered or block in self.fingerprints.unverified:
+            return False
+        if self._method.needs_examples or not self.executor.waits:
             return False
         if self._schedule.renews(block) or not self._schedule.takes_factors(block):
             return False
-        sample = kept_sample(self.executor, self.options, block, calls, n, len(self.samples.get(block, ())))
-        self.samples.setdefault(block, []).append(sample)
+        others = self.samples.setdefault(block, [])
+        others.append(kept_sample(self.executor, self.options, block, calls, n, len(others)))
         return True
 
     def may_use_rows(self, block: Block) -> bool:
@@ -250,6 +259,7 @@ class Collector:
             p.grad = None
         if not self.separate:
             self.sums, self.calls, self.samples, self.separate = {}, {}, {}, True
+            self.overlap.forget()
         self.watch.enabled = False
         try:
             with self.capture.separate_statistics():
@@ -265,6 +275,8 @@ class Collector:
         self.watch.forget()
         self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
         self.sums, self.calls, self.samples, self.separate = {}, {}, {}, False
+        if self._partition.owners.size > 1:
+            self.overlap.forget()
 
     def close(self) -> None:
         """Remove all hooks from the model and let go of what was captured."""
@@ -288,10 +300,9 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        for p, grad in gradients.items():
-            if grad.layout != torch.strided:
-                name = self._partition.names[p]
-                raise ValueError(f"parameter '{name}': its gradient is {grad.layout}. Allowed: dense gradients")
+        if sparse := [(p, g) for p, g in gradients.items() if g.layout != torch.strided]:
+            name = self._partition.names[sparse[0][0]]
+            raise ValueError(f"parameter '{name}': its gradient is {sparse[0][1].layout}. Allowed: dense gradients")
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
             warnings.warn(text, UserWarning, stacklevel=2)
@@ -303,8 +314,8 @@ class Collector:
             refuse_unless_empty(self.capture.forwards.records, gradients.values())
             self.drop()
             return None
-        there, fired = gradients.keys(), self.capture.fired
-        silent = [b for b in covered if b not in fired and not there.isdisjoint(b.parameters.values())]
+        unheard = covered.keys() - self.capture.fired
+        silent = [b for b in covered if b in unheard and not gradients.keys().isdisjoint(b.parameters.values())]
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
@@ -327,14 +338,8 @@ class Collector:
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
         if inputs.processes > 1:
-            speaks = self.capture.mesh.first
-            counts = [int(inputs.n) * speaks, int(inputs.n_statistics) * speaks]
-            expected = {b: self._expected(b) for b in self._partition.covered if b not in inputs.unseen}
-            owners = self._partition.owners
-            totals = reduce_over_processes(owners, inputs.sums, expected, counts, self._partition.device)
-            inputs.n, inputs.n_statistics = totals
-            elsewhere = [b for b, what in expected.items() if what.factors and not owners.mine(b)]
-            self._partition.factors_elsewhere.update(map(members, elsewhere))
+            expected = self._schedule.expected(() if self.separate else self.fingerprints.unverified)
+            self.overlap.share(inputs, expected, self.capture.mesh.first, self._partition)
             if self.options.batch.reduction == "sum":
                 inputs.mean = inputs.batches / inputs.n
         for block in self._partition.covered:
@@ -359,11 +364,6 @@ class Collector:
                 self._take(inputs.sums, block, calls, n, hold=True, replay=False)
 
         self.executor.parallel(take, list(inputs.calls))
-
-    def _expected(self, block: Block) -> Expected:
-        scaling = self._method.needs_examples and not self._schedule.renews(block)
-        unverified = block in self.fingerprints.unverified and not self.separate
-        return Expected(self._schedule.takes_factors(block), scaling, unverified)
 
     def verify(self, inputs: StepInputs) -> None:
         """Check that gradients are those that passed through the calls, and find what was done to them since."""

@@ -61,7 +61,7 @@ class GradientWatch:
         self.nothing_there = True
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         self._task = -1
-        self._parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
         #: Whether ranks hold pieces of them.
         self._sharded = False
         self._handles: list[RemovableHandle] = []
@@ -76,15 +76,15 @@ class GradientWatch:
         """Watch these parameters."""
         self.hooks.restore()
         remove_hooks(self._handles)
-        self._parameters = list(parameters)
-        self._sharded = any_sharded(self._parameters)
+        self.parameters = list(parameters)
+        self._sharded = any_sharded(self.parameters)
         me = weakref.ref(self)
 
         def accumulated(parameter: Tensor) -> None:
             if (watch := me()) is not None:
                 watch.backward_runs()
 
-        self._handles += [p.register_post_accumulate_grad_hook(accumulated) for p in self._parameters]
+        self._handles += [p.register_post_accumulate_grad_hook(accumulated) for p in self.parameters]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -104,7 +104,7 @@ class GradientWatch:
         if not self.hooks.away:
             return
         self.hooks.restore()
-        there = [p for p in self._parameters if p.grad is not None and (p not in self._left or self.touched(p))]
+        there = [p for p in self.parameters if p.grad is not None and (p not in self._left or self.touched(p))]
         if any(bool(p.grad.any()) for p in there if p.grad is not None):
             self._backward_ended()
 
@@ -121,11 +121,11 @@ class GradientWatch:
     def before_forward(self) -> None:
         """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
         self.catch_up()
-        self.nothing_there = all(p.grad is None for p in self._parameters) or self._zeroed()
+        self.nothing_there = all(p.grad is None for p in self.parameters) or self._zeroed()
 
     def _zeroed(self) -> bool:
         """Tell whether somebody has set all gradients to zero since backward left them; reads them if so."""
-        there = [p for p in self._parameters if p.grad is not None]
+        there = [p for p in self.parameters if p.grad is not None]
         return all(map(self.touched, there)) and not any(bool(p.grad.any()) for p in there if p.grad is not None)
 
     @property
@@ -154,7 +154,7 @@ class GradientWatch:
         if (capture := self.on_end()) is not None:
             capture.passed()
         self.single_pass, self.nothing_there = self.nothing_there, False
-        live = [p for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        live = [p for p in self.parameters if p.grad is not None and not p.grad.is_sparse]
         grads = [p.grad for p in live if p.grad is not None]
         sizes = largest_magnitudes([local(g) for g in grads] if self._sharded else grads)
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
@@ -167,6 +167,10 @@ class GradientWatch:
         """Tell whether a gradient has been changed in place or replaced since backward left it."""
         left = self._left.get(parameter)
         return left is not None and (left[1] is not parameter.grad or left[2] != parameter.grad._version)
+
+    def any_touched(self) -> bool:
+        """Tell whether any gradient has."""
+        return any(g is not p.grad or g._version != version for p, (_, g, version) in self._left.items())
 
     def sizes(self, inputs: StepInputs) -> None:
         """Find the largest magnitude of each ``.grad`` as it stands and as backward left it, and which were touched."""
@@ -210,9 +214,9 @@ class GradientWatch:
         if inputs.processes > 1:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
-            left = [None if is_sharded(p) else inputs.left.get(p) for p in self._parameters]
-            apart = differ_between_processes(self._processes, left, self._parameters[0].device)
-            for p, by_hand in zip(self._parameters, apart, strict=True):
+            left = [None if is_sharded(p) else inputs.left.get(p) for p in self.parameters]
+            apart = differ_between_processes(self._processes, left, self.parameters[0].device)
+            for p, by_hand in zip(self.parameters, apart, strict=True):
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
         return ratios

@@ -121,10 +121,12 @@ def kept_sample(
     executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, index: int
 ) -> Sample:
     """Return a sample that will be there in the step, of this number among the block's; at a place if there is room."""
-    forms = ((t.shape, t.stride(), t.dtype) for c in calls for t in (c.x, c.d))
-    key = block, index, n, *((c.layer, c.layer.mode) for c in calls), *forms
-    if key in executor.kept:  # all is as it was: only the numbers are other ones
-        kept: Sample = executor.kept[key]
+    key: Any = block, index, n
+    for c in calls:
+        x, d = c.x, c.d
+        key += c.layer, c.layer.mode, x.shape, x.stride(), x.dtype, d.shape, d.stride(), d.dtype
+    kept: Sample | None = executor.kept.get(key)
+    if kept is not None:  # all is as it was: only the numbers are other ones
         if not calls[0].layer.splittable:
             calls = sample_of(options, block, calls, n).calls
             torch._foreach_copy_(kept.tensors(), [t for c in calls for t in (c.x, c.d)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim.executor import Answer
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.partition import Partition, members
+from ekfac.optim.statistics.sums import Expected
 from ekfac.optim.types import BlockState
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 EARLY = 10
 GROWTH = 1.15
 START = 100
-#: So many first steps take their batches into A and B; later ones so many in an interval.
+#: So many first steps take their batches into A and B; then so many in an interval, after SETTLED steps half of that.
 DENSE = 20
 BATCHES = 4
+SETTLED = 300
 #: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
@@ -81,14 +83,15 @@ class Intervals:
         return iterations[0], iterations[1]
 
     def takes_factors(self, applied: int, given: int | None) -> bool:
-        """Tell whether A and B take in the batch of the step after this many applied ones: at first all, later four.
+        """Tell whether A and B take in the batch of the step after this many applied ones: at first all, later some.
 
         Args:
             applied: How many steps have been applied.
             given: The user's own interval.
         """
         if given is None:
-            given = 1 if applied < DENSE else max(1, self.every // BATCHES)
+            batches = BATCHES if applied < SETTLED or self.deterministic else BATCHES // 2
+            given = 1 if applied < DENSE else max(1, self.every // batches)
         return applied % given == 0
 
 
@@ -191,14 +194,16 @@ class Schedule:
         """Tell whether this step uses a basis that is not known before it."""
         return block.covered and any(block in found for found in self.due())
 
+    def takes_all(self) -> bool:
+        """Tell whether this step takes its batch into every block's A and B, whatever is due."""
+        r = self._refresh
+        return r.factor_decay > 0 and self.intervals.takes_factors(self.applied_steps, r.factor_every)
+
     def takes_factors(self, block: Block) -> bool:
         """Tell whether this step takes its batch into the block's A and B."""
-        decay = self._refresh.factor_decay
-        if decay > 0 and self.intervals.takes_factors(self.applied_steps, self._refresh.factor_every):
+        if self.takes_all() or self.renews(block):
             return True
-        if self.renews(block):
-            return True
-        if decay > 0:
+        if self._refresh.factor_decay > 0:
             return False
         strayed = self._partition.states.get(block.key, NOTHING_YET).strayed
         at = self._partition.covered[block], self._partition.parts, self._stretches[block], strayed
@@ -206,10 +211,17 @@ class Schedule:
 
     def takes_any(self) -> bool:
         """Tell whether this step takes its batch into any A and B."""
-        decay = self._refresh.factor_decay
-        if decay > 0 and self.intervals.takes_factors(self.applied_steps, self._refresh.factor_every):
+        if self.takes_all() or any(self.due()):
             return True
-        return any(self.due()) or (decay == 0 and any(map(self.takes_factors, self._partition.covered)))
+        return self._refresh.factor_decay == 0 and any(map(self.takes_factors, self._partition.covered))
+
+    def expected(self, unverified: Container[Block]) -> dict[Block, Expected]:
+        """Return what every process gathers for each block at this step; some have a gradient to be verified."""
+        examples = self._method.needs_examples
+        return {
+            block: Expected(self.takes_factors(block), examples and not self.renews(block), block in unverified)
+            for block in self._partition.covered
+        }
 
     def poll(self, wait: bool) -> None:
         """Read how warm refreshes went.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import FactorSums
-from ekfac.optim.distributed.owners import Owners
 
 
 @dataclass
@@ -62,55 +60,7 @@ class Expected:
     fingerprint: bool
 
 
-def reduce_over_processes(
-    owners: Owners,
-    sums: dict[Block, BlockSums],
-    expected: dict[Block, Expected],
-    counts: list[int],
-    device: torch.device,
-) -> list[Tensor]:
-    """Sum factors and scalings over processes, for their owners, and fingerprints and counts, for all.
-
-    A process in which a layer saw no example contributes zeros, so that all take part in the same reductions. Nothing
-    is read by the host.
-    """
-    to_owners: dict[int, list[Tensor]] = {}
-    small = [torch.tensor([float(c) for c in counts], dtype=torch.float64, device=device)]
-    marked: list[BlockSums] = []
-    for block, what in expected.items():
-        entry = sums.setdefault(block, BlockSums())
-        shape, mine = block.shape, to_owners.setdefault(owners.of(block), [])
-        options: dict[str, Any] = {"dtype": block.dtype, "device": block.key.device}
-        if what.factors:
-            if entry.factors is None:
-                sides = [(shape.inputs, block.diagonal_A), (shape.out, block.diagonal_B)]
-                A, B = (torch.zeros(shape.groups, *([d] if diag else [d, d]), **options) for d, diag in sides)
-                entry.factors = FactorSums(A, 0, B)
-            old = entry.factors
-            terms = torch.as_tensor(float(old.terms), **options)
-            entry.factors = FactorSums(old.A.contiguous(), terms, old.B.contiguous())
-            mine += [entry.factors.A, terms, entry.factors.B]
-        else:
-            # Backward may have run before the last step was known to be skipped, and counted one step too many.
-            entry.factors = None
-        if what.scaling:
-            entry.scaling = no_scaling(block) if entry.scaling is None else entry.scaling.contiguous()
-            mine.append(entry.scaling)
-        if what.fingerprint:
-            none = torch.zeros(2, **options) if entry.fingerprint is None else entry.fingerprint
-            small.append(none.to(small[0]))
-            marked.append(entry)
-    owners.processes.sum_to_owners(to_owners)
-    totals, *fingerprints = owners.processes.sum(torch.cat(small)).split([len(s) for s in small])
-    for entry, total in zip(marked, fingerprints, strict=True):
-        entry.fingerprint = total
-    for block in expected:
-        if not owners.mine(block):
-            sums[block].factors = sums[block].scaling = None
-    return list(totals.unbind())
-
-
-def no_scaling(block: Block) -> Tensor:
+def no_scaling(block: Block, device: torch.device | str | None = None) -> Tensor:
     """Return the scaling sum of a process that saw no example."""
     s = block.shape
-    return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=block.key.device)
+    return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=device or block.key.device)

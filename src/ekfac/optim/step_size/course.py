@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, local, reshard, resharded
-from ekfac.optim.step_size.running_statistics import STATISTICS, VARIANCE, batches_of, fraction, norms_of
+from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, fraction, norms_of
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
@@ -151,7 +151,7 @@ class WeightAverage:
         self._model = weakref.ref(model)
         #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
-        self.statistics: dict[tuple[nn.Module, str], Tensor] = {}
+        self.statistics: dict[Place, Tensor] = {}
         #: Whether the parameters hold z.
         self.training = False
         #: Whether this model can be averaged: None until its first step.
@@ -168,7 +168,8 @@ class WeightAverage:
         #: Parameters in whose update the offsets hold d - z.
         self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
-        self.shown: dict[tuple[nn.Module, str], Tensor] = {}
+        self.shown: dict[Place, Tensor] = {}
+        self._buffers: Buffers | None = None
         #: The modules that keep running statistics, each with how many batches it has seen, and, once a step has told,
         #: how many in a forward: to ask every time would have the host wait. Looked for at the first forward.
         self._norms: dict[nn.Module, int] | None = None
@@ -202,7 +203,9 @@ class WeightAverage:
     def _to_training(self) -> None:
         self.training = True
         # What is frozen, or has another shape by now, stays as it is.
-        self.offsets = {p: d for p, d in self.offsets.items() if p.requires_grad and local(p).shape == d.shape}
+        gone = [p for p, d in self.offsets.items() if not p.requires_grad or local(p).shape != d.shape]
+        for p in gone:
+            del self.offsets[p]
         if self.offsets:
             self._sharded = any_sharded(self.offsets)
             model = self.model
@@ -210,11 +213,16 @@ class WeightAverage:
                 torch._foreach_add_(self._held(), self._moved())
         places = [place for place in self.statistics if place[0].training]
         if places:
-            buffers = [getattr(module, name) for module, name in places]
-            self.shown = dict(zip(places, torch._foreach_add(buffers, 0), strict=True))
-            offsets = [self.statistics[place].to(b) for place, b in zip(places, buffers, strict=True)]
-            torch._foreach_add_(buffers, offsets)
-            torch._foreach_clamp_min_([b for b, (_, name) in zip(buffers, places, strict=True) if name == VARIANCE], 0)
+            buffers = self._buffers_at(places)
+            torch._foreach_copy_(buffers.copies, buffers.now)
+            self.shown = dict(zip(places, buffers.copies, strict=True))
+            torch._foreach_add_(buffers.now, buffers.like([self.statistics[place] for place in places]))
+            torch._foreach_clamp_min_(buffers.variances, 0)
+
+    def _buffers_at(self, places: list[Place]) -> Buffers:
+        if self._buffers is None or not self._buffers.hold(places):
+            self._buffers = Buffers(places)
+        return self._buffers
 
     def _find_shown(self) -> None:
         if self._found_amid:
@@ -281,7 +289,8 @@ class WeightAverage:
             return
         if not self.training:
             self._to_training()
-        self.offsets = {p: d for p, d in self.offsets.items() if p in wanted}  # others go on from z
+        for p in self.offsets.keys() - wanted.keys():  # which go on from z
+            del self.offsets[p]
         full = [p for p in wanted if p.dtype in (torch.float32, torch.float64)]
         self.averaged = [p for p in full if (p.grad is not None if shared is None else p in shared.gradients)]
         self.weight = (POWER + 1) / (t + POWER + 1)
@@ -357,22 +366,26 @@ class WeightAverage:
             ok: 0 on the device in a step that changed nothing; None where that is known.
         """
         places, shown = list(self.shown), list(self.shown.values())
-        buffers = [getattr(module, name) for module, name in places]
-        old = [self.statistics[place].to(b) for place, b in zip(places, buffers, strict=True)]
-        new = torch._foreach_sub(buffers, shown)  # z' - x, which is z - x of the next step, less what x is to move
-        moved = list(torch._foreach_sub(new, old))
+        buffers = self._buffers_at(places)
+        now, moved, d = buffers.now, buffers.moved, buffers.like([self.statistics[place] for place in places])
+        torch._foreach_sub_(now, shown)  # z' - x, which is z - x of the next step, less what x is to move
+        torch._foreach_copy_(moved, now)
+        torch._foreach_sub_(moved, d)
         torch._foreach_div_(moved, [fraction(m, forwards * (self._calls or {}).get(m, 1)) for m, _ in places])
-        torch._foreach_add_(moved, old)  # b - x
+        torch._foreach_add_(moved, d)  # b - x
         torch._foreach_mul_(moved, weight if ok is None else (weight * ok).to(moved[0]))
-        torch._foreach_copy_(buffers, torch._foreach_add(shown, moved))
-        torch._foreach_clamp_min_([b for b, (_, name) in zip(buffers, places, strict=True) if name == VARIANCE], 0)
-        self.statistics.update(zip(places, torch._foreach_sub(new, moved), strict=True))
+        torch._foreach_copy_(d, now)
+        torch._foreach_sub_(d, moved)
+        torch._foreach_copy_(now, shown)
+        torch._foreach_add_(now, moved)
+        torch._foreach_clamp_min_(buffers.variances, 0)
+        self.statistics.update(zip(places, d, strict=True))
         self.shown = {}
 
     def adopt(
         self,
         offsets: dict[nn.Parameter, Tensor],
-        statistics: dict[tuple[nn.Module, str], Tensor],
+        statistics: dict[Place, Tensor],
         possible: bool | None,
         trains_in_eval: bool,
         training: bool,
