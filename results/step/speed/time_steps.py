@@ -35,7 +35,14 @@ def ek(m): return ekfac.EKFAC(m)
 def lm(m, b):
     with torch.autocast("cuda", torch.bfloat16): o = m(b[:, :-1])
     return F.cross_entropy(o.float().flatten(0, 1), b[:, 1:].flatten())
-def toks(g): return torch.randint(0, 8192, (64, 257), device=dev, generator=g)
+CORPUS = os.environ.get("TOKENS")  # the corpus, decompressed; random tokens without it
+_tokens = []
+def toks(g):
+    if not CORPUS: return torch.randint(0, 8192, (64, 257), device=dev, generator=g)
+    if not _tokens:
+        import numpy; _tokens.append(torch.from_numpy(numpy.fromfile(CORPUS, numpy.uint16)[:-800000].astype(numpy.int64)).to(dev))
+    at = torch.randint(0, len(_tokens[0]) - 257, (64, 1), device=dev, generator=g)
+    return _tokens[0][at + torch.arange(257, device=dev)]
 def img(n, c, s): 
     return lambda g: (torch.randn(n, c, s, s, device=dev, generator=g), torch.randint(0, 10, (n,), device=dev, generator=g))
 def ce(amp):
