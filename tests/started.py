@@ -45,9 +45,7 @@ class Done:
 class Started:
     """A command that runs, with what :class:`subprocess.Popen` has of it."""
 
-    def __init__(
-        self, words: Sequence[Any], env: Mapping[str, str] | None, cwd: Any, group: bool, forks: bool
-    ) -> None:
+    def __init__(self, words: Sequence[Any], env: Mapping[str, str] | None, cwd: Any, group: bool, forks: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="started-")
         place, path = Path(self._folder.name), [entry for entry in sys.path if entry]
         given = (list(map(str, words)), dict(os.environ if env is None else env), str(cwd or os.getcwd()), path)
@@ -109,9 +107,15 @@ def start(
     return Started(words, env, cwd, group, forks)
 
 
-def run(words: Sequence[Any], env: Mapping[str, str] | None = None, cwd: Any = None, timeout: float = 300) -> Done:
+def run(
+    words: Sequence[Any],
+    env: Mapping[str, str] | None = None,
+    cwd: Any = None,
+    timeout: float = 300,
+    forks: bool = False,
+) -> Done:
     """Run ``python`` with these words to its end."""
-    process = start(words, env, cwd)
+    process = start(words, env, cwd, forks=forks)
     out, err = process.communicate(timeout)
     assert process.returncode is not None
     return Done(process.returncode, out, err)
