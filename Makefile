@@ -50,9 +50,11 @@ test: setup
 test-fast: setup
 	$(PYTEST) -m "not slow and not over_a_second" tests/curvature tests/models tests/optim tests/test_oracle.py
 
+# Two at a time: only files that have such tests are read.
 test-cpus: setup
-	@set -e; for cpu in $(CPUS); do echo "== $$cpu"; \
-	env OMP_WAIT_POLICY=passive $$(echo $$cpu | tr , ' ') $(PY) -m pytest -q -m rounding --ignore=tests/lab --ignore=tests/cli; done
+	@printf '%s\n' $(CPUS) | xargs -P 2 -I CPU sh -c 'said=$$(env OMP_WAIT_POLICY=passive $$(echo CPU | tr , " ") \
+	$(PY) -m pytest -q -m rounding $$(grep -rl mark.rounding tests --include="test_*.py") 2>&1); end=$$?; \
+	printf "== CPU\n%s\n" "$$said"; exit $$end'
 
 test-slow: setup
 	$(PYTEST) -m slow

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,8 @@ WAITING = {
 }  # fmt: skip
 #: Methods of a tensor that take it elsewhere.
 MOVES = {"to", "cuda", "cpu", "type_as"}
+#: Functions that do something else here, whatever they are given.
+CHANGED = {*MOVES, "tolist", "__set__"}
 
 
 class Graph:
@@ -129,20 +132,27 @@ def clocks_of(graph: Graph) -> list[tuple[int, int]]:
     return [use for memory, within in graph.memory for use in memory.uses(within)]
 
 
+#: A piece of memory, and the bytes of it.
+Place = tuple[Memory, Range]
+
+
 class OnGPU(torch.Tensor):
     """A tensor of the emulated device: around one of the CPU."""
 
     inner: Tensor
+    #: Where it lies, once that has been asked for.
+    place: Place | None
     is_cuda = True  # type: ignore[assignment]
     is_cpu = False  # type: ignore[assignment]
     device = DEVICE  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> OnGPU:
-        form = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
-        made: OnGPU = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **form)
-        made.inner = inner
+    def __new__(cls, inner: Tensor, place: Place | None = None) -> OnGPU:
+        made: OnGPU = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+        )
+        made.inner, made.place = inner, place
         return made
 
     def data_ptr(self) -> int:
@@ -161,7 +171,7 @@ class OnGPU(torch.Tensor):
         if id(self) not in memo:
             with torch.no_grad():
                 new = memo[id(self)] = self.detach().clone()
-            own = {name: copy.deepcopy(v, memo) for name, v in self.__dict__.items() if name != "inner"}
+            own = {n: copy.deepcopy(v, memo) for n, v in self.__dict__.items() if n not in ("inner", "place")}
             new.__dict__.update(own)
             new.requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -189,54 +199,118 @@ def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
     return type(values)(mapped(function, v) for v in values) if type(values) in (list, tuple) else values
 
 
+class Owner:
+    """Dies with the storage that has it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def __del__(self) -> None:
+        self.memory.freed()
+
+
 def memory_of(inner: Tensor) -> Memory:
     """Return the memory of a tensor, which is noted from then on."""
     storage: Any = inner.untyped_storage()
-    if not hasattr(storage, "memory"):
-        storage.memory = Memory(gpu().stream, pooled=gpu().recording is not None)
-        weakref.finalize(storage, storage.memory.freed)
-    return storage.memory  # type: ignore[no-any-return]
+    owner = getattr(storage, "owner", None)
+    if owner is None:
+        owner = storage.owner = Owner(Memory(gpu().stream, pooled=gpu().recording is not None))
+    return owner.memory  # type: ignore[no-any-return]
+
+
+def place_of(t: OnGPU) -> Place:
+    if t.place is None:
+        t.place = memory_of(t.inner), range_of(t.inner)
+    return t.place
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the schema of an operation says."""
+
+    name: str
+    mutable: bool
+    #: Position and name of what it writes.
+    writes: tuple[tuple[int, str], ...]
+    #: Whether it gives back its first argument.
+    in_place: bool
+    on_lists: bool
+    by_index: bool
+    waits: bool
+
+
+@functools.cache
+def operation(func: Any) -> Operation:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if schema.is_mutable and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    by_index = name in ("index", "index_put", "index_put_")
+    return Operation(
+        name, schema.is_mutable, tuple(written), name.endswith("_"), name.startswith("_foreach"), by_index,
+        name in WAITING,
+    )  # fmt: skip
+
+
+def unwrapped(values: Any, mine: list[OnGPU], others: list[Tensor]) -> Any:
+    """Return what an operation is given, with the CPU's tensors in place of the device's; notes both."""
+    kind = type(values)
+    if kind is OnGPU:
+        mine.append(values)
+        return values.inner
+    if kind is list or kind is tuple:
+        return kind([unwrapped(v, mine, others) for v in values])
+    if isinstance(values, Tensor):
+        others.append(values)
+    elif kind is dict:
+        return {name: unwrapped(v, mine, others) for name, v in values.items()}
+    return values
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation on the device, or record it."""
-    device, schema = gpu(), func._schema
-    name = schema.name.removeprefix("aten::")
-    given = tensors_in((args, kwargs))
-    mine = [t for t in given if isinstance(t, OnGPU)]
-    if len(mine) < len(given):
-        check_mixture(name, args, kwargs, [t for t in given if not isinstance(t, OnGPU)])
-    indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-    if name in WAITING or any(t is not None and t.dtype == torch.bool for t in indices):
+    device, op = gpu(), operation(func)
+    mine: list[OnGPU] = []
+    others: list[Tensor] = []
+    args_, kwargs_ = unwrapped(args, mine, others), unwrapped(kwargs, mine, others)
+    if others:
+        check_mixture(op.name, args, kwargs, others)
+    if op.waits or (op.by_index and any(t is not None and t.dtype == torch.bool for t in args[1])):
         device.wait()
-    wrapped = {id(t.inner): t for t in mine}
-    # What the host has now is what a graph has for good.
-    numbers = (lambda t: t) if device.recording is None else Tensor.clone
-    args_, kwargs_ = mapped(lambda t: t.inner if isinstance(t, OnGPU) else numbers(t), (args, kwargs))
-    written = written_by(schema, args_, kwargs_)
+    if others and device.recording is not None:  # what the host has now is what a graph has for good
+        host = set(map(id, others))
+        args_, kwargs_ = mapped(lambda t: t.clone() if id(t) in host else t, (args_, kwargs_))
+    written = written_by(op, args_, kwargs_)
     device.stream.begin()
-    if device.recording is not None and schema.is_mutable:
+    if device.recording is not None and op.mutable:
         device.recording.recorded.append((func, args_, kwargs_, None))
-        note(name, mine, written, [])
-        return None if name.startswith("_foreach") else args[0] if name.endswith("_") else kwargs["out"]
+        note(op.name, mine, written, [])
+        return None if op.on_lists else args[0] if op.in_place else kwargs["out"]
     tried = args_, kwargs_
-    if device.recording is not None and "batch_norm" in name:  # changes running statistics, which its schema hides
+    if device.recording is not None and "batch_norm" in op.name:  # changes running statistics, which its schema hides
         tried = mapped(Tensor.clone, tried)
     with torch._C._DisableTorchDispatch():
         found = func(*tried[0], **tried[1])
-    known = {id(t.inner.untyped_storage()) for t in mine}
+    wrapped = {id(t.inner): t for t in mine}
     made = [t for t in tensors_in(found) if id(t) not in wrapped]
-    views = bool(made) and all(id(t.untyped_storage()) in known for t in made)
+    known = {place_of(t)[0] for t in mine}
+    places: list[Place] = [(memory_of(t), range_of(t)) for t in made]
+    views = bool(made) and all(memory in known for memory, _ in places)
     if device.recording is not None and not views:
         device.recording.recorded.append((func, args_, kwargs_, made))
-        for place in made:
-            if place.is_floating_point():
-                place.fill_(float("nan"))
+        for new in made:
+            if new.is_floating_point():
+                new.fill_(float("nan"))
     if not views:
-        note(name, mine, written, made if not (len(mine) < len(given) and schema.is_mutable) else [])
-    if schema.is_mutable and name.endswith("_"):
-        return None if name.startswith("_foreach") else args[0]
-    return mapped(lambda t: wrapped[id(t)] if id(t) in wrapped else OnGPU(t), found)
+        note(op.name, mine, written, [] if others and op.mutable else places)
+    if op.mutable and op.in_place:
+        return None if op.on_lists else args[0]
+    for new, place in zip(made, places, strict=True):
+        wrapped[id(new)] = OnGPU(new, place)
+    return wrapped[id(found)] if isinstance(found, Tensor) else mapped(lambda t: wrapped[id(t)], found)
 
 
 def check_mixture(name: str, args: Any, kwargs: Any, others: list[Tensor]) -> None:
@@ -249,23 +323,22 @@ def check_mixture(name: str, args: Any, kwargs: Any, others: list[Tensor]) -> No
         raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
 
 
-def written_by(schema: Any, args: Any, kwargs: Any) -> set[int]:
+def written_by(op: Operation, args: Any, kwargs: Any) -> set[int]:
     """Return the tensors that an operation writes."""
     found = []
-    for index, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    for index, name in op.writes:
+        found += tensors_in(args[index] if index < len(args) else kwargs.get(name))
     return set(map(id, found))
 
 
-def note(name: str, given: list[Any], written: set[int], made: list[Tensor]) -> None:
+def note(name: str, given: list[OnGPU], written: set[int], made: list[Place]) -> None:
     """Note who uses which memory now."""
     device = gpu()
-    for inner, writes in [(t.inner, id(t.inner) in written) for t in given] + [(t, True) for t in made]:
-        place = memory_of(inner), range_of(inner)
-        place[0].use(device.stream, place[1], writes, name)
-        if device.recording is not None:
-            device.recording.memory[place] = device.recording.memory.get(place, False) or writes
+    stream, recording = device.stream, device.recording
+    for place, writes in [(place_of(t), id(t.inner) in written) for t in given] + [(place, True) for place in made]:
+        place[0].use(stream, place[1], writes, name)
+        if recording is not None:
+            recording.memory[place] = recording.memory.get(place, False) or writes
 
 
 def moved(t: Tensor, device: torch.device, copies: bool = False) -> Tensor:
@@ -288,7 +361,7 @@ class Moved(torch.autograd.Function):
             new = (t.inner if isinstance(t, OnGPU) else t).detach().clone()
         if device == CPU:
             if isinstance(t, OnGPU):
-                memory_of(t.inner).use(gpu().stream, range_of(t.inner), False, "a copy to the host")
+                place_of(t)[0].use(gpu().stream, place_of(t)[1], False, "a copy to the host")
             return new
         memory_of(new).use(gpu().stream, range_of(new), True, "a copy")
         return OnGPU(new)
@@ -302,12 +375,14 @@ class Devices(TorchFunctionMode):
     """Has "cuda" mean the emulated device where tensors are made and moved."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if func is torch.device or name in ("__get__", "__set__"):
+        if name not in CHANGED and not (kwargs and ("device" in kwargs or "pin_memory" in kwargs)):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = dict(kwargs or {})
+        if func is torch.device or name == "__set__":
             done = func(*args, **kwargs)
             if func == Tensor.data.__set__ and isinstance(args[0], OnGPU):  # type: ignore[attr-defined]
-                args[0].inner = args[1].inner
+                args[0].inner, args[0].place = args[1].inner, None
             return done
         if name == "tolist" and isinstance(args[0], OnGPU):
             return args[0].tolist()

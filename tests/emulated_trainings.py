@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ekfac
+import paper
 
 Batch = tuple[Tensor, Tensor]
-STEPS = 26
+STEPS = 22
 #: The default rule, which does not divide rounding by next to nothing where there is no gradient.
 SMOOTH: dict[str, Any] = {"eps": 1e-4}
 
@@ -85,7 +86,7 @@ class Training:
         torch.manual_seed(0)
         self.model = MODELS[model]().double().to(device)
         self.device = device
-        self.opt = make(self.model, **options)
+        self.opt = make(self.model, **paper.grouped(options))
         self.shown: list[Tensor] = []
         self.n = 16
         self.poisons = False
@@ -150,7 +151,7 @@ def accumulates(training: Training, t: int) -> None:
 
 
 def poisons(training: Training, t: int) -> None:
-    training.poisons = t in (6, 12, 13, 21)
+    training.poisons = t in (6, 12, 13, 19)
 
 
 def skips_a_layer(training: Training, t: int) -> None:
@@ -202,6 +203,17 @@ def takes_statistics(training: Training, t: int) -> None:
         x, y = training.model.batch(torch.Generator().manual_seed(100 + t), 8)
         with training.opt.statistics():
             cross_entropy(training.model(x.to(training.device)), y.to(training.device)).backward()
+
+
+def together(*habits: Habit) -> Habit:
+    """Several at once."""
+
+    def act(training: Training, t: int) -> None:
+        for habit in habits:
+            habit(training, t)
+
+    act.__name__ = " and ".join(habit.__name__ for habit in habits)
+    return act
 
 
 HABITS: list[Habit] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.context
 import multiprocessing.forkserver
 import multiprocessing.process
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,12 +45,12 @@ class Done:
 class Started:
     """A command that runs, with what :class:`subprocess.Popen` has of it."""
 
-    def __init__(self, words: Sequence[Any], env: Mapping[str, str] | None, cwd: Any, group: bool) -> None:
+    def __init__(self, words: Sequence[Any], env: Mapping[str, str] | None, cwd: Any, group: bool, forks: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="started-")
         place, path = Path(self._folder.name), [entry for entry in sys.path if entry]
         given = (list(map(str, words)), dict(os.environ if env is None else env), str(cwd or os.getcwd()), path)
         _ensure_server()
-        self._process = _CONTEXT.Process(target=_become, args=(*given, group, str(place)))
+        self._process = _CONTEXT.Process(target=_become, args=(*given, group, forks, str(place)))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -86,7 +88,13 @@ class Started:
         return self.said()
 
 
-def start(words: Sequence[Any], env: Mapping[str, str] | None = None, cwd: Any = None, group: bool = False) -> Started:
+def start(
+    words: Sequence[Any],
+    env: Mapping[str, str] | None = None,
+    cwd: Any = None,
+    group: bool = False,
+    forks: bool = False,
+) -> Started:
     """Start ``python`` with the words that follow: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
 
     Args:
@@ -94,28 +102,53 @@ def start(words: Sequence[Any], env: Mapping[str, str] | None = None, cwd: Any =
         env: Its environment; this process's by default.
         cwd: Its folder; this process's by default.
         group: Whether it leads a group of processes of its own.
+        forks: Whether workers that it spawns are forked from it instead: they too have imported torch then.
     """
-    return Started(words, env, cwd, group)
+    return Started(words, env, cwd, group, forks)
 
 
-def run(words: Sequence[Any], env: Mapping[str, str] | None = None, cwd: Any = None, timeout: float = 300) -> Done:
+def run(
+    words: Sequence[Any],
+    env: Mapping[str, str] | None = None,
+    cwd: Any = None,
+    timeout: float = 300,
+    forks: bool = False,
+) -> Done:
     """Run ``python`` with these words to its end."""
-    process = start(words, env, cwd)
+    process = start(words, env, cwd, forks=forks)
     out, err = process.communicate(timeout)
     assert process.returncode is not None
     return Done(process.returncode, out, err)
 
 
-def _become(words: list[str], env: dict[str, str], cwd: str, path: list[str], group: bool, place: str) -> None:
+def _hear_signals() -> None:
+    """Take signals as Python does."""
+    for known in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(known, signal.default_int_handler if known == signal.SIGINT else signal.SIG_DFL)
+
+
+class _Forked(popen_fork.Popen):
+    """A worker that is forked where one would be spawned: it takes signals as that one would."""
+
+    def _launch(self, process: Any) -> None:
+        begin = process._bootstrap
+        process._bootstrap = lambda **given: (_hear_signals(), begin(**given))[1]
+        super()._launch(process)  # type: ignore[misc]
+
+
+def _become(
+    words: list[str], env: dict[str, str], cwd: str, path: list[str], group: bool, forks: bool, place: str
+) -> None:
     """Be ``python WORDS`` in this process, which has been forked; end as Python does."""
     if group:
         os.setpgid(0, 0)
+    if forks:
+        multiprocessing.context.SpawnProcess._Popen = staticmethod(_Forked)  # type: ignore[method-assign]
     for number, name in enumerate(("out", "err"), 1):
         os.dup2(os.open(f"{place}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
-    for known in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a shell may have them ignored in the background
-        signal.signal(known, signal.default_int_handler if known == signal.SIGINT else signal.SIG_DFL)
+    _hear_signals()  # a shell may have them ignored in the background
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

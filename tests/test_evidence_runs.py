@@ -81,7 +81,7 @@ def test_workers_end_with_their_parent(how, tmp_path):
     results, changes = tmp_path / "results", [f"{name}={value}" for name, value in {**TINY, "epochs": 10**6}.items()]
     words = [evidence.__file__, "mnist-search", "--only", "sgd", "--workers", "2", "--results", str(results)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = started.start([*words, "--set", *changes], env=environment)
+    process = started.start([*words, "--set", *changes], env=environment, forks=True)
     try:
         wait_until(lambda: len(list(results.rglob("metrics.jsonl"))) == 2 or process.poll() is not None)
         workers = children(process.pid)

@@ -87,12 +87,13 @@ def test_a_notebook_is_its_example(name):
 
 
 @pytest.mark.over_a_second
-def test_the_notebooks_run():
-    """One after the other in one kernel, which forgets all names but has imported torch."""
+@pytest.mark.parametrize("names", [("lora",), pytest.param(NOTEBOOKS, marks=pytest.mark.slow)], ids=" ".join)
+def test_the_notebooks_run(names):
+    """One after the other in one kernel, which forgets all names but has imported torch. CI runs all as examples."""
     maker = make()
-    whole = maker.notebook(NOTEBOOKS[0])
+    whole = maker.notebook(names[0])
     lasts = [len(whole["cells"]) - 1]
-    for name in NOTEBOOKS[1:]:
+    for name in names[1:]:
         cells = maker.notebook(name)["cells"]
         forget = next(cell for cell in copy.deepcopy(cells) if cell["cell_type"] == "code")
         forget["source"] = "%reset -f"

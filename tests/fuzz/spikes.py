@@ -62,7 +62,7 @@ def losses(network: str, optimizer: str, change: Change, steps: int, way: str = 
     make, options = OPTIMIZERS[optimizer]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if way == "scaler" else None
     opt = make(model, **options, **({} if scaler is None else {"grad_scaler": scaler}))
-    found, finite = [], []
+    found, finite, others = [], [], batch(10**6)
     for t in range(steps):
         x, y = change(t, *batch(t))
         opt.zero_grad()
@@ -81,10 +81,9 @@ def losses(network: str, optimizer: str, change: Change, steps: int, way: str = 
             scaler.step(opt)
             scaler.update()
         with torch.no_grad():
-            x, y = batch(10**6)
-            found.append(float(nn.functional.cross_entropy(model(x), y)))
-        kept = [v for p in model.parameters() for v in (p, *opt.state.get(p, {}).values()) if isinstance(v, Tensor)]
-        finite.append(all(bool(torch.isfinite(v).all()) for v in kept))
+            found.append(float(nn.functional.cross_entropy(model(others[0]), others[1])))
+            kept = [v for p in model.parameters() for v in (p, *opt.state.get(p, {}).values()) if isinstance(v, Tensor)]
+            finite.append(bool(torch.isfinite(torch.cat([v.flatten() for v in kept])).all()))
     return found, finite
 
 

@@ -17,7 +17,7 @@ from ekfac.lab.data.files import OfficialFile, Source
 # Parsed once a test process: the tensors are never changed in place.
 DATASETS._items["mnist-5k"] = functools.lru_cache(DATASETS.get("mnist-5k"))
 
-PACKERS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+PACKERS = {"": bytes, ".gz": gzip.compress, ".xz": functools.partial(lzma.compress, preset=0)}
 
 
 def idx(array: numpy.ndarray) -> bytes:

@@ -7,6 +7,7 @@ ends.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -68,9 +69,15 @@ class Run:
         return parameters_of(self.model)
 
 
+@functools.cache
+def plain(method: str, **options: Any) -> dict[str, Tensor]:
+    """Train as it is, once for all that is compared with it."""
+    return Run(method, **options).train()
+
+
 def sum_losses(method: str) -> Ends:
     total = Run(method, loss_reduction="sum")
-    return Run(method).train(), total.train(loss=lambda output, y: half_square(output, y, "sum"))
+    return plain(method), total.train(loss=lambda output, y: half_square(output, y, "sum"))
 
 
 def equal_micro_batches(method: str) -> Ends:
@@ -78,7 +85,7 @@ def equal_micro_batches(method: str) -> Ends:
         x, y = batch
         return [(piece, 0.25) for piece in zip(x.split(N // 4), y.split(N // 4), strict=True)]
 
-    return Run(method).train(), Run(method).train(pieces=four)
+    return plain(method), Run(method).train(pieces=four)
 
 
 def unequal_micro_batches(method: str) -> Ends:
@@ -86,7 +93,7 @@ def unequal_micro_batches(method: str) -> Ends:
         sizes = [1, 7, N - 8]
         return [(p, len(p[0]) / N) for p in zip(*(t.split(sizes) for t in batch), strict=True)]
 
-    return Run(method).train(), Run(method).train(pieces=uneven)
+    return plain(method), Run(method).train(pieces=uneven)
 
 
 def micro_batches_of_a_sum(method: str) -> Ends:
@@ -94,14 +101,14 @@ def micro_batches_of_a_sum(method: str) -> Ends:
         return [(p, 1.0) for p in zip(*(t.split([5, N - 5]) for t in batch), strict=True)]
 
     total = Run(method, loss_reduction="sum")
-    return Run(method).train(), total.train(loss=lambda output, y: half_square(output, y, "sum"), pieces=two)
+    return plain(method), total.train(loss=lambda output, y: half_square(output, y, "sum"), pieces=two)
 
 
 def loss_scaled(scale: float) -> Callable[[str], Ends]:
     def entry(method: str) -> Ends:
-        plain = Run(method, damping_mode="relative", damping=0.5, lr=0.02)
         scaled = Run(method, damping_mode="relative", damping=0.5, lr=0.02 * scale)
-        return plain.train(), scaled.train(loss=lambda output, y: scale * half_square(output, y))
+        end = scaled.train(loss=lambda output, y: scale * half_square(output, y))
+        return plain(method, damping_mode="relative", damping=0.5, lr=0.02), end
 
     return entry
 
@@ -118,14 +125,14 @@ def inputs_turned(method: str) -> Ends:
         turned.model[0].weight.copy_(turned.model[0].weight @ q.T)
     end = turned.train()
     end["0.weight"] = end["0.weight"] @ q
-    return Run(method).train(), end
+    return plain(method), end
 
 
 def examples_permuted(method: str) -> Ends:
     permuted, generator = Run(method), torch.Generator().manual_seed(5)
     orders = [torch.randperm(N, generator=generator) for _ in permuted.batches]
     permuted.batches = [(x[o], y[o]) for (x, y), o in zip(permuted.batches, orders, strict=True)]
-    return Run(method).train(), permuted.train()
+    return plain(method), permuted.train()
 
 
 def clipped_at_infinity(method: str) -> Ends:
@@ -133,7 +140,7 @@ def clipped_at_infinity(method: str) -> Ends:
         nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
         nn.utils.clip_grad_value_(model.parameters(), float("inf"))
 
-    return Run(method).train(), Run(method).train(before_step=clip)
+    return plain(method), Run(method).train(before_step=clip)
 
 
 def activations_in_place(method: str) -> Ends:
@@ -143,7 +150,7 @@ def activations_in_place(method: str) -> Ends:
 
     run = Run(method)
     run.model[1], run.model[3] = nn.ReLU(inplace=True), TanhInPlace()
-    return Run(method).train(), run.train()
+    return plain(method), run.train()
 
 
 def evaluated_between(method: str) -> Ends:
@@ -157,7 +164,7 @@ def evaluated_between(method: str) -> Ends:
         run.model(x[:3])
         run.model.train()
 
-    return Run(method).train(), Run(method).train(between=evaluate)
+    return plain(method), Run(method).train(between=evaluate)
 
 
 def dropped_by_zero_grad(method: str) -> Ends:
@@ -166,7 +173,7 @@ def dropped_by_zero_grad(method: str) -> Ends:
     def discard(run: Run, number: int) -> None:
         half_square(run.model(torch.randn(5, 4, dtype=torch.float64)), torch.zeros(5, 3)).backward()
 
-    return Run(method).train(), Run(method).train(between=discard)
+    return plain(method), Run(method).train(between=discard)
 
 
 def frozen_is_fixed(method: str) -> Ends:
@@ -209,7 +216,7 @@ def saved_and_resumed(at: int) -> Callable[[str], Ends]:
             run.opt = run.kind(run.model, **run.options)
             run.opt.load_state_dict(saved["opt"])
 
-        return Run(method).train(), Run(method).train(between=reload)
+        return plain(method), Run(method).train(between=reload)
 
     return entry
 
@@ -218,7 +225,7 @@ def paused_and_resumed_hooks(method: str) -> Ends:
     """Two optimizers on one network, the other one closed before it has done anything."""
     run = Run(method)
     EKFAC(run.model, lr=1.0).close()
-    return Run(method).train(), run.train()
+    return plain(method), run.train()
 
 
 #: name -> (entry, largest relative difference at the end)

@@ -69,7 +69,7 @@ def test_stacked_or_alone_the_steps_are_the_same(
             alone(monkeypatch)
         model = network()
         opt = ekfac.EKFAC(model, **OPTIONS[name])
-        found.append(train(model, opt, 14))
+        found.append(train(model, opt, 9))
         sizes = {len(s.blocks) for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0)}
         assert (max(sizes) == 3) == stacked
     for one, other in zip(*found, strict=True):

@@ -106,7 +106,7 @@ def test_conv2d(rule: str, damping_mode: str, sharing: str, problem: dict[str, A
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", KFACS)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(problem=st.one_of(linear_problems(), convolution_problems()))
 def test_kfac_inverse(kind: str, sharing: str, loss_reduction: str, problem: dict[str, Any]) -> None:
     check(problem, sharing=sharing, loss_reduction=loss_reduction, **KFACS[kind])

@@ -107,7 +107,7 @@ def check(problem: dict[str, Any], **options: Any) -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(problem=convolutions())
 def test_convolutions(rule: str, sharing: str, problem: dict[str, Any]) -> None:
     check(problem, sharing=sharing, **RULES[rule])
@@ -115,7 +115,7 @@ def test_convolutions(rule: str, sharing: str, problem: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(problem=convolutions(transposed=True))
 def test_transposed_convolutions(rule: str, sharing: str, problem: dict[str, Any]) -> None:
     check(problem, sharing=sharing, **RULES[rule])
@@ -123,7 +123,7 @@ def test_transposed_convolutions(rule: str, sharing: str, problem: dict[str, Any
 
 @pytest.mark.parametrize("damping_mode", ["plain", "factored", "relative"])
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(problem=st.one_of(convolutions(), convolutions(transposed=True)), data=st.data())
 def test_sua(rule: str, damping_mode: str, problem: dict[str, Any], data: st.DataObject) -> None:
     options = dict(RULES[rule])

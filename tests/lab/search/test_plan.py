@@ -130,7 +130,7 @@ def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp
         PLUGIN,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
-    process = started.start(words, cwd=tmp_path, env=environment, group=True)
+    process = started.start(words, cwd=tmp_path, env=environment, group=True, forks=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("done/*/metrics.jsonl"))) == 2 or process.poll() is not None)
         workers = children(process.pid)

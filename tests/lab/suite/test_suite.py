@@ -125,7 +125,9 @@ def test_killed_and_resumed_gives_the_uninterrupted_records(made, tmp_path):
 
 def test_side_by_side_gives_the_same_and_is_not_timed(made, tmp_path):
     words = ["run", str(made / "tiny.json"), "--out", str(tmp_path), "--device", "cpu", "--workers", "2"]
-    assert main([*words, "--methods", "adamw", "--schedules", "cosine"]) == 0
+    words = ["-m", "ekfac.lab.suite", *words, "--methods", "adamw", "--schedules", "cosine"]
+    done = started.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, forks=True)
+    assert done.returncode == 0, done.stderr
     found = lines(tmp_path)
     assert len(found) == 4 and not any(r["timed"] for r in found) and {r["workers"] for r in found} == {2}
     whole = timeless(lines(made / "out"))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import started
 from ekfac.lab.train import main
 from ekfac.lab.training.ranks import Ranks
 from ekfac.lab.training.runs import load_run
@@ -31,7 +32,7 @@ TASKS = {
     "resnet34": ["--dataset", "mnist-5k-padded", "--width", "4"],
     "charlm": ["--width", "16"],
 }
-#: Under torchrun: several command lines, one after the other.
+#: Several command lines, one after the other.
 WORKER = """
 import json, sys
 import ekfac.lab.data.padded
@@ -41,14 +42,34 @@ leave(max(map(main, json.loads(sys.argv[1]))))
 """
 
 
-def torchrun(ranks: int, *lines: list[str], module: str = "", fails: bool = False) -> str:
-    """Run command lines in so many processes; returns what they printed."""
+def torchrun(ranks: int, *words: str) -> str:
+    """Run the command in so many processes; returns what they printed."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = ["-m", module, *lines[0]] if module else ["--no-python", sys.executable, "-c", WORKER, json.dumps(lines)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([*start, *program], env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode != 0) == fails, done.stderr[-4000:]
-    return done.stderr if fails else done.stdout
+    command = [*start, "-m", "ekfac", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def as_torchrun(ranks: int, *words: str, fails: bool = False) -> str:
+    """Start so many processes with what torchrun tells them, forked from one that has imported torch."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "OMP_NUM_THREADS": 1}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    environments = [{**told, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    processes = [
+        started.start(words, env={**os.environ, **{name: str(value) for name, value in environment.items()}})
+        for environment in environments
+    ]
+    said = [process.communicate() for process in processes]
+    assert all((process.returncode != 0) == fails for process in processes), said
+    return said[0][1 if fails else 0]
+
+
+def train_together(ranks: int, *lines: list[str]) -> None:
+    """Run command lines of ``ekfac.lab.train`` in so many processes."""
+    as_torchrun(ranks, "-c", WORKER, json.dumps(lines))
 
 
 def checkpoint(folder: Path) -> Any:
@@ -71,14 +92,14 @@ def test_two_processes_make_the_run_of_one(tmp_path: Path) -> None:
         for optimizer in ("adam", "kfac")
     }
     alone, two, back = (tmp_path / name for name in ("alone", "two", "back"))
-    torchrun(2, *([*line, "--epochs", "2", "--out", str(two / name)] for name, line in lines.items()))
+    train_together(2, *([*line, "--epochs", "2", "--out", str(two / name)] for name, line in lines.items()))
     for name, line in lines.items():
         assert main([*line, "--epochs", "3", "--out", str(alone / name)]) == 0
         assert main(["--resume", "--out", str(two / name), "--epochs", "3"]) == 0
         assert_same_run(two / name, alone / name)
         assert main([*line, "--epochs", "1", "--out", str(back / name)]) == 0
     more = ["--epochs", "3", "--checkpoint-every", "1"]
-    torchrun(2, *(["--resume", "--out", str(back / name), *more] for name in lines))
+    train_together(2, *(["--resume", "--out", str(back / name), *more] for name in lines))
     for name in lines:
         assert_same_run(back / name, alone / name)
         assert json.loads((back / name / "config.json").read_text())["about"]["processes"] == 2
@@ -86,7 +107,7 @@ def test_two_processes_make_the_run_of_one(tmp_path: Path) -> None:
 
 def test_every_task_trains_on_two_processes(tmp_path: Path) -> None:
     more = ["--optimizer", "ekfac-default", "--epochs", "2"]
-    torchrun(2, *([task, *SMALL, *own, *more, "--out", str(tmp_path / task)] for task, own in TASKS.items()))
+    train_together(2, *([task, *SMALL, *own, *more, "--out", str(tmp_path / task)] for task, own in TASKS.items()))
     for task in TASKS:
         run = load_run(tmp_path / task)
         assert run.status == "finished", task
@@ -95,9 +116,9 @@ def test_every_task_trains_on_two_processes(tmp_path: Path) -> None:
 
 def test_the_command_under_torchrun_talks_once(tmp_path: Path) -> None:
     line = ["train", "classifier", *SMALL, "--epochs", "1", "--batch-norm", "--seeds", "0,1", "--keep-best", "--json"]
-    said = torchrun(2, [*line, "--tag", "two", "--out", str(tmp_path / "runs")], module="ekfac")
+    said = torchrun(2, *line, "--tag", "two", "--out", str(tmp_path / "runs"))
     assert [run["status"] for run in json.loads(said)] == ["finished", "finished"]
-    refused = torchrun(2, [*line, "--out", str(tmp_path / "runs")], module="ekfac", fails=True)
+    refused = as_torchrun(2, "-m", "ekfac", *line, "--out", str(tmp_path / "runs"), fails=True)
     assert "already holds a run" in refused
 
 

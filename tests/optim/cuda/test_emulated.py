@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import ekfac
+import paper
 from ekfac.optim.cuda.executor import CudaExecutor
 from ekfac.optim.cuda.replay import Replays
 from ekfac.optim.executor import Executor
@@ -20,20 +21,28 @@ from emulated_trainings import (
     STEPS,
     Habit,
     Training,
+    accumulates,
     always_clips,
     asks,
+    clips,
     evaluates,
+    freezes,
+    keeps_zeros,
     loads,
+    new_group,
+    options,
     plain,
     poisons,
     rates,
     sizes,
+    skips_a_layer,
+    takes_statistics,
+    together,
 )  # fmt: skip
 
 pytestmark = [
     pytest.mark.over_a_second,
     pytest.mark.filterwarnings("error:cuda_graphs. .*recorded"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 
@@ -59,15 +68,41 @@ def agree(
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10, msg=lambda text, i=index: f"{i}: {text}")
 
 
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def some(habits: list[Habit], together: list[Habit]) -> Any:
+    """Habits together, and each by itself where slow tests are asked for."""
+    return pytest.mark.parametrize(
+        "habit",
+        [*together, *(pytest.param(habit, marks=pytest.mark.slow) for habit in habits if habit not in together)],
+        ids=lambda habit: habit.__name__,
+    )
+
+
+@some(
+    HABITS,
+    [
+        poisons,
+        always_clips,
+        skips_a_layer,
+        loads,
+        together(sizes, evaluates, asks),
+        together(rates, takes_statistics, keeps_zeros),
+        together(options, new_group),
+        together(clips, accumulates),
+        freezes,
+    ],
+)
 def test_the_default_on_an_mlp(habit: Habit) -> None:
     agree("mlp", habit, least=0 if habit is always_clips else 5)
 
 
-@pytest.mark.parametrize("habit", [plain, sizes, poisons, evaluates, loads], ids=lambda habit: habit.__name__)
-@pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])
-def test_the_default_on_other_networks(model: str, habit: Habit) -> None:
-    agree(model, habit)
+@some([plain, sizes, poisons, evaluates, loads], [together(sizes, evaluates), together(poisons, loads)])
+def test_the_default_on_a_cnn(habit: Habit) -> None:
+    agree("cnn", habit)
+
+
+@some([plain, sizes, evaluates, loads], [])
+def test_the_default_on_a_gpt(habit: Habit) -> None:
+    agree("gpt", habit)
 
 
 def test_the_default_on_a_transformer() -> None:
@@ -78,11 +113,12 @@ def test_the_default_on_a_transformer() -> None:
     "given",
     [
         {"scaling": "running"}, {"scaling": "per_example", "scaling_decay": 0.9}, {"scaling": "kronecker"},
-        {"scaling": "adam"}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3}, {"kl_clip": 1e-3},
-        {"loss_reduction": "sum"}, {"deterministic": True},
+        {"scaling": "adam"}, {"deterministic": True},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "kl_clip": 1e-3, "loss_reduction": "sum"},
         *(
             pytest.param(given, marks=pytest.mark.slow)
             for given in (
+                {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3}, {"kl_clip": 1e-3}, {"loss_reduction": "sum"},
                 {"scaling": "per_example"}, {"scaling": "anchored", "pace": 0.1, "trust": 1.0}, {"scaling": "rmsprop"},
                 {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"average": True, "lr": 1e-2},
                 {"factor_every": 3},
@@ -120,7 +156,9 @@ def test_a_preconditioner_before_another_optimizer(scaling: str) -> None:
         for graphs in (True, False):
             torch.manual_seed(0)
             model = MODELS["cnn"]().double().cuda()
-            pre = ekfac.Preconditioner(model, scaling=scaling, refresh_every=4, damping=1e-2, cuda_graphs=graphs)
+            pre = ekfac.Preconditioner(
+                model, scaling=scaling, refresh_every=4, damping=1e-2, numerics=ekfac.Numerics(cuda_graphs=graphs)
+            )
             sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
             for t in range(24):
                 x, y = (tensor.cuda() for tensor in model.batch(torch.Generator().manual_seed(t), 16))
@@ -135,12 +173,14 @@ def test_a_preconditioner_before_another_optimizer(scaling: str) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("habit", [plain, poisons, rates], ids=lambda habit: habit.__name__)
+@some([plain, poisons, rates], [poisons, rates])
 def test_kfac(habit: Habit) -> None:
     agree("cnn", habit, {"lr": 1e-3, "damping": 1e-2}, make=ekfac.KFAC, least=0 if habit is rates else 5)
 
 
-@pytest.mark.parametrize("rule", ["belief", "running", "per_example", "adam"])
+@pytest.mark.parametrize(
+    "rule", ["belief", "per_example", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("running", "adam"))]
+)
 def test_the_emulated_gpu_does_what_the_cpu_does(rule: str) -> None:
     """To rounding: the algorithm of the paper, with full solves at the same steps."""
     given = {"scaling": rule, "deterministic": True, "refresh_every": 8, "lr": 1e-3, "damping": 1e-2}
@@ -166,7 +206,7 @@ def test_single_precision_is_recorded_too(model: str) -> None:
         for graphs in (True, False):
             torch.manual_seed(0)
             network = MODELS[model]().cuda()
-            opt = ekfac.EKFAC(network, cuda_graphs=graphs, refresh_every=8, **SMOOTH)
+            opt = ekfac.EKFAC(network, **paper.grouped({"cuda_graphs": graphs, "refresh_every": 8, **SMOOTH}))
             for t in range(16):
                 x, y = (tensor.cuda() for tensor in network.batch(torch.Generator().manual_seed(t % 4), 16))
                 opt.zero_grad()

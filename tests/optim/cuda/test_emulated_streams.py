@@ -19,7 +19,6 @@ from emulated_trainings import MODELS, SMOOTH, Training, poisons
 pytestmark = [
     pytest.mark.over_a_second,
     pytest.mark.filterwarnings("error:cuda_graphs. .*recorded"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 

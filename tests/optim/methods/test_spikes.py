@@ -22,7 +22,7 @@ SPIKES = {
 
 @pytest.mark.over_a_second
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@settings(max_examples=3)  # make fuzz makes 576 tries
+@settings(max_examples=2)  # make fuzz makes 576 tries
 @given(**SPIKES)
 def test_training_goes_on_after_a_spike(optimizer: str, network: str, size: float, place: tuple[int, int]) -> None:
     found, finite = losses(network, optimizer, spiked(size, BEFORE, place), BEFORE + AFTER)

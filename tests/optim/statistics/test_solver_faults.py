@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 #: No two factors of the first are of one size: those would be decomposed in one call.
-WIDTHS = {"unlike": (4, 6, 8, 2), "alike": (4, 4, 4, 4)}
+WIDTHS = {"unlike": (4, 6, 2), "alike": (4, 4, 4, 4)}
 
 
 def train(
@@ -39,9 +39,8 @@ def train(
 ) -> list[tuple[dict[str, Tensor], int]]:
     """The weights after every step, and how many decompositions have been called by then."""
     torch.manual_seed(0)
-    sizes = WIDTHS[widths]
-    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
-    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    layers = [m for a, b in itertools.pairwise(WIDTHS[widths]) for m in (nn.Linear(a, b), nn.Tanh())]
+    model = nn.Sequential(*layers[:-1])
     found = []
     with failing(fails, how) as count, KINDS[kind](model) as opt, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

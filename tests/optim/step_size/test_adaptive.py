@@ -156,12 +156,12 @@ def test_tiny_batches_do_not_throw_damping_about(n: int) -> None:
     opt = EKFAC(model, lr=0.1, damping=AdaptiveDamping(start=1e-1, every=1))
     target = network()
     seen = []
-    for seed in range(400):
+    for seed in range(250):
         x, noise = batch(seed, n)
         opt.step(tanh_closure(model, opt, x, target(x).detach() * 2 + 0.1 * noise))
         seen.append(opt.stats()["damping"])
     assert min(seen[50:]) > 1e-6 and max(seen) < 10
-    assert max(seen[200:]) / min(seen[200:]) < 1e3
+    assert max(seen[150:]) / min(seen[150:]) < 1e3
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_no_rule_leaves_the_finite_numbers(scaling: str, start: float, options: 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, 6), nn.PReLU(), nn.LayerNorm(6), nn.Linear(6, OUT)).double()
     opt = ekfac.EKFAC(model, **{**options, "scaling": scaling, "damping": AdaptiveDamping(start=start)})
-    for seed in range(30):
+    for seed in range(20):
         opt.step(tanh_closure(model, opt, *batch(seed)))
     assert all(p.isfinite().all() for p in model.parameters())
     assert math.isfinite(opt.stats()["damping"]) and opt.stats()["skipped_steps"] == 0
