@@ -14,7 +14,7 @@ from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
-from ekfac.optim.distributed.shards import local
+from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import EXTRA, Grouped, Groups
@@ -172,7 +172,7 @@ class Optimizer(Base, Joinable, Grouped):
         if self.engine.options.grad_scaler is not None:
             scale = getattr(self, "grad_scale", None)
             if scale is not None:  # as the scaler does, which leaves no trace in their versions
-                grads = [local(p.grad) for p in self._all_parameters() if p.grad is not None]
+                grads = [held(p.grad) for p in self._all_parameters() if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros_like(scale), 1 / scale)
             return
         for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
@@ -275,7 +275,9 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_add_(velocities, p_steps)
             p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
         if group["weight_decay"] and group["decoupled_weight_decay"]:
-            decay(parameters, p_steps, lr * group["weight_decay"], group["decay_vectors"], group["cautious_decay"])
+            decayed = [i for i, p in enumerate(updated) if group["decay_vectors"] or p.dim() > 1]
+            pairs = [(parameters[i], p_steps[i]) for i in decayed]
+            decay(pairs, lr * group["weight_decay"], group["cautious_decay"])
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
@@ -368,19 +370,14 @@ class Optimizer(Base, Joinable, Grouped):
             self._adaptation.load(saved.get("adaptive_damping"))
 
 
-def decay(
-    parameters: Sequence[Tensor], steps: Sequence[Tensor], amount: float | Tensor, vectors: bool, cautious: bool
-) -> None:
+def decay(pairs: Sequence[tuple[Tensor, Tensor]], amount: float | Tensor, cautious: bool) -> None:
     """Make weights smaller as AdamW does, theta <- theta (1 - lr wd), before they take their steps.
 
     Args:
-        parameters: The weights.
-        steps: What is subtracted from them next, each in proportion.
+        pairs: The weights, each with what is subtracted from it next, in proportion.
         amount: lr wd.
-        vectors: Those of fewer than two dimensions too.
         cautious: Only where the step makes a weight smaller in any case (cautious weight decay, Chen et al., 2025).
     """
-    pairs = [(p, step) for p, step in zip(parameters, steps, strict=True) if vectors or p.dim() > 1]
     if not pairs:
         return
     shrunk = [p for p, _ in pairs]
