@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -276,8 +276,8 @@ class Optimizer(Base, Joinable, Grouped):
             p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
         if group["weight_decay"] and group["decoupled_weight_decay"]:
             decayed = [i for i, p in enumerate(updated) if group["decay_vectors"] or p.dim() > 1]
-            pairs = [(parameters[i], p_steps[i]) for i in decayed]
-            decay(pairs, lr * group["weight_decay"], group["cautious_decay"])
+            weights, their_steps = [parameters[i] for i in decayed], [p_steps[i] for i in decayed]
+            decay(weights, their_steps, lr * group["weight_decay"], group["cautious_decay"])
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
@@ -370,24 +370,24 @@ class Optimizer(Base, Joinable, Grouped):
             self._adaptation.load(saved.get("adaptive_damping"))
 
 
-def decay(pairs: Sequence[tuple[Tensor, Tensor]], amount: float | Tensor, cautious: bool) -> None:
+def decay(weights: list[Tensor], steps: list[Tensor], amount: float | Tensor, cautious: bool) -> None:
     """Make weights smaller as AdamW does, theta <- theta (1 - lr wd), before they take their steps.
 
     Args:
-        pairs: The weights, each with what is subtracted from it next, in proportion.
+        weights: The weights.
+        steps: What is subtracted from them next, each in proportion.
         amount: lr wd.
         cautious: Only where the step makes a weight smaller in any case (cautious weight decay, Chen et al., 2025).
     """
-    if not pairs:
+    if not weights:
         return
-    shrunk = [p for p, _ in pairs]
     if not cautious:
         left = 1 - amount
-        torch._foreach_mul_(shrunk, left.to(shrunk[0]) if isinstance(left, Tensor) else left)
+        torch._foreach_mul_(weights, left.to(weights[0]) if isinstance(left, Tensor) else left)
         return
-    parts = torch._foreach_sign(shrunk)
-    torch._foreach_mul_(parts, [step.to(p) for p, step in pairs])
+    parts = torch._foreach_sign(weights)
+    torch._foreach_mul_(parts, [step.to(p) for p, step in zip(weights, steps, strict=True)])
     torch._foreach_clamp_min_(parts, 0)
     torch._foreach_clamp_max_(parts, CLEAR)
     torch._foreach_mul_(parts, (-amount / CLEAR).to(parts[0]) if isinstance(amount, Tensor) else -amount / CLEAR)
-    torch._foreach_addcmul_(shrunk, shrunk, parts)
+    torch._foreach_addcmul_(weights, weights, parts)
