@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
+import ekfac
 from ekfac.curvature.blocks import find_blocks
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.statistics import factor_sums
@@ -335,3 +336,40 @@ def test_hooks_of_seen_modules_leave_with_the_optimizer(training: bool) -> None:
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert F.linear is torch.nn.functional.linear
+
+
+class Ragged(nn.Module):
+    """Sequences of unlike lengths as one nested tensor, or as the rows that it has."""
+
+    def __init__(self, layout: torch.layout | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.layout = nn.Linear(3, 5), nn.Linear(5, 2), layout
+
+    def forward(self, rows: list[Tensor]) -> Tensor:
+        if self.layout is None:
+            return self.last(torch.relu(self.first(torch.cat(rows))))
+        x = torch.nested.as_nested_tensor(rows, layout=self.layout)
+        return torch.cat(self.last(torch.relu(self.first(x))).unbind())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_their_rows(layout: torch.layout) -> None:
+    ends = []
+    for model in (Ragged(layout).double(), Ragged(None).double()):
+        opt = ekfac.EKFAC(model, lr=0.01, refresh_every=2)
+        for step in range(5):
+            chance = torch.Generator().manual_seed(step)
+            rows = [torch.randn(n, 3, generator=chance, dtype=torch.float64) for n in (2, 4, 1, 3)]
+            opt.zero_grad()
+            with opt.batch(4):
+                model(rows).square().mean().backward()
+            opt.step()
+        ends.append([p.detach() for p in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    model = Ragged(layout).double()
+    opt = EKFAC(model, scaling="per_example")
+    with pytest.raises(ValueError, match="layer 'first'"):
+        model(rows).square().mean().backward()

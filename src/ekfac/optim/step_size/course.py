@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -212,7 +211,9 @@ class WeightAverage:
             self._sharded = any_sharded(self.offsets)
             self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
             model = self.model
-            with resharded(model) if self._sharded and model is not None else nullcontext():
+            # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
+            unseen = torch.autograd._unsafe_preserve_version_counter(tuple(self.offsets))
+            with resharded(model) if self._sharded and model is not None else unseen:
                 torch._foreach_add_(list(map(held, self.offsets)), self._moved())
         places = [place for place in self.statistics if place[0].training]
         if places:
