@@ -39,7 +39,9 @@ NO_EXAMPLES = (
 def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> NoReturn:
     """Raise, as a gradient is sparse; names its parameter."""
     name, layout = next((names[p], g.layout) for p, g in gradients.items() if g.layout != torch.strided)
-    raise ValueError(f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, sparse=False in embeddings")
+    raise ValueError(
+        f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, as of nn.Embedding(..., sparse=False)"
+    )
 
 
 def made_real(inputs: StepInputs, parameters: Iterable[nn.Parameter]) -> StepInputs:

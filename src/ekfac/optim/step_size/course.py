@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
@@ -212,7 +213,7 @@ class WeightAverage:
             self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
             model = self.model
             # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
-            unseen = torch.autograd._unsafe_preserve_version_counter(tuple(self.offsets))
+            unseen = _unsafe_preserve_version_counter(tuple(self.offsets))
             with resharded(model) if self._sharded and model is not None else unseen:
                 torch._foreach_add_(list(map(held, self.offsets)), self._moved())
         places = [place for place in self.statistics if place[0].training]
