@@ -450,7 +450,7 @@ def by_lists(
         if ok is not None:
             lr, c = lr * ok, c * ok
         old = p.clone()
-        decay([p], [step], lr * row.decay, True, row.cautious)
+        decay([p], [step], lr * row.decay, row.cautious)
         p.sub_(step * (lr.to(p) if isinstance(lr, Tensor) else lr))
         if d is not None:
             d.add_(p - old).mul_((1 - c).to(d) if isinstance(c, Tensor) else 1 - c)

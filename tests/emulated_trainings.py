@@ -53,6 +53,21 @@ class CNN(nn.Sequential):
         return x, torch.randint(4, (n,), generator=generator)
 
 
+class Turned(nn.Module):
+    """A complex matrix and vector between real layers."""
+
+    batch = staticmethod(MLP.batch)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(5, 4)
+        self.turn = nn.Parameter(torch.randn(8, 5, dtype=torch.complex128) / 3)
+        self.shift = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((torch.tanh(self.first(x)).to(self.turn.dtype) @ self.turn + self.shift).abs())
+
+
 class GPT(nn.Module):
     """A block of attention and one of two layers, whose head is the embedding."""
 
@@ -76,7 +91,7 @@ class GPT(nn.Module):
         return tokens[:, :5], tokens[:, 1:].flatten()
 
 
-MODELS: dict[str, Any] = {"mlp": MLP, "cnn": CNN, "gpt": GPT}
+MODELS: dict[str, Any] = {"mlp": MLP, "cnn": CNN, "gpt": GPT, "turned": Turned}
 
 
 class Training:

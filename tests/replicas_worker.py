@@ -160,6 +160,46 @@ def a_rank_without_batch(rank: int, world: int) -> Result:
     return missing(rank, world)
 
 
+class Rotated(nn.Module):
+    """A real layer, a complex matrix and bias, and a real layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 4, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)
+        self.turn = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+        self.shift = nn.Parameter(torch.zeros(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x).to(self.turn.dtype) @ self.turn + self.shift).abs())
+
+
+def turned(rank: int = 0, world: int = 1, method: str = "nothing set") -> Result:
+    """Complex parameters under DistributedDataParallel; then a step for which only the last rank has a batch."""
+    model = Rotated()
+    kind, own = METHODS[method]
+    opt = kind(model, **own)
+    parallel = DistributedDataParallel(model) if world > 1 else model
+    before = {}
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(12, n, dtype=torch.float64, generator=generator) for n in (5, 2))
+        opt.zero_grad()
+        if step < 7:
+            backward(parallel, x.chunk(world)[rank], y.chunk(world)[rank], 12, world)
+        else:
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            if rank == world - 1:
+                backward(model, x, y, 12)
+        opt.step()
+    return result(model, opt, before=before)
+
+
+@scenario
+def complex_parameters(rank: int, world: int) -> Result:
+    return {method: turned(rank, world, method) for method in ("nothing set", "running", "kfac")}
+
+
 # --- equal to the bit ---------------------------------------------------------------------------------------------
 
 

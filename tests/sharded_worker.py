@@ -358,6 +358,11 @@ def refusals(rank: int, world: int) -> Result:
     base.one_step(model, opt)
     lay_out(model, "fsdp", world)
     found["too late"] = error_of(lambda: base.one_step(model, opt))
+    turned = nn.Linear(4, 4, dtype=torch.complex64)
+    fully_shard(turned)
+    opt = ekfac.EKFAC(turned)
+    turned(torch.randn(3, 4, dtype=torch.complex64)).abs().sum().backward()
+    found["complex"] = error_of(lambda: opt.step())
     # An owner fails in the step, and all hear of it.
     model = network()
     lay_out(model, "fsdp", world)

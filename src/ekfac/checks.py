@@ -143,7 +143,7 @@ def constructs(who: str, args: tuple[Any, ...], given: Iterable[str]) -> None:
 
 
 def model(value: Any, there: bool = True) -> None:
-    """Require a module with at least one trainable number, all of them real and, if so asked, there."""
+    """Require a module with at least one trainable number, all of them, if so asked, there."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"model={shown(value)} must be a torch.nn.Module. {THE_MODEL}")
     if isinstance(value, torch.jit.ScriptModule):
@@ -161,7 +161,20 @@ def model(value: Any, there: bool = True) -> None:
             raise ValueError(
                 f"parameter '{name}' is on the device 'meta', where it has no values: materialize it first"
             )
-        if p.is_complex():
-            raise ValueError(f"parameter '{name}' is complex ({p.dtype}). Allowed: real parameters")
+        if p.is_conj():
+            raise ValueError(
+                f"parameter '{name}' is the conjugate of another tensor, in that one's memory: make it of "
+                "tensor.resolve_conj()"
+            )
     if not any(p.numel() for _, p in trainable):
         raise ValueError("model has no trainable parameter: nothing to precondition")
+
+
+def real(who: str, value: nn.Module) -> None:
+    """Refuse complex parameters: no curvature is defined over them here."""
+    for name, p in value.named_parameters():
+        if p.requires_grad and p.is_complex():
+            raise ValueError(
+                f"{who}: parameter '{name}' is complex ({p.dtype}). Allowed: real parameters, as torch.view_as_real "
+                "has them, or complex ones that are frozen, p.requires_grad_(False)"
+            )

@@ -157,7 +157,13 @@ CASES |= {
     "a group with a bad option": Case(
         lambda w: EKFAC(w.model, params=[{"params": list(w.model.parameters()), "lr": -2.0}]), ("lr", "-2.0")
     ),
-    "complex parameters": Case(lambda w: EKFAC(nn.Linear(2, 2, dtype=torch.complex64)), ("complex",)),
+    "complex parameters refused": Case(
+        lambda w: EKFAC(nn.Linear(2, 2, dtype=torch.complex64), unsupported="error"), ("weight", "bias")
+    ),
+    "conjugated parameters": Case(
+        lambda w: EKFAC(nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64).conj())])),
+        ("'0'", "conjugate"),
+    ),
     "unsupported layers refused": Case(
         lambda w: EKFAC(nn.Sequential(nn.Linear(3, 3), nn.PReLU()), unsupported="error"), ("1.weight",)
     ),

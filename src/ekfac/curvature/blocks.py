@@ -38,6 +38,7 @@ from ekfac.curvature.layers.norms import (
 )
 from ekfac.curvature.layers.recurrent import Cells, Recurrent, RecurrentLayer
 from ekfac.curvature.layers.shapes import BlockShape
+from ekfac.curvature.real import state_dtype
 
 #: Kinds of modules and the class that reads them. A subclass counts when it leaves ``forward`` as it is.
 KINDS: dict[type[nn.Module], type[Layer]] = {
@@ -73,6 +74,10 @@ MAX_FACTOR_DIM = 4_096
 #: Inputs of a convolution at one position from which on its taps are taken as uncorrelated by default. The
 #: factors of VGG11's layers, with up to 4,608, would make its step several times as long.
 WIDE = 512
+
+
+#: Why a complex parameter has no layer.
+COMPLEX = "complex, no basis"
 
 
 @dataclass(eq=False)
@@ -114,7 +119,7 @@ class Block:
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of factors, bases and scalings: float32 under half-precision parameters."""
-        return self.key.dtype if self.key.dtype in (torch.float32, torch.float64) else torch.float32
+        return state_dtype(self.key)
 
     @functools.cached_property
     def covered(self) -> bool:
@@ -219,7 +224,7 @@ def find_blocks(
 
     users: dict[nn.Parameter, list[Use]] = {}
     for name, module in modules.items():
-        cls = None if module in hidden or _is_empty(module) else layer_class(module)
+        cls = None if module in hidden or _has_no_factors(module) else layer_class(module)
         for part, roles in ({} if cls is None else cls.parts(module)).items():
             use = Use(f"{name}.{part}".strip("."), module, part)
             if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
@@ -251,15 +256,17 @@ def find_blocks(
     for p in rest:
         name, owner = owners[p]
         asked = matches(name, exclude) or (include is not None and not matches(name, include))
-        why = "" if asked else "its layer is never called" if p in silent else _why(owner, p in users)
+        why = "" if asked else "its layer is never called" if p in silent else _why(owner, p, p in users)
         blocks.append(Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}, why=why))
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
 
 
-def _why(module: nn.Module, tied: bool) -> str:
+def _why(module: nn.Module, parameter: Tensor, tied: bool) -> str:
     """Return why a parameter that a module holds has no layer."""
     kind = type(module).__name__
+    if parameter.is_complex():
+        return COMPLEX
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return "what the layer multiplies with is made of it by a parametrization"
     if not {"weight_g", "weight_orig"}.isdisjoint(module._parameters):
@@ -272,8 +279,9 @@ def _why(module: nn.Module, tied: bool) -> str:
     return f"{kind} has {KINDS[known[0]].unsupported_form}" if known else f"{kind} is no kind that is known"
 
 
-def _is_empty(module: nn.Module) -> bool:
-    return any(p is not None and p.numel() == 0 for p in module._parameters.values())
+def _has_no_factors(module: nn.Module) -> bool:
+    """Tell whether a module has a parameter without numbers, or with complex ones."""
+    return any(p is not None and (p.numel() == 0 or p.is_complex()) for p in module._parameters.values())
 
 
 def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None, exclude: Sequence[str]) -> None:

@@ -188,6 +188,7 @@ def doctor(
     if not callable(loss):
         raise ValueError(f"loss={loss!r} must be a function of the model's output and the target")
     options = into_groups(options)
+    checks.real("doctor()", model)
     if options.get("batch", Batch()).reduction != "mean":
         raise ValueError("doctor takes losses that are means over the examples: batch=Batch(reduction='mean')")
     if callable(options.get("damping")):

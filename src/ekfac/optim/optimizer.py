@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim.base import Base
 from ekfac.optim.distributed.joining import Joinable
-from ekfac.optim.distributed.shards import local
+from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.groups import EXTRA, Grouped, Groups
@@ -172,7 +172,7 @@ class Optimizer(Base, Joinable, Grouped):
         if self.engine.options.grad_scaler is not None:
             scale = getattr(self, "grad_scale", None)
             if scale is not None:  # as the scaler does, which leaves no trace in their versions
-                grads = [local(p.grad) for p in self._all_parameters() if p.grad is not None]
+                grads = [held(p.grad) for p in self._all_parameters() if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros_like(scale), 1 / scale)
             return
         for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
@@ -275,7 +275,9 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_add_(velocities, p_steps)
             p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
         if group["weight_decay"] and group["decoupled_weight_decay"]:
-            decay(parameters, p_steps, lr * group["weight_decay"], group["decay_vectors"], group["cautious_decay"])
+            decayed = [i for i, p in enumerate(updated) if group["decay_vectors"] or p.dim() > 1]
+            weights, their_steps = [parameters[i] for i in decayed], [p_steps[i] for i in decayed]
+            decay(weights, their_steps, lr * group["weight_decay"], group["cautious_decay"])
         if isinstance(lr, Tensor):
             torch._foreach_sub_(parameters, torch._foreach_mul(p_steps, lr.to(p_steps[0])))
         else:
@@ -368,29 +370,24 @@ class Optimizer(Base, Joinable, Grouped):
             self._adaptation.load(saved.get("adaptive_damping"))
 
 
-def decay(
-    parameters: Sequence[Tensor], steps: Sequence[Tensor], amount: float | Tensor, vectors: bool, cautious: bool
-) -> None:
+def decay(weights: list[Tensor], steps: list[Tensor], amount: float | Tensor, cautious: bool) -> None:
     """Make weights smaller as AdamW does, theta <- theta (1 - lr wd), before they take their steps.
 
     Args:
-        parameters: The weights.
+        weights: The weights.
         steps: What is subtracted from them next, each in proportion.
         amount: lr wd.
-        vectors: Those of fewer than two dimensions too.
         cautious: Only where the step makes a weight smaller in any case (cautious weight decay, Chen et al., 2025).
     """
-    pairs = [(p, step) for p, step in zip(parameters, steps, strict=True) if vectors or p.dim() > 1]
-    if not pairs:
+    if not weights:
         return
-    shrunk = [p for p, _ in pairs]
     if not cautious:
         left = 1 - amount
-        torch._foreach_mul_(shrunk, left.to(shrunk[0]) if isinstance(left, Tensor) else left)
+        torch._foreach_mul_(weights, left.to(weights[0]) if isinstance(left, Tensor) else left)
         return
-    parts = torch._foreach_sign(shrunk)
-    torch._foreach_mul_(parts, [step.to(p) for p, step in pairs])
+    parts = torch._foreach_sign(weights)
+    torch._foreach_mul_(parts, [step.to(p) for p, step in zip(weights, steps, strict=True)])
     torch._foreach_clamp_min_(parts, 0)
     torch._foreach_clamp_max_(parts, CLEAR)
     torch._foreach_mul_(parts, (-amount / CLEAR).to(parts[0]) if isinstance(amount, Tensor) else -amount / CLEAR)
-    torch._foreach_addcmul_(shrunk, shrunk, parts)
+    torch._foreach_addcmul_(weights, weights, parts)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ekfac import checks
 from ekfac.curvature import statistics
-from ekfac.curvature.blocks import Block
+from ekfac.curvature.blocks import COMPLEX, Block
 from ekfac.curvature.capture.attached import unseen
 from ekfac.curvature.capture.counting import count_examples, tensors
 from ekfac.curvature.layers.base import Call, Layer
@@ -196,7 +196,7 @@ def plan(
 def kept(block: Block, side: str, coverage: Coverage) -> str:
     """Say what is kept of one side of a block, and why where that is not all."""
     if not block.covered:
-        return "-"
+        return block.why if side == "A" and block.why == COMPLEX else "-"
     diagonal, width = (block.diagonal_A, block.shape.inputs) if side == "A" else (block.diagonal_B, block.shape.out)
     if not diagonal:
         return f"{width} whole"

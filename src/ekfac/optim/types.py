@@ -200,7 +200,7 @@ class StepInputs:
     """What the backward passes have left for a step.
 
     Attributes:
-        gradients: ``.grad`` of the parameters that have one.
+        gradients: ``.grad`` of the parameters that have one, as real numbers.
         calls: Calls that are taken in the step itself.
         sums: What was summed over calls.
         n: The number of examples behind the gradient, or behind the last statistics if it comes from elsewhere.
@@ -219,7 +219,8 @@ class StepInputs:
         touched: Parameters whose gradient was changed since.
         ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
         bad: True on the device where ``ok`` is 0.
-        weights: The whole of parameters that are sharded, for those that this process owns.
+        weights: What a step changes, where that is not the parameter itself: of complex ones the real numbers, and the
+            whole of sharded ones that this process owns.
         called: How the model was called since the last step, by whichever process has come furthest.
         unseen: Covered blocks of which no process has statistics, where several take the step.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
+import ekfac
 from ekfac.curvature.blocks import find_blocks
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.statistics import factor_sums
@@ -267,7 +268,7 @@ def test_bad_counts_are_refused() -> None:
         model(X)
 
 
-def test_a_vector_is_a_batch_of_one_unless_it_is_the_models_own_input() -> None:
+def test_a_vector_is_a_batch_of_one() -> None:
     class Query(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -277,9 +278,8 @@ def test_a_vector_is_a_batch_of_one_unless_it_is_the_models_own_input() -> None:
             return self.head(x * self.project(self.query))
 
     assert counted(Query(), lambda model: model(X)) == 6
-    model = nn.Linear(3, 2)
-    with EKFAC(model, lr=0.1), pytest.raises(ValueError, match=r"x\[None\]"):
-        model(X[0])
+    assert counted(Query(), lambda model: model(X[:4])) == 4  # as many as the query has numbers
+    assert counted(nn.Linear(3, 2), lambda model: model(X[0])) == 1
 
 
 # ----------------------------------------------------------------------------------------- packed sequences
@@ -335,3 +335,82 @@ def test_hooks_of_seen_modules_leave_with_the_optimizer(training: bool) -> None:
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert F.linear is torch.nn.functional.linear
+
+
+class Ragged(nn.Module):
+    """Sequences of unlike lengths as one nested tensor, or as the rows that it has."""
+
+    def __init__(self, layout: torch.layout | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.layout = nn.Linear(3, 5), nn.Linear(5, 2), layout
+
+    def forward(self, rows: list[Tensor]) -> Tensor:
+        if self.layout is None:
+            return self.last(torch.relu(self.first(torch.cat(rows))))
+        x = torch.nested.as_nested_tensor(rows, layout=self.layout)
+        return torch.cat(self.last(torch.relu(self.first(x))).unbind())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_their_rows(layout: torch.layout) -> None:
+    ends = []
+    for model in (Ragged(layout).double(), Ragged(None).double()):
+        opt = ekfac.EKFAC(model, lr=0.01, refresh_every=2)
+        for step in range(5):
+            chance = torch.Generator().manual_seed(step)
+            rows = [torch.randn(n, 3, generator=chance, dtype=torch.float64) for n in (2, 4, 1, 3)]
+            opt.zero_grad()
+            with opt.batch(4):
+                model(rows).square().mean().backward()
+            opt.step()
+        ends.append([p.detach() for p in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    head, nested = nn.Linear(3, 1).double(), torch.nested.as_nested_tensor(rows, layout=layout)
+    opt = ekfac.EKFAC(head)
+    sum(part.sum() for part in head(nested).unbind()).backward()
+    opt.step()
+    assert opt.stats()["steps"] == 1
+    model = Ragged(layout).double()
+    opt = EKFAC(model, scaling="per_example")
+    with pytest.raises(ValueError, match="layer 'first'"):
+        model(rows).square().mean().backward()
+
+
+class Unbatched(nn.Module):
+    """A network that takes one example, without a dimension that counts them, or with one."""
+
+    def __init__(self, *layers: nn.Module, batched: bool) -> None:
+        super().__init__()
+        self.layers, self.batched = nn.Sequential(*layers).double(), batched
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0] if self.batched else self.layers(x)
+
+
+@pytest.mark.parametrize("rule", ["belief", "per_example"])
+@pytest.mark.parametrize("kind", ["vector", "normed", "image", "transposed"])
+def test_one_example_without_a_batch_is_a_batch_of_one(kind: str, rule: str) -> None:
+    makes: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+        "vector": (lambda: [nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)], (6,)),
+        "normed": (lambda: [nn.LayerNorm(6), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)], (6,)),
+        "image": (lambda: [nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 2)], (3, 4, 4)),
+        "transposed": (lambda: [nn.ConvTranspose1d(4, 3, 2, stride=2), nn.Tanh(), nn.Conv1d(3, 2, 3)], (4, 4)),
+    }
+    make, shape = makes[kind]
+    ends = []
+    for batched in (True, False):
+        torch.manual_seed(0)
+        model = Unbatched(*make(), batched=batched)
+        options: dict[str, Any] = {"lr": 0.01} if rule == "belief" else {**ekfac.PAPER, "scaling": rule}
+        opt = ekfac.EKFAC(model, **{**options, "refresh_every": 2})
+        for step in range(5):
+            x = torch.randn(*shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            opt.zero_grad()
+            model(x[None] if batched else x).square().sum().backward()
+            opt.step()
+        ends.append([p.detach() for p in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

@@ -105,6 +105,12 @@ def test_the_default_on_a_gpt(habit: Habit) -> None:
     agree("gpt", habit)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the parameters have no Kronecker")
+@pytest.mark.parametrize("habit", [plain, poisons, loads], ids=lambda habit: habit.__name__)
+def test_the_default_on_complex_parameters(habit: Habit) -> None:
+    agree("turned", habit)
+
+
 def test_the_default_on_a_transformer() -> None:
     agree("gpt", poisons)
 

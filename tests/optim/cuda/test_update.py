@@ -86,7 +86,7 @@ def test_the_kernel_agrees_with_lists(device: str, numbers: str, averages: str, 
                 truth, d = wanted[p]
                 old, decays = truth.clone(), group["decay_vectors"] or p.dim() > 1
                 if decays and group["weight_decay"] and group["decoupled_weight_decay"]:
-                    decay([truth], [steps[p]], lr * group["weight_decay"], True, group["cautious_decay"])
+                    decay([truth], [steps[p]], lr * group["weight_decay"], group["cautious_decay"])
                 truth -= steps[p] * float(lr)
                 if d is not None:
                     d.add_(truth - old).mul_(1 - float(weight))

@@ -22,7 +22,7 @@ pytestmark = [
 
 ON_TWO = (
     "trajectories", "a_rank_without_batch", "unlike_threads", "solvers_fail_on_one_rank", "not_finite_on_one_rank",
-    "each_its_own_model", "errors", "joined", "saved_and_loaded", "torch_checkpoints",
+    "each_its_own_model", "errors", "joined", "saved_and_loaded", "torch_checkpoints", "complex_parameters",
 )  # fmt: skip
 ON_FOUR = ("trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "subgroups", "saved_and_loaded")
 
@@ -49,6 +49,16 @@ def test_processes_train_as_one_does(method: str, world: int, request: pytest.Fi
     for end in ends:
         assert end["skipped"] == expected["skipped"] == 1
         assert_near(end["model"], expected["model"])
+    assert_replicas(ends)
+
+
+@pytest.mark.parametrize("method", ["nothing set", "running", "kfac"])
+def test_complex_parameters_are_handed_round(method: str, two: Ends) -> None:
+    ends = [end[method] for end in of(two, "complex_parameters")]
+    expected = worker.turned(method=method)
+    for end in ends:
+        assert_near(end["before"], expected["before"])
+        assert end["model"]["turn"].is_complex() and not torch.equal(end["model"]["turn"], end["before"]["turn"])
     assert_replicas(ends)
 
 

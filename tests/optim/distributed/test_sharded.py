@@ -91,6 +91,7 @@ def test_what_cannot_be_shared_is_refused(two: Ends) -> None:
     for said in of(two, "refusals"):
         assert "process_group: parameter '0.weight' is sharded over ranks [0, 1]" in said["alone"]
         assert "AdaptiveDamping" in said["adaptive"]
+        assert "parameter 'weight' is complex (torch.complex64) and sharded over ranks" in said["complex"]
         assert "parameter '0.weight' was replaced after steps were taken" in said["too late"]
         assert said["afterwards"] == ""
     first, second = of(two, "refusals")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,6 +62,26 @@ def test_the_model_shows_the_average_of_the_weights_that_it_would_have() -> None
         before = z
         assert close(shown(model), expected)
     assert not close(shown(model), shown(twin), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*not only the gradient that passed")
+@pytest.mark.parametrize("function", [torch.abs, torch.square])
+def test_a_penalty_may_be_computed_before_the_forward(function: Callable[[Tensor], Tensor]) -> None:
+    """It is then made of x; its gradient, which reads the weights again, is that of z, the weights that are trained."""
+    ends = []
+    for average in (True, False):
+        model = network()
+        opt = ekfac.EKFAC(model, weight_decay=0.0, step_size=StepSize(average=average))
+        for x, y in batches(12):
+            opt.zero_grad()
+            penalty = sum(function(p).sum() for p in model.parameters())
+            (0.01 * penalty + F.cross_entropy(model(x), y)).backward()
+            opt.step()
+        if average:
+            opt.average.before_forward()  # shows z
+        ends.append(shown(model))
+    for name in ("0.weight", "0.bias", "1.weight", "3.weight", "3.bias"):
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-9, atol=1e-9)
 
 
 class Norms(nn.Module):

@@ -305,7 +305,7 @@ def test_decay_per_group_is_torchs_and_the_defaults_spares_vectors() -> None:
 def test_cautious_decay_shrinks_what_the_step_shrinks(dtype: torch.dtype, amount: float | Tensor) -> None:
     weights = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, 0.0]], dtype=dtype)
     steps, bias = torch.tensor([[1.0, -1.0, -1.0, 1.0, 0.0, 1.0]]), torch.ones(2, dtype=dtype)
-    decay([weights, bias], [steps, torch.ones(2)], amount, vectors=False, cautious=True)
-    assert weights.tolist() == [[1.5, -1.5, 2.0, -2.0, 2.0, 0.0]] and bias.tolist() == [1.0, 1.0]
-    decay([weights, bias], [steps, torch.ones(2)], amount, vectors=True, cautious=False)
+    decay([weights], [steps], amount, cautious=True)
+    assert weights.tolist() == [[1.5, -1.5, 2.0, -2.0, 2.0, 0.0]]
+    decay([weights, bias], [steps, torch.ones(2)], amount, cautious=False)
     assert weights.tolist() == [[1.125, -1.125, 1.5, -1.5, 1.5, 0.0]] and bias.tolist() == [0.75, 0.75]

@@ -252,6 +252,8 @@ class Capture:
         n = record.n
         if n is None:
             n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        if layer.free_dims(x) == 0 and record.counted_by_features(x):
+            n = record.n = 1
         self.mesh.note(output)
         given, origin = Input(None), origin_of(x)
         if self.wanted(block):
@@ -290,7 +292,7 @@ class Capture:
     def _leading(self, layer: Layer, x: Tensor) -> int:
         """Guess how many examples a layer's input has."""
         free = layer.free_dims(x)
-        return int(x.shape[self.batch_dim if free > self.batch_dim else 0]) if free else 1
+        return int(x.size(self.batch_dim if free > self.batch_dim else 0)) if free else 1
 
     def enter(self, module: nn.Module) -> None:
         """Watch the products of a module that hides them and is about to be called, if any is needed."""
@@ -306,12 +308,7 @@ class Capture:
 
     def checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
         """Keep an input; refuse one whose positions belong to no example, where that matters."""
-        if x.dim() == 1 and layer.free_dims(x) == 0:
-            if len(x) == n > 1:
-                raise ValueError(
-                    f"layer '{block.name}': its input has shape {tuple(x.shape)}, without a dimension that counts "
-                    "examples: give the model a batch of one, x[None]"
-                )
+        if layer.free_dims(x) == 0:
             arrange = as_batch
         x = x if arrange is None else arrange(x)
         if self.per_example:

@@ -21,10 +21,12 @@ class Counted:
         n: The number of examples; None where no argument tells, and the first layer that is reached has to.
         listed: How many tensors the list has in which the first tensor stands: that may be the number of examples too
             (a list of images), and is if it is what the first layer is given.
+        dims: How many dimensions the tensor has that was counted by.
     """
 
     n: int | None
     listed: int | None = None
+    dims: int | None = None
 
 
 def count_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: int) -> Counted:
@@ -41,7 +43,7 @@ def count_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: 
         for tensor in items:
             if tensor.dim() <= batch_dim:
                 continue
-            found = Counted(int(tensor.shape[batch_dim]), listed)
+            found = Counted(int(tensor.size(batch_dim)), listed, tensor.dim())
             if tensor.numel() != 1:
                 return found
             single = single or found

@@ -1,9 +1,10 @@
-"""Layers that several processes compute together (tensor parallel): what they take and give is made whole."""
+"""What layers take and give, made whole: of tensor parallel's pieces, and of tensors in tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -37,7 +38,12 @@ class Mesh:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return all of a tensor of which each process has a piece, or a summand; once it has arrived."""
+    """Return all of a tensor of which each process has a piece, or a summand; once it has arrived.
+
+    Of a nested one, the rows of all its parts: that examples have unlike numbers of them does not matter to factors.
+    """
+    if tensor.is_nested:
+        return torch.cat(tensor.unbind())
     if type(tensor) is not Tensor:
         tensor = tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor
         tensor = tensor.wait() if hasattr(tensor, "wait") else tensor

@@ -125,6 +125,10 @@ class Record:
             self.n = leading if known is None or leading == listed else known
         return self.n
 
+    def counted_by_features(self, x: Tensor) -> bool:
+        """Tell whether one example, without a dimension that counts them, is all that the model was given."""
+        return self.n is not None and self.n > 1 and len(x) == self.n and self._counted.dims == x.dim()
+
     def examples(self) -> int:
         """Return N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss."""
         if self.inner:
@@ -155,5 +159,5 @@ def refuse_changed(block: Block) -> NoReturn:
 
 
 def as_batch(tensor: Tensor) -> Tensor:
-    """Return a vector as a batch of one."""
+    """Return an example as a batch of one."""
     return tensor[None]

@@ -106,6 +106,7 @@ def fisher(
     if sua and sharing == "reduce":
         raise ValueError("sua=True with sharing='reduce' is not defined. Allowed: sua=True with sharing='expand'")
     checks.model(model)
+    checks.real("fisher()", model)
     try:
         once = iter(batches) is batches
     except TypeError:

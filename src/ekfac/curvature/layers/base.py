@@ -15,6 +15,7 @@ capture gets at their h and delta is set by :attr:`Layer.reading` and :attr:`Lay
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from ekfac.curvature import factors, scaling
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.shapes import BlockShape
+from ekfac.curvature.real import real_shape
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,8 @@ class ElementwiseLayer(Layer):
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(nn.Identity(), frozenset({"parameter"}))
-        self.parameter_shape = parameter.shape
-        self.shape = BlockShape(1, 1, parameter.numel())
+        self.parameter_shape = real_shape(parameter)
+        self.shape = BlockShape(1, 1, math.prod(self.parameter_shape))
 
     def describe(self) -> str:
         return "diagonal"

@@ -63,6 +63,9 @@ class _ConvolutionBase(Layer):
             self.sua = False
             self.shape = BlockShape(m.groups, out, self.weight_columns + bias)
 
+    def free_dims(self, x: Tensor) -> int:
+        return x.dim() - 1 - len(self.kernel)
+
     @abstractmethod
     def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
         """Return the input as the windows see it: padded, and for a transposed convolution spread out."""

@@ -226,7 +226,7 @@ def at_places(
     n, n_statistics, mean, average_weight = (next(numbers) for _ in range(4))
     sums = {block: BlockSums(scaling=scaling) for block, scaling in scalings.items()}
     placed = StepInputs(gradients, {}, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
-    placed.samples = inputs.samples  # which lie where they always do
+    placed.samples, placed.weights = inputs.samples, inputs.weights  # which lie where they always do
     groups = []
     for group in rates.groups:
         lr, damping, beta = next(numbers), next(numbers), next(numbers)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.curvature.real import as_real
 from ekfac.optim.distributed.processes import Processes
 
 #: Parameters are compared before every so many steps.
@@ -76,7 +77,8 @@ def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -
 def checksum(parameter: Tensor) -> Tensor:
     """Sum a tensor's bits as integers, which wrap around, so that the order of summation does not matter."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return parameter.detach().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
+    numbers = as_real(parameter.detach())
+    return numbers.view(integers[numbers.element_size()]).sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.real import as_complex
 from ekfac.curvature.statistics import scaling_sum
 from ekfac.optim.distributed.agreement import (
     COMPARE_EVERY,
@@ -29,7 +30,7 @@ from ekfac.optim.distributed.agreement import (
 )
 from ekfac.optim.distributed.shards import Shards, is_sharded, local
 from ekfac.optim.distributed.states import keep_own, make_contiguous
-from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes
+from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes, made_real
 from ekfac.optim.statistics.partition import members
 from ekfac.optim.statistics.refresh import iterated_numbers
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
@@ -86,6 +87,7 @@ class Replicas:
             batches = size // collector.capture.mesh.size
             n = float(collector.apart)
             inputs = StepInputs({}, collector.calls, collector.sums, n, 0.0, *due, size, batches)
+            made_real(inputs, engine.partition.complex)
         call = self._call(inputs, finite, rates.called or 0)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
@@ -110,15 +112,14 @@ class Replicas:
         engine.collector.update_factors(inputs, inputs.sums)
         apply(inputs, self.directions(inputs.blocks, inputs, rates), rates)
         whole_steps = engine.executor.whole_steps
-        self._hand_round_results(
-            {p: p if whole_steps else g for p, g in inputs.gradients.items() if p not in self.shards}
-        )
+        whole = {p: g for p, g in inputs.gradients.items() if p not in self.shards}
+        self._hand_round_results({p: inputs.weights.get(p, p) for p in whole} if whole_steps else whole)
         self._return_pieces(inputs)
         if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
             self._raise_if_failed()
         if not whole_steps:
             for p in fetched:
-                p.grad = inputs.gradients[p]
+                p.grad = as_complex(inputs.gradients[p], p)
         return True
 
     def _check_model(self) -> None:
@@ -224,7 +225,7 @@ class Replicas:
                     inputs.gradients[p] = p.grad = torch.zeros_like(p)
                 continue
             if p not in inputs.gradients:
-                inputs.gradients[p] = torch.empty_like(p)
+                inputs.gradients[p] = torch.empty_like(inputs.weights.get(p, p))
                 fetched.append(p)
             wanted.setdefault(holder, []).append(inputs.gradients[p])
         if wanted:

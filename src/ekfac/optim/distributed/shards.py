@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.curvature.real import as_real
 from ekfac.optim.distributed.owners import Owners
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return the piece of a tensor that this process holds: of a plain one all of it."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[attr-defined]
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, as real numbers."""
+    return as_real(local(tensor))
 
 
 def units(model: nn.Module) -> list[Any]:
@@ -128,6 +134,11 @@ class Shards:
                 f"parameter '{name}' rests on {p.device.type} and is used on {p.device_mesh.device_type}, as "
                 "CPUOffloadPolicy has it. Allowed: fully_shard without offload_policy"
             )
+        if p.is_complex():
+            raise ValueError(
+                f"parameter '{name}' is complex ({p.dtype}) and sharded over ranks. Allowed: keep it whole on every "
+                "rank, fully_shard(..., ignored_params={p}), or hold its real and imaginary parts as real parameters"
+            )
         ranks = sorted(p.device_mesh.mesh.flatten().tolist())
         group = self._processes.ranks
         if not set(ranks) <= set(group):
@@ -159,7 +170,7 @@ class Shards:
         mine = {p: g for p, g in inputs.gradients.items() if p in self._regions}
         inputs.gradients.update(self.gather({p: placed(g, p) for p, g in mine.items()}))
         if weights:
-            inputs.weights = self.gather({p: local(p).detach() for p in mine})
+            inputs.weights |= self.gather({p: local(p).detach() for p in mine})
 
     def gather(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the whole of what all ranks hold pieces of, for the parameters that this one owns."""

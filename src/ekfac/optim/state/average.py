@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ekfac.curvature.real import real_shape
 from ekfac.optim.distributed.processes import Processes
-from ekfac.optim.distributed.shards import local, piece_of, whole_of
+from ekfac.optim.distributed.shards import held, piece_of, whole_of
 from ekfac.optim.state.validation import check_count, check_tensor, refuse
 from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.step_size.running_statistics import STATISTICS
@@ -62,8 +64,8 @@ def load_average(
         if name not in parameters:
             refuse("'average', 'offsets'", f"{name!r} is no parameter of this model")
         p = parameters[name]
-        _check(f"parameter '{name}', 'average'", d, p)
-        offsets[p] = piece_of(d.detach(), p).to(local(p.detach()), copy=True)
+        _check(f"parameter '{name}', 'average'", d, real_shape(p), p.dtype.to_real())
+        offsets[p] = piece_of(d.detach(), p).to(held(p.detach()), copy=True)
     modules = {} if average.model is None else dict(average.model.named_modules())
     for place, d in dict(saved.get("statistics") or {}).items():
         owner, _, name = str(place).rpartition(".")
@@ -71,7 +73,7 @@ def load_average(
         buffer = getattr(module, name, None) if name in STATISTICS else None
         if module is None or not isinstance(buffer, Tensor):
             refuse("'average', 'statistics'", f"{place!r} is no running statistic of this model")
-        _check(f"buffer '{place}', 'average'", d, buffer)
+        _check(f"buffer '{place}', 'average'", d, tuple(buffer.shape), buffer.dtype)
         statistics[module, name] = d.detach().to(buffer, copy=True)
     found, entries = len(offsets) + len(statistics), saved.get("entries", 0)
     check_count("'average', 'entries'", entries)
@@ -85,7 +87,7 @@ def load_average(
     return take
 
 
-def _check(where: str, offset: Any, like: Tensor) -> None:
-    check_tensor(where, "offset", offset, tuple(like.shape), like.dtype)
+def _check(where: str, offset: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_tensor(where, "offset", offset, shape, dtype)
     if not offset.is_floating_point():
         refuse(where, f"is of {offset.dtype}. Allowed: floating point")

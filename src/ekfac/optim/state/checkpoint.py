@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.real import real_shape, state_dtype
 from ekfac.optim.distributed.states import SOLVER, WholeState
 from ekfac.optim.engine import Engine
 from ekfac.optim.state.validation import (
@@ -174,8 +175,8 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
     momenta: dict[Tensor, dict[str, Any]] = {}
     for p, state in state_of.items():
         if (buffer := state.get("momentum_buffer")) is not None:
-            usual = p.dtype if p.dtype == torch.float64 else torch.float32
-            check_tensor(f"parameter '{names[p]}', 'momentum_buffer'", "momentum_buffer", buffer, tuple(p.shape), usual)
+            where = f"parameter '{names[p]}', 'momentum_buffer'"
+            check_tensor(where, "momentum_buffer", buffer, real_shape(p), state_dtype(p))
             momenta[p] = {"momentum_buffer": buffer}
     for block in _saved_blocks(engine, saved, now, silent):
         own = {n: v for n, v in state_of.get(block.key, {}).items() if n != "momentum_buffer" and v is not None}
@@ -289,8 +290,7 @@ def converted(state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[st
             return given
         if not given.is_floating_point():
             return given.detach().to(p.device, copy=True)
-        usual = p.dtype if p.dtype == torch.float64 else torch.float32
-        return given.detach().to(p.device, usual, copy=True)
+        return given.detach().to(p.device, state_dtype(p), copy=True)
 
     return {
         p: {name: value(p, name, given) for name, given in state.items() if given is not None}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.fisher import eigenvectors, order_of, plain_basis
@@ -20,6 +21,7 @@ from ekfac.optim.types import factors_of
 @torch.no_grad()
 def curvature(engine: Engine) -> Curvature:
     """Return a snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
+    checks.real("curvature()", engine.model)
     engine.settle()
     states = block_states(engine)
     if not any("s" in state or "A" in state for state in states.values()):
@@ -56,6 +58,7 @@ def seed(engine: Engine, operator: Curvature) -> None:
         raise ValueError(
             f"operator is of type {type(operator).__name__}. Allowed: what fisher() or curvature() returns"
         )
+    checks.real("seed()", engine.model)
     given = {part.parameters: part for part in operator.parts}
     matched: list[tuple[Block, Part]] = []
     for block in engine.partition.blocks:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.real import real_shape
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.states import make_contiguous
 from ekfac.optim.engine import Engine
@@ -36,7 +37,7 @@ def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter
     engine.replicas.together()
     counted = refresher.refreshes, refresher.drift, Counter(refresher.fallbacks)
     for block in filter(partition.owners.mine, partition.blocks):
-        gradients = {p: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in block.parameters.values()}
+        gradients = {p: _zeros(p) for p in block.parameters.values()}
         sums = {block: BlockSums(_factors(block), no_scaling(block))} if block.covered else {}
         solves = {block} if block.covered else set()
         inputs = StepInputs(gradients, {}, sums, 1.0, 1.0, solves, blocks=[block])
@@ -50,6 +51,11 @@ def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter
         make_contiguous(partition.state(block))
     refresher.refreshes, refresher.drift, refresher.fallbacks = counted
     engine.outlined = True
+
+
+def _zeros(p: Tensor) -> Tensor:
+    """Return zeros for all numbers of a parameter."""
+    return torch.zeros(real_shape(p), dtype=p.dtype.to_real(), device=p.device)
 
 
 def _factors(block: Block) -> FactorSums:
@@ -86,8 +92,8 @@ def outline_average(
     for group in groups:
         on_course = not group["lr_named"] and group["lr"] == usual_lr and "initial_lr" not in group
         for p in group["params"] if average.wanted or (average.wanted is None and on_course) else ():
-            if p in names and p.requires_grad and p.dtype in (torch.float32, torch.float64):
-                offsets[names[p]] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if p in names and p.requires_grad and p.dtype.to_real() in (torch.float32, torch.float64):
+                offsets[names[p]] = _zeros(p)
     if not offsets:
         return None
     model = average.model

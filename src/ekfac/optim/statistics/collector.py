@@ -30,7 +30,7 @@ from ekfac.optim.statistics import ownership
 from ekfac.optim.statistics.averages import take_in
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
-from ekfac.optim.statistics.gradients import GradientWatch, refuse_unless_empty
+from ekfac.optim.statistics.gradients import GradientWatch, made_real, refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, sums_of_samples
@@ -300,9 +300,8 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        if sparse := [(p, g) for p, g in gradients.items() if g.layout != torch.strided]:
-            name = self._partition.names[sparse[0][0]]
-            raise ValueError(f"parameter '{name}': its gradient is {sparse[0][1].layout}. Allowed: dense gradients")
+        if any(g.layout != torch.strided for g in gradients.values()):
+            refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
             warnings.warn(text, UserWarning, stacklevel=2)
@@ -323,7 +322,8 @@ class Collector:
         if self.options.batch.reduction == "sum" and n:
             mean = batches / n
         solves, warm = self._schedule.due()
-        return StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean, self.samples)
+        found = StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean, self.samples)
+        return made_real(found, self._partition.complex) if self._partition.complex else found
 
     def collect(self, inputs: StepInputs) -> None:
         """Take the statistics of calls that were kept, sum all of them over processes, and find what the step changes.

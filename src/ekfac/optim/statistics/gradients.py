@@ -8,7 +8,8 @@ magnitude of each gradient at the end of backward is enough to undo a rescaling,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.capture.hooks import Mutable, remove_hooks
 from ekfac.curvature.capture.records import Record
+from ekfac.curvature.real import as_real, gradient_of
 from ekfac.optim.distributed.processes import Processes
-from ekfac.optim.distributed.shards import any_sharded, is_sharded, local
+from ekfac.optim.distributed.shards import any_sharded, held, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.types import BlockStep, Rates, StepInputs
 
@@ -32,6 +34,21 @@ NO_EXAMPLES = (
     "come from elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
+
+
+def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> NoReturn:
+    """Raise, as a gradient is sparse; names its parameter."""
+    name, layout = next((names[p], g.layout) for p, g in gradients.items() if g.layout != torch.strided)
+    raise ValueError(
+        f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, as of nn.Embedding(..., sparse=False)"
+    )
+
+
+def made_real(inputs: StepInputs, parameters: Iterable[nn.Parameter]) -> StepInputs:
+    """Give a step the real numbers of complex parameters, and of their gradients, in their place."""
+    inputs.gradients.update({p: gradient_of(p) for p in parameters if p in inputs.gradients})
+    inputs.weights.update({p: as_real(p.detach()) for p in parameters})
+    return inputs
 
 
 def refuse_unless_empty(records: Iterable[Record], gradients: Iterable[Tensor]) -> None:
@@ -155,8 +172,9 @@ class GradientWatch:
             capture.passed()
         self.single_pass, self.nothing_there = self.nothing_there, False
         live = [p for p in self.parameters if p.grad is not None and not p.grad.is_sparse]
+        real = [gradient_of(p) if p.is_complex() else p.grad for p in live if p.grad is not None]
         grads = [p.grad for p in live if p.grad is not None]
-        sizes = largest_magnitudes([local(g) for g in grads] if self._sharded else grads)
+        sizes = largest_magnitudes([local(g) for g in real] if self._sharded else real)
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
         if self.lengths_wanted or self._sharded:
             self._lengths = lengths_of(live)
@@ -245,7 +263,7 @@ class GradientWatch:
 
 def lengths_of(parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """Return the length of each gradient, or of this process's piece of it."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    grads = [held(p.grad) for p in parameters if p.grad is not None]
     return dict(zip(parameters, torch._foreach_norm(grads), strict=True)) if grads else {}
 
 

@@ -77,6 +77,8 @@ class Partition:
         #: What the optimizer was given, and those of them that are trained now: the others are frozen.
         self.offered: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
+        #: Those of them that are complex.
+        self.complex: list[nn.Parameter] = []
         #: All of the model's, those that are trained here first.
         self.everything: list[nn.Parameter] = []
         #: The names of all parameters of the model.
@@ -163,6 +165,7 @@ class Partition:
                 self.state(block)
         self.offered = offered
         self.parameters = [p for p in offered if p.requires_grad and p.numel()]  # an empty one has nothing to train
+        self.complex = [p for p in self.parameters if p.is_complex()]
         self.names = {p: name for name, p in self.model.named_parameters()}
         held = [(p, m, name) for m in self.model.modules() for name, p in m._parameters.items() if p is not None]
         self.places = {p: (m, name) for p, m, name in reversed(held)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac import checks
+from ekfac.curvature.real import as_real, gradient_of
 from ekfac.optim.engine import Engine
 from ekfac.optim.types import StepInputs
 
@@ -194,7 +195,7 @@ class Comparison:
         engine = self._engine
         watch = engine.collector.watch
         live = StepInputs(
-            {p: p.grad for p in engine.partition.parameters if p.grad is not None},
+            {p: gradient_of(p) for p in engine.partition.parameters if p.grad is not None},
             {},
             {},
             processes=engine.options.processes.size,
@@ -203,7 +204,7 @@ class Comparison:
         watch.sizes(live)
         ratios = watch.rescaling(live, loss_scale=1.0)
         self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}
-        self._theta = {p: p.detach().clone() for p in live.gradients}
+        self._theta = {p: as_real(p.detach()).clone() for p in live.gradients}
         self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live.gradients}
         self._examples = engine.collector.capture.examples
 
@@ -229,7 +230,7 @@ class Comparison:
     def _undo(self) -> None:
         """Put parameters and their momentum back as they were; what was learnt of the curvature stays."""
         for p, theta in self._theta.items():
-            p.copy_(theta)
+            as_real(p).copy_(theta)
             now, before = self._velocity_of(p), self._velocity[p]
             if now is not None:
                 now.copy_(torch.zeros_like(now) if before is None else before)
@@ -247,7 +248,7 @@ class Comparison:
         slope, curved = [like], [like]
         for block in filter(owners.mine, engine.partition.blocks):
             parameters = block.parameters.values()
-            moved = {p: p - self._theta[p] for p in parameters if p in self._theta}
+            moved = {p: as_real(p) - self._theta[p] for p in parameters if p in self._theta}
             slope += [(self._gradients[p] * d).sum().to(like) for p, d in moved.items()]
             if moved:
                 D = block.stack(moved[p] if p in moved else torch.zeros_like(p) for p in parameters)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac import checks
-from ekfac.optim.distributed.shards import any_sharded, local, reshard, resharded
+from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, fraction, norms_of
 
 #: Steps of warm-up where a rate is named and an end is known.
@@ -39,11 +39,13 @@ def width_of(model: nn.Module) -> float:
     """Return how wide a network is: the geometric mean, over all its weights, of how many an output sums over.
 
     Taps of convolutions count where nothing is normalised; where something is, its scale is not that of the weights.
+    Further dimensions of complex weights do not: mostly they are frequencies, each with a matrix of its own.
     """
-    matrices = [p for p in model.parameters() if p.is_floating_point() and p.dim() > 1 and p.numel()]
+    numbers = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    matrices = [p for p in numbers if p.dim() > 1 and p.numel()]
     size = sum(p.numel() for p in matrices)
     normalised = any("norm" in type(module).__name__.lower() for module in model.modules())
-    inputs = [p.shape[1] if normalised else p.numel() // len(p) for p in matrices]
+    inputs = [p.shape[1] if normalised or p.is_complex() else p.numel() // len(p) for p in matrices]
     return math.exp(sum(p.numel() / size * math.log(n) for p, n in zip(matrices, inputs, strict=True)))
 
 
@@ -163,8 +165,8 @@ class WeightAverage:
         #: How the model was called since the last step.
         self.called = NOT_CALLED
         self.trains_in_eval = False
-        #: Whether ranks hold pieces of the parameters.
-        self._sharded = False
+        #: Whether ranks hold pieces of the parameters; whether these, or parts of complex numbers, stand for any.
+        self._sharded = self._apart = False
         #: Parameters in whose update the offsets hold d - z.
         self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
@@ -203,14 +205,17 @@ class WeightAverage:
     def _to_training(self) -> None:
         self.training = True
         # What is frozen, or has another shape by now, stays as it is.
-        gone = [p for p, d in self.offsets.items() if not p.requires_grad or local(p).shape != d.shape]
+        gone = [p for p, d in self.offsets.items() if not p.requires_grad or held(p).shape != d.shape]
         for p in gone:
             del self.offsets[p]
         if self.offsets:
             self._sharded = any_sharded(self.offsets)
+            self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
             model = self.model
-            with resharded(model) if self._sharded and model is not None else nullcontext():
-                torch._foreach_add_(self._held(), self._moved())
+            # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
+            unseen = _unsafe_preserve_version_counter(tuple(self.offsets))
+            with resharded(model) if self._sharded and model is not None else unseen:
+                torch._foreach_add_(list(map(held, self.offsets)), self._moved())
         places = [place for place in self.statistics if place[0].training]
         if places:
             buffers = self._buffers_at(places)
@@ -229,15 +234,11 @@ class WeightAverage:
             self._found_amid = False
             self.shown = {(m, name): getattr(m, name) - d for (m, name), d in self.statistics.items() if m.training}
 
-    def _held(self) -> list[Tensor]:
-        """Return what this process holds of the parameters that have offsets."""
-        return list(map(local, self.offsets))
-
     def _moved(self) -> list[Tensor]:
         """Return the offsets where their parameters are, which the user may have moved or cast."""
         for p, d in self.offsets.items():
-            if d.device != p.device or d.dtype != p.dtype:
-                self.offsets[p] = d.to(p.device, p.dtype)
+            if d.device != p.device or d.dtype != p.dtype.to_real():
+                self.offsets[p] = d.to(p.device, p.dtype.to_real())
         return list(self.offsets.values())
 
     @torch.no_grad()
@@ -250,7 +251,7 @@ class WeightAverage:
             self.training = False
             if self.offsets:
                 self._let_go()
-                torch._foreach_sub_(self._held(), self._moved())
+                torch._foreach_sub_(list(map(held, self.offsets)), self._moved())
             if self.shown:
                 torch._foreach_copy_([getattr(module, name) for module, name in self.shown], list(self.shown.values()))
             self.shown = {}
@@ -291,21 +292,22 @@ class WeightAverage:
             self._to_training()
         for p in self.offsets.keys() - wanted.keys():  # which go on from z
             del self.offsets[p]
-        full = [p for p in wanted if p.dtype in (torch.float32, torch.float64)]
+        full = [p for p in wanted if p.dtype.to_real() in (torch.float32, torch.float64)]
         self.averaged = [p for p in full if (p.grad is not None if shared is None else p in shared.gradients)]
         self.weight = (POWER + 1) / (t + POWER + 1)
         for p in self.averaged:
             if p not in self.offsets:
-                self.offsets[p] = torch.zeros_like(p if shared is None else local(p))
+                self.offsets[p] = torch.zeros_like(held(p))
         self._sharded = shared is not None and any_sharded(self.offsets)
+        self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
         """Prepare to see by how much the step moves the parameters."""
         if averaged:
             self.in_update = averaged
-            pieces = [local(p) for p in averaged] if self._sharded else list[Tensor](averaged)
-            torch._foreach_sub_([self.offsets[p] for p in averaged], pieces)
+            parts = list(map(held, averaged)) if self._apart else list[Tensor](averaged)
+            torch._foreach_sub_([self.offsets[p] for p in averaged], parts)
 
     @torch.no_grad()
     def after_update(
@@ -321,7 +323,7 @@ class WeightAverage:
         if averaged:
             self.in_update = ()
             offsets = [self.offsets[p] for p in averaged]
-            torch._foreach_add_(offsets, [local(p) for p in averaged] if self._sharded else list(averaged))
+            torch._foreach_add_(offsets, list(map(held, averaged)) if self._apart else list(averaged))
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
@@ -352,7 +354,8 @@ class WeightAverage:
             self._average_statistics(forwards, self.weight if done else 0.0, ok)
         if self._sharded:
             self._let_go()
-        torch._foreach_sub_(self._held() if self._sharded else list(self.offsets), list(self.offsets.values()))
+        parts = map(held, self.offsets) if self._apart else self.offsets
+        torch._foreach_sub_(list(parts), list(self.offsets.values()))
         self.training = False
 
     def _average_statistics(self, forwards: int, weight: float, ok: Tensor | None) -> None:

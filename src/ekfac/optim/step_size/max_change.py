@@ -39,7 +39,7 @@ def bound_change(
         max_change: The bound.
         gradients: Parameters that have a gradient.
         processes: Who updates the others.
-        weights: The whole of parameters that are sharded.
+        weights: What is changed, where that is not the parameter itself.
 
     Returns:
         The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is zero;
@@ -58,7 +58,7 @@ def bound_change(
         norms = torch._foreach_norm([step for _, step in flat])
         length = _by_block([norm * lr_of[p] for norm, (p, _) in zip(norms, flat, strict=True)], len(alike))
         theta = _by_block(torch._foreach_norm([weights.get(p, p).detach() for p, _ in flat]), len(alike))
-        floors = [FLOOR * sum(p.numel() for p, _ in block) ** 0.5 for block in alike]
+        floors = [FLOOR * sum(step.numel() for _, step in block) ** 0.5 for block in alike]
         theta = torch.stack(torch._foreach_clamp_min(list(theta.unbind()), floors))
         factors = (most * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1).to(flat[0][1])
         # A block that does not move, for want of a gradient or with a learning rate of 0, takes no step of any length.
