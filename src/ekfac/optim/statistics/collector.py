@@ -397,4 +397,4 @@ class Collector:
         """Take a step's sums into A and B, of those blocks that have some."""
         r, n, square = self.options.refresh, inputs.n_statistics, self.delta_square(inputs)
         factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
-        take_in(self._stacks, factors, n, square, r.factor_decay, not r.deterministic, inputs.ok)
+        take_in(self._stacks, factors, n, square, self._schedule.factor_decay, not r.deterministic, inputs.ok)
