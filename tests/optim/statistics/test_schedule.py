@@ -122,3 +122,19 @@ def test_checkpoints_of_before_say_nothing_of_derivatives() -> None:
     saved["ekfac"]["derivatives"] = "yes"
     with pytest.raises(ValueError, match="'derivatives'"):
         again.load_state_dict(saved)
+
+
+def test_an_inner_batch_whose_gradients_are_differentiated_is_no_equation() -> None:
+    """Second-order MAML: the derivatives are those of weights, and part of no example's loss."""
+    model = network()
+    opt = EKFAC(model)
+    names = [name for name, _ in model.named_parameters()]
+    for _ in range(2):
+        opt.zero_grad()
+        inner = torch.autograd.grad(values(model), list(model.parameters()), create_graph=True)
+        changed = [p - 0.1 * g for p, g in zip(model.parameters(), inner, strict=True)]
+        x = torch.randn(16, 3, dtype=torch.float64)
+        out = torch.func.functional_call(model, dict(zip(names, changed, strict=True)), (x,))
+        (out - 1).square().mean().backward()
+        opt.step()
+    assert not opt.engine.schedule.derivatives

@@ -98,8 +98,8 @@ class Layer(ABC):
     unsupported_form: ClassVar[str] = "no block in this form"
     #: Which part of the module this is; "" where it has only one.
     part: str = ""
-    #: The products that derivatives of its own make with the weight, by whether they are transposed; None before any.
-    derivatives: dict[bool, Layer] | None = None
+    #: Whether a loss was seen that has derivatives of the network inside, and so further products with the weight.
+    differentiated: bool = False
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         self.module = module

@@ -39,12 +39,11 @@ class DerivativeLayer(Layer):
     def after(cls, layer: Layer) -> DerivativeLayer:
         """Return the product that the derivative of a layer's product makes; one object for each."""
         whole = layer.whole if isinstance(layer, DerivativeLayer) else layer
-        if whole.derivatives is None:
-            whole.derivatives = {}
-        known, transposed = whole.derivatives, not layer.transposed
+        known = cast(dict[bool, DerivativeLayer], whole.__dict__.setdefault("derivatives", {}))
+        transposed = not layer.transposed
         if transposed not in known:
             known[transposed] = cls(whole, transposed)
-        return cast(DerivativeLayer, known[transposed])
+        return known[transposed]
 
     def free_dims(self, x: Tensor) -> int:
         return self.whole.free_dims(x)

@@ -283,6 +283,6 @@ class Schedule:
         self.applied_steps = t
         # Not with several processes: another one may have had no batch to see it in.
         fixed = self.derivatives or self._refresh.deterministic or self._partition.owners.size > 1
-        if not fixed and any(block.layer.derivatives for block in self._partition.covered):
+        if not fixed and any(block.layer.differentiated for block in self._partition.covered):
             self.set_derivatives(True)
         return found
