@@ -138,3 +138,22 @@ def test_an_inner_batch_whose_gradients_are_differentiated_is_no_equation() -> N
         (out - 1).square().mean().backward()
         opt.step()
     assert not opt.engine.schedule.derivatives
+
+
+def test_the_average_has_the_size_of_its_smaller_batches_and_the_shape_of_all() -> None:
+    """Residuals fall by orders of magnitude: the first batches would otherwise be all that the average is made of."""
+    model = network()
+    opt = EKFAC(model, lr=0.0)
+    for scale in (1.0, 1.0, 1e-3):
+        opt.zero_grad()
+        (scale * slopes(model)).backward()
+        opt.step()
+    state = opt.state[model.get_parameter("0.weight")]
+    B, weight = state["B"][0].clone(), state["factor_weight"].clone()
+    opt.zero_grad()
+    (1e-3 * slopes(model)).backward()
+    opt.step()
+    # Had the past kept its size, the batch would be a millionth of it, and nothing would have moved but the size.
+    before, after = B / weight, state["B"][0] / state["factor_weight"]
+    assert 0.1 < after.trace() / before.trace() < 10.0
+    assert (after / after.trace() - before / before.trace()).norm() > 1e-3
