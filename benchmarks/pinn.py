@@ -4,8 +4,8 @@
 5-64-64-48-48-1 with tanh, in float64, as in "Kronecker-factored approximate curvature for physics-informed neural
 networks" (Dangel, Mueller, Zeinhofer, 2024). Adam, SOAP and EKFAC draw new points at every step, and their rate falls
 along a cosine over the time; L-BFGS and the dense energy natural gradient, which search along a line, keep theirs.
-"own course" has no rate set: EKFAC then lets it fall by itself, and shows the average of its weights. Methods take
-turns, so that a machine that others use is the same for all.
+"own course" has no rate set: EKFAC then lets it fall by itself, and shows the average of its weights. All runs of a
+seed take turns, a quarter of a second each, so that a machine that others use is the same for all.
 
     python benchmarks/pinn.py --seconds 60 --seeds 3
 """
@@ -34,6 +34,9 @@ from ekfac.lab import rivals
 DIM = 5
 #: Points inside and on the faces: of a step, and of methods that keep theirs.
 DRAWN, KEPT = (500, 125), (1000, 250)
+
+#: Seconds of a turn.
+TURN = 0.25
 
 #: Takes a step, given the fraction of the time that has passed.
 Step = Callable[[float], object]
@@ -184,22 +187,36 @@ METHODS: dict[str, list[tuple[str, Callable[[nn.Module], Step]]]] = {
 }
 
 
-def solve(
-    build: Callable[[nn.Module], Step], seconds: float, seed: int, clock: Callable[[], float]
-) -> tuple[float, int]:
-    """The relative L2 error that training for so long leaves, and the number of steps."""
-    torch.manual_seed(seed)
-    widths = (DIM, 64, 64, 48, 48)
-    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.Tanh())]
-    net = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
-    test = torch.rand(9000, DIM)
-    step, steps, start = build(net), 0, clock()
-    while (passed := clock() - start) < seconds:
-        step(passed / seconds)
-        steps += 1
-    with torch.no_grad():
-        error = (net(test)[:, 0] - solution(test)).norm() / solution(test).norm()
-    return error.item(), steps
+class Run:
+    """One network in training, with a clock and random numbers of its own."""
+
+    def __init__(
+        self, build: Callable[[nn.Module], Step], seconds: float, seed: int, clock: Callable[[], float]
+    ) -> None:
+        torch.manual_seed(seed)
+        widths = (DIM, 64, 64, 48, 48)
+        layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        self.test = torch.rand(9000, DIM)
+        self.step, self.steps, self.passed = build(self.net), 0, 0.0
+        self.seconds, self.clock, self.random = seconds, clock, torch.get_rng_state()
+
+    def go_on(self) -> bool:
+        """Train for a turn; return whether there is time left."""
+        torch.set_rng_state(self.random)
+        start, before = self.clock(), self.passed
+        while self.passed < min(before + TURN, self.seconds):
+            self.step(self.passed / self.seconds)
+            self.steps += 1
+            self.passed = before + self.clock() - start
+        self.random = torch.get_rng_state()
+        return self.passed < self.seconds
+
+    def error(self) -> float:
+        """The relative L2 error."""
+        with torch.no_grad():
+            off = self.net(self.test)[:, 0] - solution(self.test)
+            return (off.norm() / solution(self.test).norm()).item()
 
 
 def main() -> None:
@@ -219,8 +236,12 @@ def main() -> None:
     runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name]]
     found: dict[tuple[str, str], list[tuple[float, int]]] = {(name, lr): [] for name, lr, _ in runs}
     for seed in range(args.seeds):
-        for name, lr, build in runs:
-            found[name, lr].append(solve(build, args.seconds, seed, clock))
+        under_way = {(name, lr): Run(build, args.seconds, seed, clock) for name, lr, build in runs}
+        training = list(under_way.values())
+        while training:
+            training = [run for run in training if run.go_on()]
+        for (name, lr), run in under_way.items():
+            found[name, lr].append((run.error(), run.steps))
             if args.log:
                 with args.log.open("a") as file:
                     error, steps = found[name, lr][-1]

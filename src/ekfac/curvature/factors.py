@@ -137,11 +137,19 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
         flat = rows[:, 0]
         if into is None:
             return (flat.T @ flat)[None]
-        for strip in _strips(into):
-            into[0, strip, strip.start :].addmm_(flat[:, strip].T, flat[:, strip.start :])
-        return into
+        return add_outer_sum(flat, into)
     by_group = rows.transpose(0, 1).contiguous()  # one copy here, or two inside the product
     return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
+
+
+def add_outer_sum(rows: Tensor, into: Tensor, weight: float = 1.0) -> Tensor:
+    """Add the sum of r r^T over rows ``[M, D]``, times a weight, to ``[1, D, D]``, as :func:`outer_sum` does."""
+    if not is_cut(into):
+        into[0].addmm_(rows.T, rows, alpha=weight)
+        return into
+    for strip in _strips(into):
+        into[0, strip, strip.start :].addmm_(rows[:, strip].T, rows[:, strip.start :], alpha=weight)
+    return into
 
 
 def half_products(rows: Tensor) -> Tensor:
@@ -181,10 +189,15 @@ def mirror(matrix: Tensor) -> Tensor:
     return matrix
 
 
+def is_cut(matrix: Tensor) -> bool:
+    """Tell whether a symmetric product is taken in strips, so that :func:`mirror` is due."""
+    return matrix.device.type == "cpu" and matrix.shape[0] == 1 and matrix.shape[-1] >= 256
+
+
 def _strips(matrix: Tensor) -> list[slice]:
     """Cut a large symmetric product into strips from the diagonal on, on a CPU: five eighths of the work."""
     d = matrix.shape[-1]
-    width = d if matrix.device.type != "cpu" or matrix.shape[0] > 1 or d < 256 else -(-d // 4)
+    width = -(-d // 4) if is_cut(matrix) else d
     return [slice(start, min(start + width, d)) for start in range(0, d, width)]
 
 

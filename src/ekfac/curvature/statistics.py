@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ekfac.curvature import factors
+from ekfac.curvature import factors, products
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call, Layer
@@ -124,23 +124,14 @@ def sums_of_products(block: Block, calls: Sequence[Call], n: int, memory: int) -
         n: The number of examples.
         memory: Bytes that temporary tensors may take.
     """
+    if products.are_plain_rows(block, calls):
+        A, B = products.sums_of_rows(block, calls)
+        return FactorSums(A.mul_(n), n, B)
     parts = [_sums_of_call(block, call, n, memory) for call in calls]
     As, Bs = torch.stack([part.A for part in parts]), torch.stack([part.B for part in parts])
-    terms = torch.stack([As.new_full((), float(part.terms)) for part in parts])
     inputs, outputs = (_traces(of, vector) for of, vector in ((As, block.diagonal_A), (Bs, block.diagonal_B)))
-    direct = torch.stack([inputs.new_full((), float(not call.layer.transposed)) for call in calls])
-    own, columns = (terms * direct).sum(), float(block.shape.groups * block.shape.inputs)
-    mean = torch.where(own > 0, (inputs * direct).sum() / own.clamp(min=1), columns)
-    each = inputs / terms
-    product = (each * outputs).sum()
-    tiny = torch.finfo(product.dtype).tiny
-    known = product > tiny
-    product, by = product.clamp(min=tiny), mean.clamp(min=tiny)
-    # Without any gradient there is nothing to weigh by, and B is zero.
-    weights = torch.where(known, outputs * by / (product * terms), direct / own.clamp(min=1))
-    A = torch.tensordot(weights, As, 1)
-    B = torch.tensordot(torch.where(known, each / by, 1.0), Bs, 1)
-    return FactorSums(A.mul_(n), n, B)
+    of_A, of_B = products.weights(block, calls, [part.terms for part in parts], inputs, outputs)
+    return FactorSums(torch.tensordot(of_A, As, 1).mul_(n), n, torch.tensordot(of_B, Bs, 1))
 
 
 def _sums_of_call(block: Block, call: Call, n: int, memory: int) -> FactorSums:

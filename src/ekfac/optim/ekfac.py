@@ -69,7 +69,8 @@ class EKFAC(Optimizer):
         betas: Decays of m and s, by default (0.95, 0.95). They are kept in the parameter groups, where torch's cyclic
             schedulers find them.
         weight_decay: lambda, as in AdamW. By default 0.6 for weights of two or more dimensions, only where the step
-            makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for other parameters.
+            makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for other parameters nor for
+            losses with derivatives of the network inside.
         total_steps: Length of training in steps: the rate warms up, then decays to zero along a cosine.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which adapts it to
             the decrease of the loss and needs a closure in ``step``. The default rule and torch's rules do not use it.
@@ -78,8 +79,8 @@ class EKFAC(Optimizer):
         scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
             its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
             such as ``ekfac.rules.Running(decay=0.99)``.
-        refresh_every: Steps between updates of a basis, by default 20 on a GPU and 50 on a CPU; sides wider than 1,024
-            (400 on a CPU) are updated less often.
+        refresh_every: Steps between updates of a basis, by default 20 on a GPU and 50 on a CPU (20 for losses with
+            derivatives); sides wider than 1,024 (400 on a CPU) are updated less often.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.

@@ -92,6 +92,12 @@ class Grouped(torch.optim.Optimizer):
         group["params"] = [(names[p], p) for p in parameters]
         return group
 
+    def _end_default_decay(self) -> None:
+        """Let no weights decay any more that nobody has asked to: a decay pulls the solution of an equation to zero."""
+        for group in self.param_groups:
+            if group["cautious_decay"]:
+                group["weight_decay"] = 0.0
+
     def _as_function(self, damping: Any) -> Any:
         """Return a damping that adapts as the function that all groups share; any other as it is."""
         if not isinstance(damping, AdaptiveDamping):

@@ -126,8 +126,11 @@ class Optimizer(Base, Joinable, Grouped):
             comparison.after()
         self.average.end_step(done, ok)
         if done:
+            known = engine.schedule.derivatives
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
+            if engine.schedule.derivatives and not known:
+                self._end_default_decay()
         return loss
 
     def _only_to_initialise(self) -> bool:

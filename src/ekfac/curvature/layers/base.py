@@ -100,6 +100,8 @@ class Layer(ABC):
     unsupported_form: ClassVar[str] = "no block in this form"
     #: Which part of the module this is; "" where it has only one.
     part: str = ""
+    #: Whether a loss was seen that has derivatives of the network inside, and so further products with the weight.
+    differentiated: bool = False
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         self.module = module

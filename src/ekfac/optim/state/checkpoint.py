@@ -44,6 +44,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "settings": settings_of(engine),
         "blocks": [_block_of(b.covered, b.parameter_names.values()) for b in engine.partition.blocks],
         "apart": engine.collector.apart,
+        "derivatives": engine.schedule.derivatives,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
         "entries": 0 if engine.outlined else sum(len(filled(state)) for state in whole.states.values()),
@@ -104,7 +105,8 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     saved = state_dict.get("ekfac", inside)
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
-    saved = {"silent": [], "put_away": [], "fallbacks": {}, **saved}  # torch leaves out what is empty when it flattens
+    # Torch leaves out what is empty when it flattens; the last was not there in earlier checkpoints.
+    saved = {"silent": [], "put_away": [], "fallbacks": {}, "derivatives": False, **saved}
     names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
     if saved.get("kind") != engine.method.kind:
         given = saved.get("kind")
@@ -125,8 +127,9 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     check_number("'residual_drift'", saved.get("residual_drift"), least=0)
     for rung, count in _mapping("'fallbacks'", saved.get("fallbacks")).items():
         check_count(f"'fallbacks', {rung!r}", count)
-    if not isinstance(saved.get("lengths_wanted"), bool):
-        refuse("'lengths_wanted'", f"is {saved.get('lengths_wanted')!r}. Allowed: True or False")
+    for name in ("lengths_wanted", "derivatives"):
+        if not isinstance(saved.get(name), bool):
+            refuse(repr(name), f"is {saved.get(name)!r}. Allowed: True or False")
     return dict(saved)
 
 
@@ -269,6 +272,7 @@ def adopt(engine: Engine, loaded: Loaded) -> None:
         for (covered, key), state in loaded.put_away.items()
     }
     engine.schedule.applied_steps = saved["applied_steps"]
+    engine.schedule.set_derivatives(saved["derivatives"])
     engine.skipped.total = saved["skipped_steps"]
     partition.generation += 1
     engine.schedule.pending = []

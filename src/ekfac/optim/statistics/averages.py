@@ -26,6 +26,7 @@ def take_in(
     decay: float,
     bounded: bool,
     ok: Tensor | None,
+    shrinks: bool = False,
 ) -> None:
     """Take a step's sums into A and B, each batch weighted by its N. Numerators and denominator are kept apart.
 
@@ -37,6 +38,7 @@ def take_in(
         decay: The weight of the past.
         bounded: See :func:`weigh`.
         ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+        shrinks: See :func:`shrink_past`.
     """
     if not sums:
         return
@@ -45,6 +47,9 @@ def take_in(
     for of in alike(additions):
         weigh(of, n, square, None if ok is None else ok == 0, bounded)
     known = [a for a in additions if a.old is not None]
+    if shrinks:
+        for a in known:
+            shrink_past(a, ok)
     if known:
         totals = [total for a in known for total in a.totals()]
         torch._foreach_mul_(totals, decay if ok is None else (1 + (decay - 1) * ok).to(totals[0]))
@@ -154,6 +159,22 @@ def weigh_on_host(a: Addition, n: float, square: float, bounded: bool) -> None:
         new.mul_(0.0 if spoilt else number)
         if spoilt:
             new.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def shrink_past(a: Addition, ok: Tensor | None) -> None:
+    """Bring the average to the size of a batch that is smaller, each side by its trace.
+
+    The residuals of an equation fall by orders of magnitude within the memory of the average, which would go on to be
+    that of its first batches; so the past tells the shape, and the batch the size.
+    """
+    tiny = torch.finfo(a.A.dtype).tiny
+    for old, new in ((a.old.A, a.A), (a.old.B, a.B)):
+        now, past = (
+            traces(new, a.weight) * a.old.factor_weight.reshape(-1),
+            traces(old, a.weight) * a.weight.reshape(-1),
+        )
+        ratio = torch.where(now > tiny, (now / past.clamp(min=tiny)).clamp(max=1.0), 1.0)
+        old.mul_(over(ratio if ok is None else torch.where(ok > 0, ratio, 1.0), old))
 
 
 def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addition, Tensor]], ...]:

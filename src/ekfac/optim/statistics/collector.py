@@ -65,8 +65,7 @@ class Collector:
         self.options = options
         self._method = method
         self._partition = partition
-        self._stacks = stacks
-        self._schedule, self.executor = schedule, executor
+        self._stacks, self._schedule, self.executor = stacks, schedule, executor
         self._moved = moved
         #: Told the new parameter for every old one where the model is found to have others.
         self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
@@ -395,6 +394,7 @@ class Collector:
 
     def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
         """Take a step's sums into A and B, of those blocks that have some."""
-        r, n, square = self.options.refresh, inputs.n_statistics, self.delta_square(inputs)
+        n, square, bounded = inputs.n_statistics, self.delta_square(inputs), not self.options.refresh.deterministic
         factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
-        take_in(self._stacks, factors, n, square, r.factor_decay, not r.deterministic, inputs.ok)
+        decay, shrinks = self._schedule.factor_decay, self._schedule.derivatives
+        take_in(self._stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)

@@ -25,9 +25,22 @@ class Reach:
         self._watch = watch
         #: What adds to each parameter's ``.grad`` in a backward pass.
         self.accumulators: dict[nn.Parameter, Node] = {}
+        #: The pass that was last asked for, and what is known of it: a loss with derivatives asks for many products.
+        self._of_pass: tuple[int, dict[Block | None, bool]] = -1, {}
 
     def reaches_parameters(self, block: Block | None) -> bool:
         """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
+        if self._partition.gathers or self._partition.sharded:
+            return self._ask(block)
+        task = torch._C._current_graph_task_id()
+        if self._of_pass[0] != task:
+            self._of_pass = task, {}
+        known = self._of_pass[1]
+        if block not in known:
+            known[block] = self._ask(block)
+        return known[block]
+
+    def _ask(self, block: Block | None) -> bool:
         found = any(map(self._reaches, self._partition.everything if block is None else block.parameters.values()))
         if found and self._partition.sharded:
             self._watch.backward_runs()

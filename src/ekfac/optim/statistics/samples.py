@@ -13,6 +13,7 @@ from torch import Tensor
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
+from ekfac.curvature.layers.derivative import DerivativeLayer
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.executor import Executor
 from ekfac.optim.options import EngineOptions
@@ -58,7 +59,9 @@ class Sample:
 
 
 def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
-    """Take out of a batch of n examples what the factors of a block need."""
+    """Take out of a batch of n examples what the factors of a block need; note whether its loss has derivatives."""
+    if len(calls) > 1 and not block.layer.differentiated:
+        block.layer.differentiated = any(isinstance(call.layer, DerivativeLayer) for call in calls)
     if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
         return Sample(tuple(calls), n)
     if len(calls) == 1 and (thin := calls[0].layer.thinned(calls[0].x, calls[0].d, n)) is not None:

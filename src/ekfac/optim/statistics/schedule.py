@@ -31,6 +31,8 @@ SETTLED = 300
 #: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
+#: The same for losses with derivatives, whose steps are dear themselves and whose curvature changes faster.
+INTERVAL_OF_DERIVATIVES = 20
 #: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
 WIDE_SIDES = {"cuda": 1024}
 WIDE_SIDE = 400
@@ -54,10 +56,13 @@ class Intervals:
         deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
             is renewed once in an interval by orthogonal iteration, after a step, one part of the network at a time, so
             that no step pays for all; and all of them within the steps of :func:`early_steps`.
+        derivatives: Take in one batch an interval, the last before a refresh: a loss with derivatives makes a batch
+            several times dearer, and has several times as many positions an example.
     """
 
     every: int
     deterministic: bool
+    derivatives: bool = False
 
     def warm_after(
         self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1), strayed: int = 0
@@ -89,6 +94,8 @@ class Intervals:
             applied: How many steps have been applied.
             given: The user's own interval.
         """
+        if given is None and self.derivatives:
+            return (applied + 1) % self.every == 0
         if given is None:
             batches = BATCHES if applied < SETTLED or self.deterministic else BATCHES // 2
             given = 1 if applied < DENSE else max(1, self.every // batches)
@@ -139,6 +146,8 @@ class Schedule:
         self._stretches = Stretches()
         self._method = method
         self._partition = partition
+        #: Whether losses are known to have derivatives of the network inside.
+        self.derivatives = False
         #: What is due at a step, and at which: asked for many times.
         self._due: tuple[tuple[int, int], set[Block], dict[Block, tuple[int, int]]] | None = None
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
@@ -153,8 +162,21 @@ class Schedule:
     @cached_property
     def intervals(self) -> Intervals:
         """Which steps renew which bases; asked for when the device is known."""
-        every = self._options.refresh_every or INTERVALS.get(self._partition.device.type, INTERVAL)
-        return Intervals(every, self._refresh.deterministic)
+        usual = INTERVALS.get(self._partition.device.type, INTERVAL)
+        every = self._options.refresh_every or (min(usual, INTERVAL_OF_DERIVATIVES) if self.derivatives else usual)
+        return Intervals(every, self._refresh.deterministic, self.derivatives)
+
+    @property
+    def factor_decay(self) -> float:
+        """What the past weighs in A and B beside a batch; one of a loss with derivatives stands for BATCHES others."""
+        r = self._refresh
+        return r.factor_decay**BATCHES if self.derivatives and r.factor_every is None else r.factor_decay
+
+    def set_derivatives(self, derivatives: bool) -> None:
+        """Go on as for losses with derivatives, or as for others."""
+        self.derivatives = derivatives
+        self.__dict__.pop("intervals", None)
+        self._due = None
 
     def due(self) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
         """Find what this step does with the bases of covered blocks before it uses them.
@@ -259,4 +281,8 @@ class Schedule:
             if any(iterations) and (derived in state or self._ready_elsewhere(block)):
                 found.append((block, iterations))
         self.applied_steps = t
+        # Not with several processes: another one may have had no batch to see it in.
+        fixed = self.derivatives or self._refresh.deterministic or self._partition.owners.size > 1
+        if not fixed and any(block.layer.differentiated for block in self._partition.covered):
+            self.set_derivatives(True)
         return found
