@@ -57,14 +57,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
     usual(opt.model, opt)
 
 
-def test_an_input_without_examples_is_refused() -> None:
-    model = mlp()
-    opt = EKFAC(model)
-    with pytest.raises(ValueError, match=r"layer '0': its input has shape \(5,\), without a dimension .* x\[None\]"):
-        model(X[0])
-    usual(model, opt)
-
-
 def test_a_lazy_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet"):
         EKFAC(nn.Sequential(nn.LazyLinear(3)))
