@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,10 +23,30 @@ TESTS = Path(__file__).parent
 Ends = dict[str, list[Any]]
 
 
+def common_folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that all workers of this run of the tests share, so that none does again what another has."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Have a folder to oneself; a worker that dies lets go of it."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def run_ranks(file: str, world: int, scenarios: tuple[str, ...], folder: Path) -> Ends:
-    """What every rank ended with, by scenario: one start of the ranks serves them all."""
-    done = started.run([__file__, file, world, folder, ",".join(scenarios)], timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """What every rank ended with, by scenario: one start of the ranks serves them all, and all who name the folder."""
+    done = folder / f"{world}-done"
+    with one_at_a_time(folder):
+        if not done.exists():
+            ran = started.run([__file__, file, world, folder, ",".join(scenarios)], timeout=600)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+            done.touch()
     ends = [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
     return {name: [end.get(name, {"traceback": "not reached"}) for end in ends] for name in scenarios}
 

@@ -12,7 +12,7 @@ import habits_worker as worker
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import Shards
-from ranks import Ends, assert_equal, assert_near, assert_replicas, of, run_ranks
+from ranks import Ends, assert_equal, assert_near, assert_replicas, common_folder, of, run_ranks
 
 pytestmark = [
     pytest.mark.over_a_second,
@@ -28,12 +28,12 @@ ON_FOUR = ("ways_of_sharding", "a_rank_without_batch_and_nothing_set", "part_of_
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("habits_worker.py", 2, ON_TWO, tmp_path_factory.mktemp("two"))
+    return run_ranks("habits_worker.py", 2, ON_TWO, common_folder(tmp_path_factory, "habits-two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("habits_worker.py", 4, ON_FOUR, tmp_path_factory.mktemp("four"))
+    return run_ranks("habits_worker.py", 4, ON_FOUR, common_folder(tmp_path_factory, "habits-four"))
 
 
 def assert_as_alone(ends: list[Any], pieces: int = 1, ways: int = 1) -> None:

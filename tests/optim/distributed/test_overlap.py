@@ -7,7 +7,7 @@ import torch
 
 import overlap_worker as worker
 from ekfac.optim.distributed.buckets import FULL, half, whole
-from ranks import Ends, assert_near, assert_replicas, of, run_ranks
+from ranks import Ends, assert_near, assert_replicas, common_folder, of, run_ranks
 
 pytestmark = [
     pytest.mark.over_a_second,
@@ -20,12 +20,12 @@ ON_FOUR = ("statistics_at_odd_times",)
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("overlap_worker.py", 2, ON_TWO, tmp_path_factory.mktemp("two"))
+    return run_ranks("overlap_worker.py", 2, ON_TWO, common_folder(tmp_path_factory, "overlap-two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("overlap_worker.py", 4, ON_FOUR, tmp_path_factory.mktemp("four"))
+    return run_ranks("overlap_worker.py", 4, ON_FOUR, common_folder(tmp_path_factory, "overlap-four"))
 
 
 @pytest.mark.parametrize("full", [FULL, 1])

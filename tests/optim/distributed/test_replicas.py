@@ -13,7 +13,7 @@ import ekfac
 import replicas_worker as worker
 from ekfac.optim.distributed.owners import Owners, arithmetic
 from ekfac.optim.distributed.processes import Processes
-from ranks import Ends, assert_equal, assert_near, assert_replicas, of, run_ranks
+from ranks import Ends, assert_equal, assert_near, assert_replicas, common_folder, of, run_ranks
 
 pytestmark = [
     pytest.mark.over_a_second,
@@ -29,12 +29,12 @@ ON_FOUR = ("trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "su
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("replicas_worker.py", 2, ON_TWO, tmp_path_factory.mktemp("two"))
+    return run_ranks("replicas_worker.py", 2, ON_TWO, common_folder(tmp_path_factory, "replicas-two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("replicas_worker.py", 4, ON_FOUR, tmp_path_factory.mktemp("four"))
+    return run_ranks("replicas_worker.py", 4, ON_FOUR, common_folder(tmp_path_factory, "replicas-four"))
 
 
 # --- the same as one process --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sharded_worker as worker
-from ranks import Ends, assert_near, of, run_ranks
+from ranks import Ends, assert_near, common_folder, of, run_ranks
 
 pytestmark = [
     pytest.mark.over_a_second,
@@ -22,12 +22,12 @@ ON_FOUR = ("fsdp", "hsdp", "tensor_parallel", "bytes_and_messages")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("sharded_worker.py", 2, ON_TWO, tmp_path_factory.mktemp("two"))
+    return run_ranks("sharded_worker.py", 2, ON_TWO, common_folder(tmp_path_factory, "sharded-two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return run_ranks("sharded_worker.py", 4, ON_FOUR, tmp_path_factory.mktemp("four"))
+    return run_ranks("sharded_worker.py", 4, ON_FOUR, common_folder(tmp_path_factory, "sharded-four"))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_scaler_that_skips_on_one_rank_leaves_nobody_waiting(how: str, two: En
 
 
 def test_a_mesh_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
-    ends = run_ranks("sharded_worker.py", 1, ("one_rank",), tmp_path_factory.mktemp("one"))
+    ends = run_ranks("sharded_worker.py", 1, ("one_rank",), common_folder(tmp_path_factory, "sharded-one"))
     (end,) = of(ends, "one_rank")
     for method, found in end.items():
         assert_near(found["model"], worker.eventful(method)["model"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import started
 import states_worker as worker
-from ranks import TESTS, Ends, assert_near, of, run_ranks
+from ranks import TESTS, Ends, assert_near, common_folder, of, one_at_a_time, run_ranks
 
 pytestmark = [
     pytest.mark.over_a_second,
@@ -23,11 +23,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("states")
+    return common_folder(tmp_path_factory, "states")
 
 
 def run_in(folder: Path, name: str, world: int, scenarios: tuple[str, ...]) -> Ends:
-    (folder / name).mkdir()
+    (folder / name).mkdir(exist_ok=True)
     return run_ranks("states_worker.py", world, scenarios, folder / name)
 
 
@@ -45,11 +45,15 @@ def two(folder: Path, four: Ends) -> Ends:
 def alone(folder: Path, two: Ends) -> Path:
     """The third stretch, on one process."""
     of(two, "second_stretch")
-    for chain in worker.CHAINS:
-        for method in worker.SAVED:
-            worker.stretch(chain, method, 2, folder=folder / "shared")
-    for way in ("sharded", "flat"):
-        worker.dcp_save("alone", way, folder=folder / "shared")
+    done = folder / "alone-done"
+    with one_at_a_time(folder):
+        if not done.exists():
+            for chain in worker.CHAINS:
+                for method in worker.SAVED:
+                    worker.stretch(chain, method, 2, folder=folder / "shared")
+            for way in ("sharded", "flat"):
+                worker.dcp_save("alone", way, folder=folder / "shared")
+            done.touch()
     return folder
 
 
@@ -68,8 +72,7 @@ def test_a_training_moves_from_layout_to_layout(method: str, again: Ends) -> Non
             assert_near(end[f"{chain}-{method}"]["model"], worker.whole(model))
 
 
-@pytest.mark.parametrize("saver", worker.SAVERS)
-@pytest.mark.parametrize("method", worker.HYBRID)
+@pytest.mark.parametrize(("method", "saver"), worker.MOVES)
 def test_a_training_moves_to_and_from_tensor_parallel(method: str, saver: str, four: Ends) -> None:
     """Rows, FSDP2 with tensor parallel, FSDP2 alone, columns."""
     for end in of(four, "moves_of_words"):
