@@ -15,7 +15,7 @@ Assumed:
  4. Products run in float32, as fast as one of 2,048 x 2,048.
  5. No message and no refresh runs beside anything else. In fact A and B are sent beside the backward pass, and on a
     GPU refreshes run beside the next pass.
- 6. In training: the first 20 steps, which take every batch into A and B, and refresh often, are not counted.
+ 6. In training: the first 300 steps, which take more batches into A and B, and refresh more often, are not counted.
 
 With --out FILE.json the rows go there, and as a table to FILE.md.
 """
@@ -38,7 +38,7 @@ from ekfac.optim.distributed.buckets import sizes
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.methods.factory import eigen_methods
-from ekfac.optim.statistics.schedule import BATCHES, WIDE_SIDES, stretches
+from ekfac.optim.statistics.schedule import LATER_BATCHES, WIDE_SIDES, stretches
 from ekfac.rules import RULES
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -180,9 +180,9 @@ def cost(model: str, ranks: int, max_factor_dim: int, pieces: Pieces) -> Row:
     owned = [4.0 * sum(b.shape.numel for b in mine) for mine in of_rank]
     # Its pieces of gradient and parameter to the owners, and the pieces of what it owns to the others.
     sent = [away * (2 * 4 * parameters / ranks + own) for own in owned]
-    # A reduction sends one half of A and B once from every rank, four times in an interval.
+    # A reduction sends one half of A and B once from every rank, twice in an interval.
     factors = 4.0 * sum(sum(sizes(b)) for b in blocks if b.covered)
-    statistics = away * factors * BATCHES / REFRESH_EVERY
+    statistics = away * factors * LATER_BATCHES / REFRESH_EVERY
     refresh, a_step, projection = zip(*(times(mine, pieces) for mine in of_rank), strict=True)
     own_wire = (max(sent) + statistics) / LINK
     return Row(

@@ -81,7 +81,7 @@ def test_arithmetic_is_what_torch_counts() -> None:
         o, i = block.shape.out, block.shape.inputs
         with FlopCounterMode(display=False) as counted:
             factor_sums(block, [Call(block.layer, torch.randn(n, i), torch.randn(n, o))], n, "expand", 2**28)
-        assert planned.price.statistics == counted.get_total_flops() / 2, "every second step takes its batch in"
+        assert planned.price.statistics == counted.get_total_flops() / 4, "every fourth step takes its batch in"
         basis = opt.engine.method.basis(block, opt.state[block.key])
         assert basis is not None
         with FlopCounterMode(display=False) as counted:

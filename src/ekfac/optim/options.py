@@ -82,7 +82,8 @@ class Refresh(Group):
             no step waits for a solver. Early in training, when bases change fast, they are updated more often.
         factor_decay: Weight of the past in A and B; 0 uses the current batch alone.
         factor_every: Update A and B every ``factor_every`` steps. By default every step until step 20, then every
-            ``refresh_every // 4`` steps. For losses with derivatives, once in ``refresh_every`` steps.
+            ``refresh_every // 4`` steps, after step 300 every ``refresh_every // 2``. For losses with derivatives, once
+            in ``refresh_every`` steps.
     """
 
     deterministic: bool = False

@@ -22,7 +22,7 @@ from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
 from ekfac.optim.options import Coverage, Refresh, check_group
 from ekfac.optim.statistics.partition import blocks_under
-from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVALS, stretches
+from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVALS, LATER_BATCHES, stretches
 
 #: Multiples of D^3 that a warm refresh of a side of D columns computes: the product A U, the QR decomposition by two
 #: products, a triangular factor and a triangular solve, one product that mends what is lost, the eigenvalues, and the
@@ -227,7 +227,7 @@ def price_of(block: Block, calls: Sequence[Call], n: int, every: int, refresh: R
         hidden = call.layer.reading is not None or call.layer.seen_through_linear  # whose outputs are not the block's
         rows = call.x.numel() / call.x.shape[-1] if hidden else call.layer.positions_per_example(call.d, n) * n / step
         taken += 2 * rows * s.groups * (s.taps * s.inputs * max(A, 1) + s.out * max(B, 1))
-    spacing = refresh.factor_every or max(1, every // BATCHES)
+    spacing = refresh.factor_every or max(1, every // (BATCHES if refresh.deterministic else LATER_BATCHES))
     turns = 2.0 * s.groups * s.out * s.columns * (A + B)
     renewed = 0.0
     for width, stretch in zip((A, B), stretches(block), strict=True):

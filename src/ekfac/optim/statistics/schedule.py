@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 EARLY = 10
 GROWTH = 1.15
 START = 100
-#: So many first steps take their batches into A and B; then so many in an interval, after SETTLED steps half of that.
+#: So many first steps take their batches into A and B; then so many in an interval, and fewer after SETTLED steps.
 DENSE = 20
 BATCHES = 4
 SETTLED = 300
+LATER_BATCHES = 2
 #: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
@@ -97,7 +98,7 @@ class Intervals:
         if given is None and self.derivatives:
             return (applied + 1) % self.every == 0
         if given is None:
-            batches = BATCHES if applied < SETTLED or self.deterministic else BATCHES // 2
+            batches = BATCHES if applied < SETTLED or self.deterministic else LATER_BATCHES
             given = 1 if applied < DENSE else max(1, self.every // batches)
         return applied % given == 0
 
