@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT
     python benchmarks/before_after.py ../before/src src [--device cuda] [--turns 20] [--out FILE.json]
 
-Each version runs in a process of its own, and only one of the two has a turn at a time. The ratio is the median over
+Each version runs in a process of its own. All start at once; one at a time has its turn. The ratio is the median over
 turns of after / before, by the wall clock on a GPU and by CPU time on a CPU.
 """
 
@@ -66,12 +66,19 @@ def start(source: Path, network: str, rule: str, device: str) -> subprocess.Pope
     """Start one version."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     words = [sys.executable, "-P", __file__, "--worker", network, rule, device]
-    found = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    assert found.stdout is not None
-    used = found.stdout.readline()
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def check_source(process: subprocess.Popen[str], source: Path) -> None:
+    """Wait until a version has started, and raise if it is another one.
+
+    Raises:
+        RuntimeError: If it did not start, or imported the package from elsewhere.
+    """
+    assert process.stdout is not None
+    used = process.stdout.readline()
     if not used.startswith(str(source.resolve())):
         raise RuntimeError(f"{source}: {used.strip() or 'could not be started'} was used in its place")
-    return found
 
 
 def turn(process: subprocess.Popen[str], steps: int) -> float:
@@ -94,21 +101,25 @@ def main() -> None:
     parse.add_argument("--turns", type=int, default=20)
     parse.add_argument("--warm-up", type=int, default=310)
     parse.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parse.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parse.add_argument("--out", type=Path)
     given = parse.parse_args()
+    sources, kinds = (given.before, given.after), list(itertools.product(given.networks, given.rules))
+    started = {kind: [start(source, *kind, given.device) for source in sources] for kind in kinds}
     rows = []
-    for network in given.networks:
-        for rule in RULES:
-            versions = [start(source, network, rule, given.device) for source in (given.before, given.after)]
-            for version in versions:
-                turn(version, given.warm_up)
-            times = [[turn(v, NETWORKS[network]) for v in versions] for _ in range(given.turns)]
-            for version in versions:
-                version.communicate()
-            before, after = (statistics.median(t[i] for t in times) * 1e3 for i in (0, 1))
-            ratio = statistics.median(b / a for a, b in times)
-            rows.append({"network": network, "rule": rule, "before_ms": before, "after_ms": after, "ratio": ratio})
-            print(json.dumps(rows[-1]), flush=True)
+    for versions in started.values():
+        for version, source in zip(versions, sources, strict=True):
+            check_source(version, source)
+    for (network, rule), versions in started.items():
+        for version in versions:
+            turn(version, given.warm_up)
+        times = [[turn(v, NETWORKS[network]) for v in versions] for _ in range(given.turns)]
+        for version in versions:
+            version.communicate()
+        before, after = (statistics.median(t[i] for t in times) * 1e3 for i in (0, 1))
+        ratio = statistics.median(b / a for a, b in times)
+        rows.append({"network": network, "rule": rule, "before_ms": before, "after_ms": after, "ratio": ratio})
+        print(json.dumps(rows[-1]), flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps({"device": given.device, "turns": given.turns, "rows": rows}, indent=1) + "\n")
 

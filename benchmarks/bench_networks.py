@@ -3,9 +3,10 @@
     python benchmarks/bench_networks.py [gpt29 gpt92 vit resnet18 resnet34 autoencoder] [--short] [--out FOLDER]
 
 AdamW (fused), torch's Muon, SOAP where pytorch_optimizer is there, and ``EKFAC(model)``, all eager and in turns in one
-process, on one random batch. ``--short`` takes 400 steps of each (about 150 s on an H200), else 1,000. The peak is that
-of a run's first turn, its start among it, less what the others hold then. "Use" is the arithmetic of the model's own
-passes, as torch counts it, in a second, over what the chip can do in that dtype.
+process, on one random batch; then AdamW's whole step in a CUDA graph beside ``ekfac.graphed``. ``--short`` takes 400
+steps of each, else 1,000. The peak is that of a run's first turn, its start among it, less what the others hold then.
+"Use" is the arithmetic of the model's own passes, as torch counts it, in a second, over what the chip can do in that
+dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "Muon": _muon,
     "SOAP": _soap,
     "EKFAC(model)": lambda model: ekfac.EKFAC(model),
+    "AdamW, captured": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True),
+    "EKFAC(model), graphed": lambda model: ekfac.EKFAC(model),
 }
 
 
@@ -135,20 +138,42 @@ class Run:
     peak: int = 0
 
 
-def started(network: Network, make: Callable[[nn.Module], Any], device: torch.device) -> Callable[[], None]:
-    """Return a training step of a new model and optimizer."""
+def started(network: Network, label: str, device: torch.device) -> Callable[[], None]:
+    """Return a training step of a new model and the named optimizer."""
     torch.manual_seed(0)
     model, batch = network.make().to(device), tuple(t.to(device) for t in network.batch())
-    optimizer = make(model)
+    optimizer = OPTIMIZERS[label](model)
+
+    def backward(*batch: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=network.half, cache_enabled="captured" not in label):
+            output = model(*batch)
+        network.loss(output, batch).backward()
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=network.half):
-            output = model(*batch)
-        network.loss(output, batch).backward()
+        backward(*batch)
         optimizer.step()
 
-    return step
+    if "graphed" in label:
+        graphed = ekfac.graphed(optimizer, backward)
+        return lambda: graphed(*batch)
+    return captured(step, device) if "captured" in label else step
+
+
+def captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return a step as one CUDA graph, recorded as torch's documentation has it."""
+    if device.type != "cuda":
+        raise ValueError("only a GPU has graphs")
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def turn(run: Run, steps: int, device: torch.device) -> None:
@@ -164,15 +189,17 @@ def turn(run: Run, steps: int, device: torch.device) -> None:
     run.seconds.append(time.perf_counter() - began)
 
 
-def measure(name: str, network: Network, steps: int, at_a_time: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    name: str, network: Network, labels: Sequence[str], steps: int, at_a_time: int, device: torch.device
+) -> list[dict[str, Any]]:
     """Return a row for each optimizer."""
     runs, failed, cuda = {}, {}, device.type == "cuda"
-    for label, make in OPTIMIZERS.items():
+    for label in labels:
         try:
             before = torch.cuda.memory_allocated() if cuda else 0
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            run = Run(started(network, make, device))
+            run = Run(started(network, label, device))
             turn(run, at_a_time, device)
             run.peak = torch.cuda.max_memory_allocated() - before if cuda else 0
             runs[label] = run
@@ -198,7 +225,7 @@ def measure(name: str, network: Network, steps: int, at_a_time: int, device: tor
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as Markdown, times with their ratio to the first optimizer's."""
+    """Return rows as Markdown, times with their ratio to the first optimizer's, captured ones to captured AdamW's."""
     spans = [key for key in rows[0] if "-" in key]
     lines = ["| network | optimizer | " + " | ".join(f"{s}, ms" for s in spans) + " | mean, ms | peak, MiB | use |"]
     lines.append("| --- | --- |" + " ---: |" * (len(spans) + 3))
@@ -207,7 +234,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "failed" in row:
             lines.append(f"| {row['network']} | {row['optimizer']} | {row['failed']} |" + " |" * (len(spans) + 2))
             continue
-        first = row if row["network"] != first.get("network") else first
+        first = row if row["network"] != first.get("network") or row["optimizer"] == "AdamW, captured" else first
         times = [f"{row[k]:.2f} ({row[k] / first[k]:.2f})" for k in (*spans, "mean")]
         share = f" ({row['peak_mib'] / first['peak_mib']:.2f})" if first["peak_mib"] else ""
         cells = [row["network"], row["optimizer"], *times, f"{row['peak_mib']:.0f}{share}", f"{100 * row['use']:.1f} %"]
@@ -220,6 +247,9 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=list(networks(True)), help="all by default")
     parser.add_argument("--short", action="store_true", help="400 steps instead of 1,000")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS), help="these optimizers"
+    )
     parser.add_argument("--steps", type=int, help="so many")
     parser.add_argument("--tiny", action="store_true", help="tiny networks, to try the program")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -229,7 +259,7 @@ def main(words: list[str] | None = None) -> None:
     steps = given.steps or (400 if given.short else 1000)
     rows = []
     for name in given.networks:
-        rows += measure(name, known[name], steps, min(50, steps), device)
+        rows += measure(name, known[name], given.only, steps, min(50, steps), device)
         print(table(rows), flush=True)
         gc.collect()
     if given.out is not None:
