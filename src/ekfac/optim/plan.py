@@ -22,7 +22,7 @@ from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
 from ekfac.optim.options import Coverage, Refresh, check_group
 from ekfac.optim.statistics.partition import blocks_under
-from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVALS, LATER_BATCHES, stretches
+from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVALS, LATER_BATCHES, LATER_INTERVALS, stretches
 
 #: Multiples of D^3 that a warm refresh of a side of D columns computes: the product A U, the QR decomposition by two
 #: products, a triangular factor and a triangular solve, one product that mends what is lost, the eigenvalues, and the
@@ -183,7 +183,8 @@ def plan(
     summary = summarise(blocks, lambda b: (covered if b.covered else rest).numbers(b))
     calls, own, n = ({}, None, None) if batch is None else watched(model, blocks, batch)
     kind = torch.device(device).type if device is not None else parameters[0].device.type
-    every = refresh_every or INTERVALS.get(kind, INTERVAL)
+    later = 1 if refresh.deterministic else LATER_INTERVALS.get(kind, 1)
+    every = refresh_every or INTERVALS.get(kind, INTERVAL) * later
     moments = len(covered.rule.moments)
     planned = []
     for block, row in zip(blocks, summary.rows, strict=True):

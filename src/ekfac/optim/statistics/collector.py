@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ekfac.curvature import fingerprint, statistics
+from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
@@ -33,7 +33,7 @@ from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch, made_real, refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
-from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, sums_of_samples
+from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import KeptCalls, StepInputs
@@ -231,7 +231,7 @@ class Collector:
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
     ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
-        gathered, memory = sums.setdefault(block, BlockSums()), self.options.numerics.memory_limit
+        gathered = sums.setdefault(block, BlockSums())
         if self._schedule.takes_factors(block):
             gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.separate:
@@ -244,7 +244,7 @@ class Collector:
                 self.executor.join()
                 basis = self._method.basis(block, self._partition.state(block))
                 assert basis is not None
-                gathered.add_scaling(statistics.scaling_sum(block, calls, n, basis, memory))
+                gathered.add_scaling(scaling_sum_by(self.executor, self.options, block, calls, n, basis))
 
     def _take_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
         own = self.options.numerics.memory_limit, self.fingerprints.vectors(block)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.layers.derivative import DerivativeLayer
 from ekfac.curvature.statistics import FactorSums
@@ -112,6 +113,22 @@ def factor_sums_by(
         return sums.A, sums.terms, sums.B
 
     return FactorSums(*executor.call("taking statistics", (block, sample.key), taken, *sample.tensors()))
+
+
+def scaling_sum_by(
+    executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, basis: Basis
+) -> Tensor:
+    """Sum the squared gradients of n examples in a basis, by an earlier run where that can be replayed."""
+    sample, memory = Sample(tuple(calls), n), options.numerics.memory_limit
+    if not executor.can_replay or block.layer.scattered:
+        return statistics.scaling_sum(block, calls, n, basis, memory)
+
+    def taken(*tensors: Tensor) -> tuple[Any, ...]:
+        return (statistics.scaling_sum(block, sample.at(tensors).calls, n, basis, memory),)
+
+    fixed = [U for U in (basis.U_A, basis.U_B) if U is not None]
+    (found,) = executor.call("taking statistics", (block, "s", sample.key), taken, *sample.tensors(), fixed=fixed)
+    return cast(Tensor, found)
 
 
 def multiplications(block: Block, sample: Sample) -> int:

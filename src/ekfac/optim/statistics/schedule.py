@@ -32,6 +32,8 @@ LATER_BATCHES = 2
 #: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
+#: How many times longer that is after SETTLED steps.
+LATER_INTERVALS = {"cuda": 2}
 #: The same for losses with derivatives, whose steps are dear themselves and whose curvature changes faster.
 INTERVAL_OF_DERIVATIVES = 20
 #: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
@@ -59,11 +61,17 @@ class Intervals:
             that no step pays for all; and all of them within the steps of :func:`early_steps`.
         derivatives: Take in one batch an interval, the last before a refresh: a loss with derivatives makes a batch
             several times dearer, and has several times as many positions an example.
+        later: How many times longer the interval is after SETTLED steps.
     """
 
     every: int
     deterministic: bool
     derivatives: bool = False
+    later: int = 1
+
+    def at(self, applied: int) -> int:
+        """Return the interval when this many steps have been applied."""
+        return self.every * self.later if applied >= SETTLED else self.every
 
     def warm_after(
         self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1), strayed: int = 0
@@ -83,7 +91,7 @@ class Intervals:
             return 0, 0
         iterations = []
         for stretch in stretches:
-            interval = self.every * stretch
+            interval = self.at(applied) * stretch
             phase = index * interval // parts
             iterations.append(int((applied + phase) % interval == 0))
         return iterations[0], iterations[1]
@@ -99,7 +107,7 @@ class Intervals:
             return (applied + 1) % self.every == 0
         if given is None:
             batches = BATCHES if applied < SETTLED or self.deterministic else LATER_BATCHES
-            given = 1 if applied < DENSE else max(1, self.every // batches)
+            given = 1 if applied < DENSE else max(1, self.at(applied) // batches)
         return applied % given == 0
 
 
@@ -163,9 +171,12 @@ class Schedule:
     @cached_property
     def intervals(self) -> Intervals:
         """Which steps renew which bases; asked for when the device is known."""
-        usual = INTERVALS.get(self._partition.device.type, INTERVAL)
-        every = self._options.refresh_every or (min(usual, INTERVAL_OF_DERIVATIVES) if self.derivatives else usual)
-        return Intervals(every, self._refresh.deterministic, self.derivatives)
+        kind, given = self._partition.device.type, self._options.refresh_every
+        deterministic = self._refresh.deterministic
+        usual = INTERVALS.get(kind, INTERVAL)
+        every = given or (min(usual, INTERVAL_OF_DERIVATIVES) if self.derivatives else usual)
+        fixed = given is not None or deterministic or self.derivatives
+        return Intervals(every, deterministic, self.derivatives, 1 if fixed else LATER_INTERVALS.get(kind, 1))
 
     @property
     def factor_decay(self) -> float:
