@@ -173,7 +173,12 @@ def captured(step: Callable[[], None], device: torch.device) -> Callable[[], Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.step = step  # type: ignore[attr-defined]  # the model and the batch, which the graph alone does not keep
+    return replay
 
 
 def turn(run: Run, steps: int, device: torch.device) -> None:
