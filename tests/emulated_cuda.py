@@ -255,6 +255,10 @@ def operation(func: Any) -> Operation:
     )  # fmt: skip
 
 
+#: Of what operations are given, what holds no tensor.
+PLAIN = {int, float, bool, type(None), torch.dtype}
+
+
 def unwrapped(values: Any, mine: list[OnGPU], others: list[Tensor]) -> Any:
     """Return what an operation is given, with the CPU's tensors in place of the device's; notes both."""
     kind = type(values)
@@ -262,11 +266,11 @@ def unwrapped(values: Any, mine: list[OnGPU], others: list[Tensor]) -> Any:
         mine.append(values)
         return values.inner
     if kind is list or kind is tuple:
-        return kind([unwrapped(v, mine, others) for v in values])
+        return kind([v if type(v) in PLAIN else unwrapped(v, mine, others) for v in values]) if values else values
+    if kind is dict:
+        return {name: unwrapped(v, mine, others) for name, v in values.items()} if values else values
     if isinstance(values, Tensor):
         others.append(values)
-    elif kind is dict:
-        return {name: unwrapped(v, mine, others) for name, v in values.items()}
     return values
 
 
@@ -283,7 +287,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     if others and device.recording is not None:  # what the host has now is what a graph has for good
         host = set(map(id, others))
         args_, kwargs_ = mapped(lambda t: t.clone() if id(t) in host else t, (args_, kwargs_))
-    written = written_by(op, args_, kwargs_)
+    written = written_by(op, args_, kwargs_) if op.writes else set()
     device.stream.begin()
     if device.recording is not None and op.mutable:
         device.recording.recorded.append((func, args_, kwargs_, None))
@@ -295,19 +299,22 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C._DisableTorchDispatch():
         found = func(*tried[0], **tried[1])
     wrapped = {id(t.inner): t for t in mine}
-    made = [t for t in tensors_in(found) if id(t) not in wrapped]
-    known = {place_of(t)[0] for t in mine}
+    single = type(found) is Tensor and id(found) not in wrapped  # most are
+    made = [found] if single else [t for t in tensors_in(found) if id(t) not in wrapped]
     places: list[Place] = [(memory_of(t), range_of(t)) for t in made]
+    known = [(t.place or place_of(t))[0] for t in mine]
     views = bool(made) and all(memory in known for memory, _ in places)
-    if device.recording is not None and not views:
-        device.recording.recorded.append((func, args_, kwargs_, made))
-        for new in made:
-            if new.is_floating_point():
-                new.fill_(float("nan"))
     if not views:
+        if device.recording is not None:
+            device.recording.recorded.append((func, args_, kwargs_, made))
+            for new in made:
+                if new.is_floating_point():
+                    new.fill_(float("nan"))
         note(op.name, mine, written, [] if others and op.mutable else places)
     if op.mutable and op.in_place:
         return None if op.on_lists else args[0]
+    if single:
+        return OnGPU(found, places[0])
     for new, place in zip(made, places, strict=True):
         wrapped[id(new)] = OnGPU(new, place)
     return wrapped[id(found)] if isinstance(found, Tensor) else mapped(lambda t: wrapped[id(t)], found)
@@ -335,10 +342,15 @@ def note(name: str, given: list[OnGPU], written: set[int], made: list[Place]) ->
     """Note who uses which memory now."""
     device = gpu()
     stream, recording = device.stream, device.recording
-    for place, writes in [(place_of(t), id(t.inner) in written) for t in given] + [(place, True) for place in made]:
+    for t in given:
+        place, writes = t.place or place_of(t), id(t.inner) in written
         place[0].use(stream, place[1], writes, name)
         if recording is not None:
             recording.memory[place] = recording.memory.get(place, False) or writes
+    for place in made:
+        place[0].use(stream, place[1], True, name)
+        if recording is not None:
+            recording.memory[place] = True
 
 
 def moved(t: Tensor, device: torch.device, copies: bool = False) -> Tensor:

@@ -96,21 +96,26 @@ class Memory:
         self.written: dict[Range, tuple[int, int]] = {}
         self.read: dict[Range, dict[int, int]] = {}
 
-    def uses(self, within: Range | None = None, writes: bool = True) -> list[tuple[int, int]]:
-        """Return who uses a range and when: who writes there, or all."""
+    def uses(self, within: Range | None = None) -> list[tuple[int, int]]:
+        """Return who uses a range and when."""
         found = [use for at, use in self.written.items() if overlap(at, within)]
-        return found + [u for at, of in self.read.items() if writes and overlap(at, within) for u in of.items()]
+        return found + [u for at, of in self.read.items() if overlap(at, within) for u in of.items()]
 
     def use(self, stream: Stream, within: Range, writes: bool, what: object) -> None:
-        now = stream.cuda_stream, stream.clock[stream.cuda_stream]
-        for other in self.uses(within, writes):
-            if other[0] != now[0] and not stream.knows(other):
-                raise Race(f"{what}: stream {now[0]} has not waited for stream {other[0]}")
-        if writes:
-            self.written[within] = now
-            self.read.pop(within, None)
-        else:
-            self.read.setdefault(within, {})[now[0]] = now[1]
+        me, known, (start, end) = stream.cuda_stream, stream.clock, within
+        for (first, last), (other, time) in self.written.items():
+            if other != me and first < end and start < last and known.get(other, 0) < time:
+                raise Race(f"{what}: stream {me} has not waited for stream {other}")
+        if not writes:
+            self.read.setdefault(within, {})[me] = known[me]
+            return
+        for (first, last), of in self.read.items():
+            if first < end and start < last:
+                for other, time in of.items():
+                    if other != me and known.get(other, 0) < time:
+                        raise Race(f"{what}: stream {me} has not waited for stream {other}")
+        self.written[within] = me, known[me]
+        self.read.pop(within, None)
 
     def freed(self) -> None:
         """Go back to the stream, which may use it for something else from now on."""

@@ -33,6 +33,12 @@ from replicas_worker import main as main
 
 #: Methods that are tried on two dimensions of ranks too: they differ in what they exchange.
 HYBRID = ("nothing set", "default", "running", "per_example", "kfac")
+#: What four ranks are tried with where time is short: every method under one layout, the default under both.
+ON_FOUR = {
+    "fsdp": ("nothing set", "per_example", "kfac"),
+    "hsdp": ("nothing set", "default", "running"),
+    "fsdp and tensor parallel": ("nothing set", "per_example", "kfac"),
+}
 
 
 def lay_out(model: nn.Sequential, layout: str, world: int, **options: Any) -> None:
@@ -108,7 +114,8 @@ def eventful(method: str, layout: str = "fsdp", rank: int = 0, world: int = 1, a
 @scenario
 def fsdp(rank: int, world: int) -> Result:
     """On four ranks some have nothing of small layers."""
-    return {method: eventful(method, "fsdp", rank, world) for method in (base.TRAJECTORIES if world == 2 else base.FEW)}
+    methods = base.TRAJECTORIES if world == 2 else ON_FOUR["fsdp"]
+    return {method: eventful(method, "fsdp", rank, world) for method in methods}
 
 
 @scenario
@@ -121,7 +128,13 @@ def fsdp_in_other_ways(rank: int, world: int) -> Result:
 
 @scenario
 def hsdp(rank: int, world: int) -> Result:
-    return {method: eventful(method, "hsdp", rank, world) for method in HYBRID}
+    return {method: eventful(method, "hsdp", rank, world) for method in ON_FOUR["hsdp"]}
+
+
+@scenario
+def more_on_four(rank: int, world: int) -> Result:
+    found = {f"{layout}: {m}": eventful(m, layout, rank, world) for layout, m, w in MORE if w == world}
+    return {**found, **{f"{layout}: {m}": spread(m, layout, world) for layout, m, w in MORE_SPREAD if w == world}}
 
 
 # --- tensor parallel ----------------------------------------------------------------------------------------------
@@ -216,8 +229,11 @@ SPREAD = [
     *((layout, "default", 2) for layout in ("by rows", "by columns", "sequence parallel")),
     *(("by rows", method, 2) for method in ("nothing set", "running", "per_example", "kfac")),
     *(("loss parallel", method, 2) for method in ("running", "per_example")),
-    *(("fsdp and tensor parallel", method, 4) for method in HYBRID),
+    *(("fsdp and tensor parallel", method, 4) for method in ON_FOUR["fsdp and tensor parallel"]),
 ]
+#: What is left to tests that may take long, of trainings and under tensor parallel.
+MORE = [(layout, m, 4) for layout in ("fsdp", "hsdp") for m in HYBRID if m not in ON_FOUR[layout]]
+MORE_SPREAD = [(at, m, 4) for at in ["fsdp and tensor parallel"] for m in HYBRID if m not in ON_FOUR[at]]
 
 
 @scenario

@@ -218,6 +218,8 @@ SPREAD = ("by rows", "fsdp and tensor parallel", "fsdp", "by columns")
 SAVERS = ("state_dict", "sharded", "flat")
 #: The default with all of them, every other method with one.
 MOVES = [*((HYBRID[0], saver) for saver in SAVERS), *zip(HYBRID[1:], itertools.cycle(SAVERS), strict=False)]
+#: Those of which every kind of state, and every saver, has another.
+MORE_MOVES = [("nothing set", "flat"), ("default", "state_dict"), ("running", "sharded")]
 
 
 def train_words(model: nn.Module, opt: Any, steps: range, mine: int = 0, batches: int = 1) -> None:
@@ -273,7 +275,12 @@ def move_words(method: str, saver: str, rank: int, world: int) -> dict[str, torc
 
 @scenario
 def moves_of_words(rank: int, world: int) -> Result:
-    return {f"{m}, {saver}": move_words(m, saver, rank, world) for m, saver in MOVES}
+    return {f"{m}, {s}": move_words(m, s, rank, world) for m, s in MOVES if (m, s) not in MORE_MOVES}
+
+
+@scenario
+def more_moves_of_words(rank: int, world: int) -> Result:
+    return {f"{m}, {s}": move_words(m, s, rank, world) for m, s in MORE_MOVES}
 
 
 # --- one rank alone -----------------------------------------------------------------------------------------------

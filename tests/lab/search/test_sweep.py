@@ -56,7 +56,9 @@ def command(out: Path, *more: str) -> list[str]:
 
 
 def ekfac(out: Path, *more: str, **environment: str) -> started.Started:
-    return started.start(command(out, *more), env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, group=True)
+    """Start the command; its workers are forked, as the test with PostgreSQL has some that are spawned."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return started.start(command(out, *more), env=environment, group=True, forks=True)
 
 
 def wait_for(condition: Callable[[], bool], process: started.Started) -> None:

@@ -333,7 +333,8 @@ def test_term_ends_a_search_with_its_workers_and_it_goes_on_later(tmp_path: Path
     words += ["--optimizer", "sgd", "--lr", "0.1,0.2", "--random", "0", "--epochs", "30", "--out", str(tmp_path)]
     words += ["--workers", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = started.start(words, env={**environment, "EKFAC_TEST_SLEEP": "0.02", "EKFAC_TEST_HOLD": "1,120"})
+    held = {**environment, "EKFAC_TEST_SLEEP": "0.02", "EKFAC_TEST_HOLD": "1,120"}
+    process = started.start(words, env=held, forks=True)
     wait_until(lambda: bool(list(tmp_path.glob("runs/*/checkpoint.pt"))) or process.poll() is not None)
     process.terminate()
     _, error = process.communicate(timeout=120)

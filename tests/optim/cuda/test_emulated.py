@@ -80,12 +80,10 @@ def some(habits: list[Habit], together: list[Habit]) -> Any:
 @some(
     HABITS,
     [
-        poisons,
         always_clips,
         skips_a_layer,
-        loads,
         together(sizes, evaluates, asks),
-        together(rates, takes_statistics, keeps_zeros),
+        together(rates, takes_statistics, keeps_zeros, loads),
         together(options, new_group),
         together(clips, accumulates),
         freezes,
@@ -106,7 +104,7 @@ def test_the_default_on_a_gpt(habit: Habit) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the parameters have no Kronecker")
-@pytest.mark.parametrize("habit", [plain, poisons, loads], ids=lambda habit: habit.__name__)
+@some([plain, poisons, loads], [together(poisons, loads)])
 def test_the_default_on_complex_parameters(habit: Habit) -> None:
     agree("turned", habit)
 
@@ -139,7 +137,7 @@ def test_options_and_rules(given: dict[str, Any]) -> None:
     agree("mlp", poisons, {**own, **given}, steps=40 if given.get("scaling") == "per_example" else STEPS)
 
 
-@pytest.mark.parametrize("habit", [plain, sizes], ids=lambda habit: habit.__name__)
+@some([plain, sizes], [sizes])
 def test_statistics_and_refreshes_are_replayed_apart(habit: Habit, monkeypatch: pytest.MonkeyPatch) -> None:
     """By graphs of their own, which share their places."""
     replayed: list[str] = []

@@ -17,6 +17,8 @@ from emulated_cuda import emulated
 
 pytestmark = pytest.mark.over_a_second
 STEPS = 60
+#: After so many some would be replayed.
+ENOUGH = 36
 
 
 def mlp() -> nn.Module:
@@ -63,8 +65,15 @@ def trained(
     return [t.detach().cpu() for t in model.state_dict().values()], losses, step
 
 
-@pytest.mark.parametrize("make", [mlp, norms], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("options", [{}, {"lr": 0.01}], ids=["nothing set", "lr"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(mlp, {"lr": 0.01}, id="lr-mlp"),
+        pytest.param(norms, {}, id="nothing set-norms"),
+        pytest.param(mlp, {}, id="nothing set-mlp", marks=pytest.mark.slow),
+        pytest.param(norms, {"lr": 0.01}, id="lr-norms", marks=pytest.mark.slow),
+    ],
+)
 def test_one_call_does_what_the_loop_does(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     with emulated():
         expected, losses, _ = trained(make, "cuda", False, **options)
@@ -109,7 +118,7 @@ def test_a_step_that_clips_runs_without_a_graph() -> None:
         step = ekfac.graphed(opt, backward)
         with pytest.warns(RuntimeWarning, match="changes gradients after its backward pass"):
             step(*batches("cuda", torch.float64)[0])
-        for x, y in batches("cuda", torch.float64):
+        for x, y in batches("cuda", torch.float64, steps=ENOUGH):
             step(x, y)
         assert step.replays == 0
 
@@ -127,7 +136,7 @@ def test_a_step_that_asks_the_device_runs_without_a_graph() -> None:
 
         step = ekfac.graphed(opt, backward)
         with pytest.warns(RuntimeWarning, match="cannot be recorded"):
-            losses = [step(x, y) for x, y in batches("cuda", torch.float64)]
+            losses = [step(x, y) for x, y in batches("cuda", torch.float64, steps=ENOUGH)]
         assert step.replays == 0 and losses[-1] < losses[0]
 
 

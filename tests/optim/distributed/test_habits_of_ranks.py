@@ -51,7 +51,14 @@ def test_copies_that_were_gathered_before_are_let_go(two: Ends) -> None:
 
 
 def test_copies_of_four_ranks(four: Ends) -> None:
-    assert_as_alone(of(four, "ways_of_sharding"), ways=8)
+    assert_as_alone(of(four, "ways_of_sharding"))
+
+
+@pytest.mark.slow
+def test_all_copies_of_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = "all_ways_of_sharding"
+    ends = run_ranks("habits_worker.py", 4, (name,), common_folder(tmp_path_factory, "habits-more"))
+    assert_as_alone(of(ends, name), ways=8)
 
 
 def test_gradients_of_several_passes(two: Ends) -> None:

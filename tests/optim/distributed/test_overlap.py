@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import overlap_worker as worker
-from ekfac.optim.distributed.buckets import FULL, half, whole
+from ekfac.optim.distributed.buckets import half, whole
 from ranks import Ends, assert_near, assert_replicas, common_folder, of, run_ranks
 
 pytestmark = [
@@ -28,22 +30,34 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     return run_ranks("overlap_worker.py", 4, ON_FOUR, common_folder(tmp_path_factory, "overlap-four"))
 
 
-@pytest.mark.parametrize("full", [FULL, 1])
-@pytest.mark.parametrize("method", ["default", "running", "per_example", "kfac"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "method", "full"),
+    [(world, *case) for world in (2, 4) for case in worker.CASES if world == 2 or case not in worker.MORE],
+)
 def test_it_does_not_matter_when_statistics_are_complete(
     world: int, method: str, full: int, request: pytest.FixtureRequest
 ) -> None:
     """Dropped on one rank, of more or fewer passes than before, of layers that one rank does not use, and so on."""
     ends = of(request.getfixturevalue({2: "two", 4: "four"}[world]), "statistics_at_odd_times")
+    assert_as_one([end[f"{method}, {full}"] for end in ends], method)
+    if full == 1 and method == "default":
+        assert sum(ends[-1][f"{method}, 1"]["early"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "full"), worker.MORE)
+def test_nor_does_it_on_four_ranks(method: str, full: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = "more_at_odd_times"
+    ends = run_ranks("overlap_worker.py", 4, (name,), common_folder(tmp_path_factory, "overlap-more"))
+    assert_as_one([end[f"{method}, {full}"] for end in of(ends, name)], method)
+
+
+def assert_as_one(ends: list[Any], method: str) -> None:
     expected = worker.eventful(method)
-    for end in ends:
-        found = end[str(full)][method]
+    for found in ends:
         assert found["skipped"] == expected["skipped"] == 1
         assert_near(found["model"], expected["model"])
-    assert_replicas([end[str(full)][method] for end in ends])
-    if full == 1 and method == "default":
-        assert sum(ends[-1]["1"][method]["early"]) > 0
+    assert_replicas(ends)
 
 
 def test_buckets_leave_while_the_backward_pass_goes_on(two: Ends) -> None:

@@ -44,7 +44,19 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     ("world", "method"), [*((2, method) for method in worker.TRAJECTORIES), *((4, method) for method in worker.FEW)]
 )
 def test_processes_train_as_one_does(method: str, world: int, request: pytest.FixtureRequest) -> None:
-    ends = [end[method] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "trajectories")]
+    ends = of(request.getfixturevalue({2: "two", 4: "four"}[world]), "trajectories")
+    assert_as_one([end[method] for end in ends], method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", worker.MORE)
+def test_more_processes_train_as_one_does(method: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = "more_trajectories"
+    ends = run_ranks("replicas_worker.py", 4, (name,), common_folder(tmp_path_factory, "replicas-more"))
+    assert_as_one([end[method] for end in of(ends, name)], method)
+
+
+def assert_as_one(ends: list[Any], method: str) -> None:
     expected = worker.eventful(method)
     for end in ends:
         assert end["skipped"] == expected["skipped"] == 1

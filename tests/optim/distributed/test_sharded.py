@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,20 +32,34 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     return run_ranks("sharded_worker.py", 4, ON_FOUR, common_folder(tmp_path_factory, "sharded-four"))
 
 
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return run_ranks("sharded_worker.py", 4, ("more_on_four",), common_folder(tmp_path_factory, "sharded-more"))
+
+
+def assert_as_one(ends: list[Any], method: str) -> None:
+    expected = worker.eventful(method)
+    for end in ends:
+        assert end["skipped"] == expected["skipped"] == 1
+        assert_near(end["model"], expected["model"])
+        assert_near(end["shown"], expected["shown"])
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "method"),
     [
         *((2, "fsdp", method) for method in worker.base.TRAJECTORIES),
-        *((4, "fsdp", method) for method in worker.base.FEW),
-        *((4, "hsdp", method) for method in worker.HYBRID),
+        *((4, layout, method) for layout in ("fsdp", "hsdp") for method in worker.ON_FOUR[layout]),
     ],
 )
 def test_ranks_train_as_one_process_does(world: int, layout: str, method: str, request: pytest.FixtureRequest) -> None:
-    expected = worker.eventful(method)
-    for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), layout):
-        assert end[method]["skipped"] == expected["skipped"] == 1
-        assert_near(end[method]["model"], expected["model"])
-        assert_near(end[method]["shown"], expected["shown"])
+    assert_as_one([end[method] for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), layout)], method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "method", "world"), worker.MORE)
+def test_more_ranks_train_as_one_process_does(layout: str, method: str, world: int, more: Ends) -> None:
+    assert_as_one([end[f"{layout}: {method}"] for end in of(more, "more_on_four")], method)
 
 
 @pytest.mark.parametrize("method", ["nothing set", "default"])
@@ -59,6 +75,14 @@ def test_it_does_not_matter_what_is_sharded_when(layout: str, method: str, two: 
 def test_ranks_compute_layers_together(layout: str, method: str, world: int, request: pytest.FixtureRequest) -> None:
     expected = worker.spread(method, layout)
     for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "tensor_parallel"):
+        assert_near(end[f"{layout}: {method}"]["model"], expected["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "method", "world"), worker.MORE_SPREAD)
+def test_more_ranks_compute_layers_together(layout: str, method: str, world: int, more: Ends) -> None:
+    expected = worker.spread(method, layout)
+    for end in of(more, "more_on_four"):
         assert_near(end[f"{layout}: {method}"]["model"], expected["model"])
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,11 +73,21 @@ def test_a_training_moves_from_layout_to_layout(method: str, again: Ends) -> Non
             assert_near(end[f"{chain}-{method}"]["model"], worker.whole(model))
 
 
-@pytest.mark.parametrize(("method", "saver"), worker.MOVES)
-def test_a_training_moves_to_and_from_tensor_parallel(method: str, saver: str, four: Ends) -> None:
+def assert_moved(ends: list[Any], method: str, saver: str) -> None:
     """Rows, FSDP2 with tensor parallel, FSDP2 alone, columns."""
-    for end in of(four, "moves_of_words"):
+    for end in ends:
         assert_near(end[f"{method}, {saver}"], worker.words_alone(method))
+
+
+@pytest.mark.parametrize(("method", "saver"), [move for move in worker.MOVES if move not in worker.MORE_MOVES])
+def test_a_training_moves_to_and_from_tensor_parallel(method: str, saver: str, four: Ends) -> None:
+    assert_moved(of(four, "moves_of_words"), method, saver)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "saver"), worker.MORE_MOVES)
+def test_more_move_to_and_from_tensor_parallel(method: str, saver: str, folder: Path) -> None:
+    assert_moved(of(run_in(folder, "more", 4, ("more_moves_of_words",)), "more_moves_of_words"), method, saver)
 
 
 @pytest.fixture(scope="module")
