@@ -79,7 +79,7 @@ class Engine:
         self.stacks = Stacks(self.partition, lambda block: me.method_of(block).stacks)
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
-        self.executor = make_executor(self._options_of_executor(), whole_steps, parameters)
+        self.executor = make_executor(options, whole_steps, parameters)
         self.refresher = Refresher(self.executor, self.schedule)
         moved = partial(Engine._moved, me)
         self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)
@@ -88,15 +88,6 @@ class Engine:
         self.skipped = SkippedSteps()
         #: The state holds names alone (see ``checkpoint.outline``).
         self.outlined = False
-
-    def _options_of_executor(self) -> EngineOptions:
-        """Return the options for the executor, without memory for statistics where eigenvalues have a part in a step.
-
-        There, replayed statistics of convolutions were seen to differ from those that are run (test_graphs, on a GPU).
-        """
-        if not self.method.reads_eigenvalues:
-            return self.options
-        return replace(self.options, numerics=replace(self.options.numerics, memory_limit=1))
 
     def method_of(self, block: Block) -> Method[Any]:
         """Return the method that serves a block."""
@@ -240,7 +231,7 @@ class Engine:
     def _moved(self) -> None:
         """Have another executor where the model was moved to another kind of device."""
         self.settle(wait=True)  # what the last one has not told yet
-        self.executor = make_executor(self._options_of_executor(), self._whole_steps, self.partition.offered)
+        self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
 
     def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
