@@ -38,7 +38,7 @@ from ekfac.optim.distributed.buckets import sizes
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.methods.factory import eigen_methods
-from ekfac.optim.statistics.schedule import LATER_BATCHES, WIDE_SIDES, stretches
+from ekfac.optim.statistics.schedule import INTERVALS, LATER_BATCHES, LATER_INTERVALS, WIDE_SIDES, stretches
 from ekfac.rules import RULES
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -48,8 +48,8 @@ MODELS = {"7B": (4096, 11008, 4096, 32, 32000), "70B": (8192, 28672, 1024, 80, 3
 LINK = 50e9
 #: What FSDP2 sends a parameter and step: gathered twice in bfloat16, averaged in float32.
 FSDP = 2 + 2 + 4
-#: On a GPU, where nothing is said.
-REFRESH_EVERY = 20
+#: On a GPU, where nothing is said, after step 300.
+REFRESH_EVERY = INTERVALS["cuda"] * LATER_INTERVALS["cuda"]
 #: Models without memory stand for those on a GPU.
 WIDE_SIDES["meta"] = WIDE_SIDES["cuda"]
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ from ekfac.optim.executor import Answer
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import schedule
 from ekfac.optim.statistics.refresh import Renewal
-from ekfac.optim.statistics.schedule import BATCHES, DENSE, EARLY, START, TRIES, Intervals, early_steps
+from ekfac.optim.statistics.schedule import (
+    BATCHES,
+    DENSE,
+    EARLY,
+    LATER_INTERVALS,
+    SETTLED,
+    START,
+    TRIES,
+    Intervals,
+    early_steps,
+)
 from ekfac.optim.types import BlockStep, EigenState, GroupRates
 
 
@@ -53,6 +64,23 @@ def test_every_side_of_every_block_turns_once_in_an_interval(every: int) -> None
         for index in range(blocks):
             found = [intervals.warm_after(t, index, blocks) for t in range(100 * every, 101 * every)]
             assert [sum(side) for side in zip(*found, strict=True)] == [1, 1]
+
+
+def test_on_a_gpu_the_interval_doubles_when_training_has_settled() -> None:
+    intervals = Intervals(20, deterministic=False, later=LATER_INTERVALS["cuda"])
+    taken = [t for t in range(260, 420) if intervals.takes_factors(t, None)]
+    assert taken == [*range(260, 300, 5), *range(300, 420, 20)]
+    for index in range(4):
+        turned = [t for t in range(SETTLED, SETTLED + 160) if any(intervals.warm_after(t, index, 4))]
+        assert len(turned) == 4 and {b - a for a, b in itertools.pairwise(turned)} == {40}
+        assert sum(any(intervals.warm_after(t, index, 4)) for t in range(SETTLED - 80, SETTLED)) == 4
+
+
+@pytest.mark.parametrize("fixed", [{"refresh_every": 20}, {"refresh": ekfac.Refresh(deterministic=True)}])
+def test_an_interval_that_is_given_stays(fixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(schedule.LATER_INTERVALS, "cpu", 2)
+    assert ekfac.EKFAC(nn.Linear(3, 2)).engine.schedule.intervals.later == 2
+    assert ekfac.EKFAC(nn.Linear(3, 2), **fixed).engine.schedule.intervals.later == 1
 
 
 def test_a_basis_that_strays_is_turned_again_and_then_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
