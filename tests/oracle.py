@@ -727,7 +727,8 @@ class OracleEKFAC:
                 if mu:
                     self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
                     p = p + mu * self.velocity[name] if self.option(name, "nesterov") else self.velocity[name]
-                shrinks = self.decay_vectors or parameters[name].dim() > 1
+                table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+                shrinks = self.decay_vectors or (parameters[name].dim() > 1 and not table)
                 if shrinks and self.option(name, "decoupled_weight_decay"):
                     part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.cautious_decay else 1.0
                     parameters[name].mul_(1 - lr * self.option(name, "weight_decay") * part)

@@ -47,7 +47,7 @@ def main():
 
             def take(table=None, opt=opt, steps=steps, parameters=parameters, lr=lr, ok=ok, c=c, inputs=inputs):
                 if label == "kernel":
-                    rows = update.rows_of(opt.param_groups, steps, opt.average.offsets)
+                    rows = update.rows_of(opt.param_groups, steps, opt.average.offsets, {p for p in parameters if p.dim() < 2})
                     update.launch(rows, [lr], ok, c, None if table is None else table.of(rows))
                     return
                 opt.average.before_update(parameters)

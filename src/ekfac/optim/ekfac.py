@@ -68,9 +68,9 @@ class EKFAC(Optimizer):
             ``lr`` for ``ReduceLROnPlateau``, which cannot be detected in advance.
         betas: Decays of m and s, by default (0.95, 0.95). They are kept in the parameter groups, where torch's cyclic
             schedulers find them.
-        weight_decay: lambda, as in AdamW. By default 0.6 for weights of two or more dimensions, only where the step
-            makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for other parameters nor for
-            losses with derivatives of the network inside.
+        weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions, only where the step
+            makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for embeddings, for other
+            parameters, and for losses with derivatives of the network inside.
         total_steps: Length of training in steps: the rate warms up, then decays to zero along a cosine.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which adapts it to
             the decrease of the loss and needs a closure in ``step``. The default rule and torch's rules do not use it.
@@ -160,7 +160,7 @@ class EKFAC(Optimizer):
             update["lr"] = usual_rate(width) if rule.warms_up else rule.lr
             warmup = usual_warmup(width) if rule.warms_up else None
         update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
-        # A decay that nobody has asked for leaves vectors alone, and never pulls against a step.
+        # A decay that nobody has asked for leaves vectors and embeddings alone, and never pulls against a step.
         update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
         if hasattr(rule, "betas"):
             update["betas"] = tuple(rule.betas)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -91,6 +91,7 @@ class Executor:
         inputs: StepInputs,
         offsets: Mapping[nn.Parameter, Tensor],
         weight: float | Tensor,
+        spared: Container[Tensor],
     ) -> bool:
         """Update parameters and their average in one go; False, and nothing done, where that is not possible.
 
@@ -101,6 +102,7 @@ class Executor:
             inputs: The inputs.
             offsets: z - x of parameters whose average takes the step in.
             weight: What the newest weights count in it.
+            spared: The parameters that a default decay leaves alone.
         """
         return False
 

@@ -52,8 +52,9 @@ class Grouped(torch.optim.Optimizer):
         self.model = model
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self._adaptation: Adaptation | None = None
-        #: The group of every parameter that is trained, and what it was found for.
+        #: The group of every parameter that is trained, those that a default decay spares, and what it was found for.
         self._group_of: dict[nn.Parameter, int] = {}
+        self._spared: set[Tensor] = set()
         self._indexed: tuple[int, ...] = ()
         #: lr and damping of each group when they were last checked: schedulers and users write there.
         self._checked: dict[int, tuple[Any, Any]] = {}
@@ -199,6 +200,8 @@ class Grouped(torch.optim.Optimizer):
         partition = self.engine.partition
         trained = set(partition.parameters)
         self._group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
+        tables = (m.weight for m in self.engine.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        self._spared = {*tables, *(p for p in trained if p.dim() < 2)}
         self._check_damping_within_layers(partition.blocks)
 
     def _adapts(self) -> Adaptation | None:

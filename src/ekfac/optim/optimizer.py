@@ -248,7 +248,8 @@ class Optimizer(Base, Joinable, Grouped):
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:
             offsets = {p: self.average.offsets[p] for p in averaged}
-            if self.engine.executor.update(self.param_groups, lrs, steps, inputs, offsets, rates.average_weight):
+            weight, spared = rates.average_weight, self._spared
+            if self.engine.executor.update(self.param_groups, lrs, steps, inputs, offsets, weight, spared):
                 return
         self.average.before_update(averaged)
         for group, lr in zip(self.param_groups, lrs, strict=True):
@@ -278,7 +279,7 @@ class Optimizer(Base, Joinable, Grouped):
             torch._foreach_add_(velocities, p_steps)
             p_steps = list(torch._foreach_add(p_steps, velocities, alpha=mu)) if group["nesterov"] else velocities
         if group["weight_decay"] and group["decoupled_weight_decay"]:
-            decayed = [i for i, p in enumerate(updated) if group["decay_vectors"] or p.dim() > 1]
+            decayed = [i for i, p in enumerate(updated) if group["decay_vectors"] or p not in self._spared]
             weights, their_steps = [parameters[i] for i in decayed], [p_steps[i] for i in decayed]
             decay(weights, their_steps, lr * group["weight_decay"], group["cautious_decay"])
         if isinstance(lr, Tensor):

@@ -84,13 +84,13 @@ def test_the_kernel_agrees_with_lists(device: str, numbers: str, averages: str, 
         for group, lr in zip(groups, lrs, strict=True):
             for p in group["params"]:
                 truth, d = wanted[p]
-                old, decays = truth.clone(), group["decay_vectors"] or p.dim() > 1
+                old, decays = truth.clone(), group["decay_vectors"] or (p.dim() > 1 and p is not parameters[0])
                 if decays and group["weight_decay"] and group["decoupled_weight_decay"]:
                     decay([truth], [steps[p]], lr * group["weight_decay"], group["cautious_decay"])
                 truth -= steps[p] * float(lr)
                 if d is not None:
                     d.add_(truth - old).mul_(1 - float(weight))
-    rows = update.rows_of(groups, steps, offsets)
+    rows = update.rows_of(groups, steps, offsets, {parameters[0], *(p for p in parameters if p.dim() < 2)})
     assert rows is not None and len(rows) == len(parameters)
     assert update.runs_on(parameters[0].device)
     update.launch(rows, lrs, ok if numbers == "tensors" else None, weight)
@@ -107,7 +107,7 @@ def test_a_masked_step_changes_nothing(device: str) -> None:
     for step in steps.values():
         step.fill_(torch.nan)
     before = [t.detach().clone() for t in (*parameters, *offsets.values())]
-    rows = update.rows_of([group_of(parameters)], steps, offsets)
+    rows = update.rows_of([group_of(parameters)], steps, offsets, ())
     assert rows is not None
     update.launch(rows, [0.1], torch.zeros((), dtype=torch.float64, device=device), 0.5)
     assert all(torch.equal(t, old) for t, old in zip((*parameters, *offsets.values()), before, strict=True))
@@ -118,7 +118,7 @@ def test_what_the_kernel_cannot_do_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
     def fits(p: Tensor, offset: Tensor | None = None, step: Tensor | None = None, **options: Any) -> bool:
         given = {p: torch.zeros_like(p) if step is None else step}
-        rows = update.rows_of([group_of([p], **options)], given, {} if offset is None else {p: offset})  # type: ignore[dict-item, arg-type]
+        rows = update.rows_of([group_of([p], **options)], given, {} if offset is None else {p: offset}, ())  # type: ignore[dict-item, arg-type]
         return rows is not None
 
     p = torch.randn(4, 8)
@@ -170,7 +170,7 @@ def test_a_graph_can_hold_the_kernel() -> None:
     number = {"dtype": torch.float64, "device": "cuda"}
     lr, ok, weight = (torch.tensor(v, **number) for v in (0.02, 1.0, 0.25))  # type: ignore[call-overload]
     assert update.runs_on(parameters[0].device)
-    rows = update.rows_of([group_of(parameters)], steps, offsets)
+    rows = update.rows_of([group_of(parameters)], steps, offsets, ())
     assert rows is not None
     table, graph = update.Table(len(rows), torch.device("cuda")), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

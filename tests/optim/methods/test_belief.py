@@ -87,7 +87,7 @@ def test_nothing_set_is_the_oracles_with_the_built_in_course_and_decay() -> None
     steps = batches_for(model, (4,), n=40, steps=12)
     compare_with_oracle(
         model, mean_loss, steps, tolerance=1e-8, oracle_options={
-            "lr": lambda t: 0.02 * min(1, (t + 1) / 10) / math.sqrt(1 + t / 100), "weight_decay": 0.6,
+            "lr": lambda t: 0.02 * min(1, (t + 1) / 10) / math.sqrt(1 + t / 100), "weight_decay": 0.3,
             "decay_vectors": False, "cautious_decay": True, "betas": (0.95, 0.95),
         }, scaling="belief", eps=1e-5, lr=None, weight_decay=None, anneal="auto", refresh_every=5, average=False,
     )  # fmt: skip

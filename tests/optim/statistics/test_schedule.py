@@ -64,7 +64,7 @@ def test_losses_without_derivatives_are_as_they_were() -> None:
     assert not opt.engine.schedule.derivatives
     assert opt.engine.schedule.intervals.every == INTERVAL
     assert opt.engine.schedule.factor_decay == 0.95
-    assert opt.param_groups[0]["weight_decay"] == 0.6
+    assert opt.param_groups[0]["weight_decay"] == 0.3
 
 
 @pytest.mark.parametrize(("options", "every"), [({}, INTERVAL_OF_DERIVATIVES), ({"refresh_every": 7}, 7)])

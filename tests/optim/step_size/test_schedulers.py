@@ -296,8 +296,38 @@ def test_decay_per_group_is_torchs_and_the_defaults_spares_vectors() -> None:
         opt.step()
     for (name, p), q in zip(parameters_of(spared).items(), parameters_of(bare).values(), strict=True):
         smaller = (before[name] * (before[name] - q) > 0) & (p.dim() > 1)  # by its step in any case
-        torch.testing.assert_close(p, q - 0.1 * 0.6 * before[name] * smaller, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(p, q - 0.1 * 0.3 * before[name] * smaller, rtol=1e-12, atol=1e-14)
         assert p.dim() < 2 or 0 < int(smaller.sum()) < smaller.numel()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_decay_only_where_somebody_asks_for_it(tied: bool) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.table = nn.Linear(4, 7, bias=False), nn.Embedding(7, 4)
+            self.inner = nn.Linear(4, 4)
+            if tied:
+                self.table.weight = self.head.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(self.inner(self.table(x)).tanh())
+            return found
+
+    ends = {}
+    torch.manual_seed(0)
+    words = Words().double()
+    for label, decays in {"default": {}, "none": {"weight_decay": 0.0}, "asked for": {"weight_decay": 0.3}}.items():
+        model = copy.deepcopy(words)
+        opt = ekfac.EKFAC(model, lr=0.1, **decays)
+        model(torch.arange(6)).square().mean().backward()
+        opt.step()
+        ends[label] = parameters_of(model)
+    tables = {"head.weight"} if tied else {"table.weight"}
+    for name, p in ends["default"].items():
+        spared = name in tables or p.dim() < 2
+        assert torch.equal(p, ends["none"][name]) == spared, name
+        assert not torch.equal(p, ends["asked for"][name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

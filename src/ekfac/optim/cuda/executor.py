@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -111,8 +111,9 @@ class CudaExecutor(Executor):
         inputs: StepInputs,
         offsets: Mapping[nn.Parameter, Tensor],
         weight: float | Tensor,
+        spared: Container[Tensor],
     ) -> bool:
-        rows = None if inputs.weights else rows_of(groups, steps, offsets)
+        rows = None if inputs.weights else rows_of(groups, steps, offsets, spared)
         if not rows or not runs_on(self._device) or (torch.cuda.is_current_stream_capturing() and not self.records):
             return False
         update.launch(rows, lrs, inputs.ok, weight, self.table.of(rows) if self.records else None)

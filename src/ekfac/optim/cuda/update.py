@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,12 @@ class Table:
 
 
 def rows_of(
-    groups: Sequence[Mapping[str, Any]], steps: Mapping[nn.Parameter, Tensor], offsets: Mapping[nn.Parameter, Tensor]
+    groups: Sequence[Mapping[str, Any]],
+    steps: Mapping[nn.Parameter, Tensor],
+    offsets: Mapping[nn.Parameter, Tensor],
+    spared: Container[Tensor],
 ) -> list[Row] | None:
-    """Return what the kernel is to do; None where it cannot."""
+    """Return what the kernel is to do, where a default decay spares some parameters; None where it cannot."""
     rows = []
     for index, group in enumerate(groups):
         if group["momentum"]:
@@ -99,9 +102,9 @@ def rows_of(
             if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (parameter, *offset)):
                 return None
             step = step if len(merged(step)[0]) == 3 else step.contiguous()
-            decays = decay if group["decay_vectors"] or p.dim() > 1 else 0.0
+            its_decay = decay if group["decay_vectors"] or p not in spared else 0.0
             mine = offset[0] if offset else None
-            rows.append(Row(parameter, step, mine, decays, bool(group["cautious_decay"]), index))
+            rows.append(Row(parameter, step, mine, its_decay, bool(group["cautious_decay"]), index))
     return rows if len({row.parameter.device for row in rows}) == 1 else None
 
 

@@ -59,7 +59,7 @@ class Belief(TorchRule):
     spike: float = 10.0
     cautious: bool = True
 
-    weight_decay = 0.6
+    weight_decay = 0.3
     warms_up = True
     moments = ("m",)
     bounds_gradients = True

@@ -69,10 +69,6 @@ class Intervals:
     derivatives: bool = False
     later: int = 1
 
-    def at(self, applied: int) -> int:
-        """Return the interval when this many steps have been applied."""
-        return self.every * self.later if applied >= SETTLED else self.every
-
     def warm_after(
         self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1), strayed: int = 0
     ) -> tuple[int, int]:
@@ -91,7 +87,7 @@ class Intervals:
             return 0, 0
         iterations = []
         for stretch in stretches:
-            interval = self.at(applied) * stretch
+            interval = self.every * stretch * (self.later if applied >= SETTLED else 1)
             phase = index * interval // parts
             iterations.append(int((applied + phase) % interval == 0))
         return iterations[0], iterations[1]
@@ -107,7 +103,8 @@ class Intervals:
             return (applied + 1) % self.every == 0
         if given is None:
             batches = BATCHES if applied < SETTLED or self.deterministic else LATER_BATCHES
-            given = 1 if applied < DENSE else max(1, self.at(applied) // batches)
+            every = self.every * (self.later if applied >= SETTLED else 1)
+            given = 1 if applied < DENSE else max(1, every // batches)
         return applied % given == 0
 
 
