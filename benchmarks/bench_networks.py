@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contenders import captured_whole
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -157,28 +158,11 @@ def started(network: Network, label: str, device: torch.device) -> Callable[[], 
     if "graphed" in label:
         graphed = ekfac.graphed(optimizer, backward)
         return lambda: graphed(*batch)
-    return captured(step, device) if "captured" in label else step
-
-
-def captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return a step as one CUDA graph, recorded as torch's documentation has it."""
+    if "captured" not in label:
+        return step
     if device.type != "cuda":
         raise ValueError("only a GPU has graphs")
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> None:
-        graph.replay()
-
-    replay.step = step  # type: ignore[attr-defined]  # the model and the batch, which the graph alone does not keep
-    return replay
+    return captured_whole(step, optimizer)
 
 
 def turn(run: Run, steps: int, device: torch.device) -> None:

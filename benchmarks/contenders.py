@@ -203,10 +203,10 @@ def _contender(optimizer: Trains, loss: Callable[[], Tensor], captured: bool) ->
         if isinstance(optimizer, ekfac.EKFAC | ekfac.KFAC):
             optimizer.engine.schedule.applied_steps = max(START, optimizer.engine.schedule.applied_steps)
 
-    return Contender(_captured(step, optimizer) if captured else step, skip_start, lambda: state_bytes(optimizer))
+    return Contender(captured_whole(step, optimizer) if captured else step, skip_start, lambda: state_bytes(optimizer))
 
 
-def _captured(step: Callable[[], None], optimizer: Trains) -> Callable[[], None]:
+def captured_whole(step: Callable[[], None], optimizer: Trains) -> Callable[[], None]:
     """Capture a whole step in a CUDA graph, after a few on a side stream, as torch's manual has it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
