@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import started
+from ekfac import EKFAC
 from ekfac.cli.main import run as command
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config, records, runner
@@ -18,6 +19,7 @@ from ekfac.lab.suite.__main__ import main, parse_seconds
 from ekfac.lab.suite.jobs import make_job
 from ekfac.lab.suite.records import Records
 from ekfac.lab.suite.selection import due
+from ekfac.lab.suite.tasks import TASKS, Context
 from ekfac.lab.suite.training import train
 from lab.suite.cases import record, tiny
 
@@ -82,6 +84,18 @@ def test_a_multiple_of_the_default_rate_is_that_and_keeps_the_default_course(tmp
         start, end = (entry["train_loss"] for entry in record["history"])
         moved[rate] = start - end
     assert moved[1.0] > 0 and moved[3.0] == pytest.approx(3 * moved[1.0], rel=0.2)
+
+
+def test_a_multiple_of_the_default_rate_with_a_schedule_has_that_schedule_alone(tmp_path):
+    """Also where a factor of the schedule is 1, so that the rate is the default's: no built-in course, no average."""
+    suite = config.parse(tiny())
+    job = make_job(suite, suite.tasks["tabular"], suite.methods["ekfac"], "constant", 1.0, 0)
+    job = replace(job, settings={**job.settings, "warmup": 0, "steps": 5, "evaluations": 1})
+    problem = TASKS.get("tabular")(Context(tmp_path, torch.device("cpu"), 0), **job.settings["settings"])
+    with EKFAC(problem.model) as usual:
+        named = replace(job, settings={**job.settings, "options": {"lr": usual.param_groups[0]["lr"]}})
+    scheduled, named = (train(each, tmp_path, torch.device("cpu"))["history"][-1] for each in (job, named))
+    assert scheduled["train_loss"] == named["train_loss"]
 
 
 def test_report_has_table_profiles_pictures_and_numbers(made):

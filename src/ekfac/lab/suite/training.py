@@ -97,6 +97,9 @@ def _loop(
     settings, model, device = job.settings, problem.model, problem.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     base = [group["lr"] for group in optimizer.param_groups]
+    if job.schedule != "own":
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["initial_lr"] = lr  # as torch's schedulers do: this rate has a schedule
     count = settings["evaluations"]
     due = {round(part * steps / count) for part in range(1, count + 1)}
     batches = problem.batches(job.seed)
