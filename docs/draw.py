@@ -6,11 +6,13 @@ examples; ``ekfac figure`` draws the paper's figures as the paper has them.
 
 from __future__ import annotations
 
-import json
+import math
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 from matplotlib.axes import Axes
@@ -24,10 +26,12 @@ from ekfac.lab.show.evidence.network_tables import runs_for
 from ekfac.lab.show.evidence.networks import groups
 from ekfac.lab.show.evidence.pages import CIFAR
 from ekfac.lab.show.evidence.record import LOSS, Record, chosen
+from ekfac.lab.show.evidence.suites import results
 from ekfac.lab.show.figures import make
 from ekfac.lab.show.figures.curves import budgets, trained
 from ekfac.lab.show.figures.sensitivity import NEAR, grids
 from ekfac.lab.show.picture import COLOURS, label_ends, save
+from ekfac.lab.suite import selection
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -76,34 +80,57 @@ def log_axis(axes: Axes, ticks: Sequence[float]) -> None:
     axes.grid(axis="y", alpha=0.2)
 
 
-RUNS = {
-    "EKFAC(model)": ("step/schedule.jsonl", {"method": "ekfac", "variant": "today", "kappa": 0.005}, "C0"),
-    "Muon": ("suite/results.jsonl", {"method": "muon", "rate": 0.003}, "C5"),
-    "AdamW": ("suite/results.jsonl", {"method": "adamw", "rate": 0.001}, "C1"),
-}
+RIVALS = {"EKFAC(model)": ("ekfac", "C0"), "Muon": ("muon", "C5"), "SOAP": ("soap", "C6")}
+
+
+def crossing(run: Mapping[str, Any], target: float) -> float:
+    """Return after what part of its steps a run is at a target: between two evaluations by a straight line."""
+    steps, found = [row["step"] / run["steps"] for row in run["history"]], selection.values(run)
+    for place, value in enumerate(found):
+        if value <= target:
+            before = found[place - 1] if place else value
+            part = (before - target) / (before - value) if before > value and math.isfinite(before) else 1.0
+            return float(steps[place - 1] + part * (steps[place] - steps[place - 1])) if place else 0.0
+    return math.inf
 
 
 def default(figure: Figure) -> None:
-    """The README's picture: the default and two rivals, on the two tasks on which all three were run."""
-    panels = figure.subplots(1, 2)
-    tasks = (
-        ("gpt", "validation_loss", "GPT of 8 layers", ".2f", (2.5, 5)),
-        ("resnet18", "validation_accuracy", "ResNet18, CIFAR-10", ".1%", (0.5, 0.92)),
-    )
-    for axes, (task, measure, heading, form, limits) in zip(panels, tasks, strict=True):
-        for name, (file, wanted, look) in RUNS.items():
-            lines = [json.loads(line) for line in (ROOT / "results" / file).read_text().splitlines()]
-            run = [one for one in lines if {"task": task, **wanted}.items() <= one.items()][-1]
-            history = [row for row in run["history"] if row["step"] >= 0.15 * run["steps"]]
-            axes.plot([row["step"] for row in history], [row[measure] for row in history], color=look, label=name)
-        axes.set(xlabel="step", ylabel=measure.replace("_", " "), xlim=(0, None), ylim=limits)
-        axes.set_title(heading, loc="center", fontsize=10.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-        axes.grid(axis="y", alpha=0.2)
-        label_ends(axes, gap=0.09, numbers=form)
-    panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    title = "With its defaults, EKFAC is far ahead of AdamW\nand level with Muon, or ahead of it (one seed)"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
+    """The README's picture: on each task of the suite, after what part of AdamW's steps AdamW's result is reached."""
+    found = results(record())
+    assert found is not None
+    parts: dict[str, dict[str, float]] = {}
+    for task, row in found.table.items():
+        if "adamw" not in row:
+            continue
+        label = found.suite.tasks[task].label
+        parts[label] = {}
+        for name, (method, _) in RIVALS.items():
+            if method in row:
+                reached = [crossing(run, row["adamw"].mean) for run in row[method].runs.values()]
+                parts[label][name] = statistics.median(reached)
+    tasks = sorted(parts, key=lambda label: -parts[label]["EKFAC(model)"])
+    axes = figure.subplots()
+    for name, (_, look) in RIVALS.items():
+        for place, label in enumerate(tasks):
+            part = parts[label].get(name)
+            if part is not None:
+                never = not math.isfinite(part)
+                mark = {"marker": "x", "markersize": 7} if never else {"marker": "o", "markersize": 8}
+                axes.plot([1.12 if never else part], [place], color=look, linestyle="", clip_on=False, **mark)
+        axes.plot([], [], "o", color=look, label=name)
+    axes.axvline(1, color="C1", linewidth=1.6)
+    axes.text(0.99, len(tasks) - 0.35, "AdamW", color="C1", fontweight="bold", ha="right")
+    axes.text(1.12, len(tasks) - 0.35, "never", ha="center")
+    for place in range(len(tasks)):
+        axes.axhline(place, color="C7", linewidth=0.5, alpha=0.35, zorder=0)
+    axes.set(xlim=(0, 1.0), ylim=(-0.6, len(tasks) - 0.5), xlabel="part of AdamW's steps")
+    axes.set_yticks(range(len(tasks)), tasks)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(loc="lower right", frameon=False, bbox_to_anchor=(0.99, 0.0))
+    title = f"EKFAC(model) reaches AdamW's final validation result\nafter a part of the steps on all {len(tasks)} tasks"
+    axes.set_title(title)
 
 
 def paper_methods(figure: Figure) -> None:
@@ -311,7 +338,7 @@ def darken(file: Path) -> None:
 
 Draw = Callable[[Figure], None]
 PICTURES: dict[str, tuple[Draw, tuple[float, float]]] = {
-    "default": (default, (7.8, 3.4)),
+    "default": (default, (7.6, 4.6)),
     "paper-methods": (paper_methods, (7, 3.8)),
     "autoencoder-200": (
         partial(autoencoder, size=200, title="Batch 200: EKFAC-ra ends below KFAC and Adam, by epoch and by time"),

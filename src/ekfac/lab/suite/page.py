@@ -58,13 +58,13 @@ def page(found: Sequence[Results], records: Records, pictures: Mapping[str, Sequ
     small = " This is the small form: it shows that the suite runs, not which method is better." if suite.quick else ""
     lines = ["# The suite", "", _protocol(found[0]) + small, ""]
     for results in found:
-        lines += [f"## {NAMES[results.schedule]}", "", *table(results), "", _key(results), ""]
-        lines += [*_standings(results), *_profiles(results)]
+        lines += [f"## {NAMES[results.schedule]}", "", *table(results), "", key(results), ""]
+        lines += [*standings(results), *profiles(results)]
         for title, file in (pictures or {}).get(results.schedule, ()):
             lines += [f"![{title}]({file})", ""]
     if pictures is None:
         lines += ["Pictures are left out: they need matplotlib.", ""]
-    lines += ["## Divergences", "", *_divergences(found), ""]
+    lines += ["## Divergences", "", *divergences(found), ""]
     lines += ["## Where the runs were made", "", *_origins(records), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -94,7 +94,8 @@ def _decay(suite: config.Suite) -> str:
     return text + "."
 
 
-def _key(results: Results) -> str:
+def key(results: Results) -> str:
+    """Return what the signs in the table mean."""
     suite = results.suite
     taken = [task.label for task in suite.tasks.values() if task.take == "best"]
     text = (
@@ -144,7 +145,8 @@ def shown(result: Result) -> str:
     return f"{result.mean:.{digits}f}{error}"
 
 
-def _standings(results: Results) -> list[str]:
+def standings(results: Results) -> list[str]:
+    """Return on how many tasks each of our methods is ahead of the best rival."""
     ours = [method for method in results.methods if method.ours]
     rivals = [method for method in results.methods if not method.ours]
     if not (ours and rivals and results.complete):
@@ -166,7 +168,8 @@ def _tasks(number: int) -> str:
     return f"the {counted(number, 'task')} that every method has run"
 
 
-def _profiles(results: Results) -> list[str]:
+def profiles(results: Results) -> list[str]:
+    """Return the performance profiles as tables, with what their target is."""
     target = results.suite.target
     label = results.suite.methods[target.method].label
     lines: list[str] = []
@@ -199,7 +202,8 @@ def _profiles(results: Results) -> list[str]:
     return lines
 
 
-def _divergences(found: Sequence[Results]) -> list[str]:
+def divergences(found: Sequence[Results]) -> list[str]:
+    """Return how many runs of each method diverged or ended high."""
     cells: dict[tuple[str, str, str], Result] = {}
     for results in found:
         for row in results.table.values():

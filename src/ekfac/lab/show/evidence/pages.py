@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from ekfac.lab.registry import LabError
-from ekfac.lab.show.evidence import claims, network_tables, tables
+from ekfac.lab.show.evidence import claims, network_tables, suites, tables
 from ekfac.lab.show.evidence.record import MISSING, Record, table
 from ekfac.lab.show.figures import FIGURES
 
-PAGES = ("mnist.md", "cifar.md", "claims.md", "comparison.md", "coverage.md")
+PAGES = ("mnist.md", "cifar.md", "claims.md", "comparison.md", "coverage.md", "suite.md")
 SIZES = (200, 500)
 CIFAR = ("vgg11", "resnet34", "schedule", "batch-size")
 TASKS = ("classifier", "vgg11", "resnet34", "charlm")
@@ -63,6 +63,10 @@ SOURCES: dict[str, Source] = {
     "defaults": claims.defaults,
     "coverage": _coverage,
     "claims": _claims,
+    "suite": suites.measured,
+    "suite-standing": suites.compared,
+    "suite-profile": suites.profile,
+    "suite-divergences": suites.divergences,
 }
 SOURCES |= {
     "machine-cifar": partial(tables.machine, places=("cifar",)),
