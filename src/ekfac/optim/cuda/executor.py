@@ -112,11 +112,13 @@ class CudaExecutor(Executor):
         offsets: Mapping[nn.Parameter, Tensor],
         weight: float | Tensor,
         spared: Container[Tensor],
+        shows: bool,
     ) -> bool:
-        rows = None if inputs.weights else rows_of(groups, steps, offsets, spared)
+        rows = None if inputs.weights else rows_of(groups, steps, offsets, spared, shows)
         if not rows or not runs_on(self._device) or (torch.cuda.is_current_stream_capturing() and not self.records):
             return False
         update.launch(rows, lrs, inputs.ok, weight, self.table.of(rows) if self.records else None)
+        self.shown = shows
         return True
 
     def fast_products(self, multiplications: int) -> AbstractContextManager[None]:

@@ -53,6 +53,8 @@ class RecordedStep:
     inputs: StepInputs
     numbers: Tensor
     table: Table
+    #: Whether it leaves the average in the parameters.
+    shows: bool
 
 
 class StepGraphs:
@@ -138,15 +140,16 @@ class StepGraphs:
                 self._executor.recording(device),
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
-                working = replace(placed)
+                working, self._executor.shown = replace(placed), False
                 self.run(engine, working, placed_rates, apply)
             self._places, placed.ok = known, working.ok
             table.fill()
-            return RecordedStep(graph, placed, numbers, table)
+            return RecordedStep(graph, placed, numbers, table, self._executor.shown)
         except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be recorded and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             self.forget()
+            self._executor.shown = False
             return None
 
     @torch.no_grad()
@@ -161,6 +164,7 @@ class StepGraphs:
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
+        self._executor.shown = recorded.shows
         self.replays += 1
 
 
