@@ -218,7 +218,7 @@ class Collector:
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
-        if self.capture.separate or block in self.sums or block in self.fingerprints.unverified:
+        if self.capture.separate or block in self.sums:
             return False
         if self._method.needs_examples and self.executor.waits:  # factors and s* are part of the step's replay
             return not self._schedule.renews(block) and self._room.takes(block, calls)
