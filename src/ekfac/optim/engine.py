@@ -80,6 +80,7 @@ class Engine:
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
         self.executor = make_executor(options, whole_steps, parameters)
+        self.executor.prepare(method)
         self.refresher = Refresher(self.executor, self.schedule)
         moved = partial(Engine._moved, me)
         self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)

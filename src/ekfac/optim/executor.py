@@ -85,6 +85,9 @@ class Executor:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
+    def prepare(self, method: Method[Any]) -> None:
+        """Begin what the first steps of a method would else wait for."""
+
     def update(
         self,
         groups: Sequence[Mapping[str, Any]],

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda import update
+from ekfac.optim.cuda.ahead import compile_ahead
 from ekfac.optim.cuda.fused import fused
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Places, Replays
@@ -73,6 +74,9 @@ class CudaExecutor(Executor):
         """Tell whether a CUDA graph may hold what happens on a device."""
         o = self.options
         return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
+
+    def prepare(self, method: Method[Any]) -> None:
+        compile_ahead(self._device, getattr(method, "rule", None))
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         if not (self.whole_steps and self.graphs_possible(engine.partition.device)):

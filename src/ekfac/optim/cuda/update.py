@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.cuda import ahead
+
 #: Where the kernel runs.
 DEVICES = {"cuda"}
 #: Numbers in a row of the kernel's table, which is made where Triton need not be.
@@ -135,6 +137,7 @@ def runs_on(device: torch.device) -> bool:
     if device not in _known:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # no time to compile anything
+        ahead.wait()
         try:
             p, step, d = torch.ones(3, 1, device=device).unbind()
             launch([Row(p, step, d, 0.1, True, 0)], [0.5], None, 0.5)
