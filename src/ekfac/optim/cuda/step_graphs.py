@@ -182,7 +182,7 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
         and all(hasattr(partition.states.get(b.key), "A") for b in (*inputs.samples, *inputs.calls, *inputs.sums))
         and sum(t.numel() for s in inputs.sums.values() if s.factors for t in s.tensors()) <= MOST
         and partition.covered.keys().isdisjoint(collector.fingerprints.unverified)
-        and all(map(inputs.gradients.__contains__, partition.parameters))
+        and len(inputs.gradients) == len(partition.parameters)
         and partition.covered.keys() <= collector.capture.fired
     )
 

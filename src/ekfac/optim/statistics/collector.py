@@ -290,7 +290,7 @@ class Collector:
             ownership.refuse(self)
         if self.watch.hooks.away:
             self.watch.catch_up()
-        gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
+        gradients = {p: g for p in self._partition.parameters if (g := p.grad) is not None}
         doubtful = self._partition.problem or not gradients or not self.capture.examples
         if doubtful and not self._partition.is_current():
             self.set_parameters(self.offered)  # functional_call, say, had put others there for a while
@@ -299,7 +299,7 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        if any(g.layout != torch.strided for g in gradients.values()):
+        if {g.layout for g in gradients.values()} != {torch.strided}:
             refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
