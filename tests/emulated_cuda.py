@@ -466,6 +466,8 @@ def by_lists(
         p.sub_(step * (lr.to(p) if isinstance(lr, Tensor) else lr))
         if d is not None:
             d.add_(p - old).mul_((1 - c).to(d) if isinstance(c, Tensor) else 1 - c)
+            if row.shows:
+                p.sub_(d)
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class Engine:
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
         self.executor = make_executor(options, whole_steps, parameters)
+        self.executor.prepare(method)
         self.refresher = Refresher(self.executor, self.schedule)
         moved = partial(Engine._moved, me)
         self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)
@@ -107,11 +108,11 @@ class Engine:
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        plain = not (inputs.solves or inputs.warm or any(of.factors for of in inputs.sums.values()))
+        plain = not (inputs.solves or inputs.warm)
         replays = self.executor.can_replay
         if replays and plain and self.executor.replay(self, inputs, rates, apply):
             return True
-        tried = plain and not inputs.samples
+        tried = plain and not (inputs.samples or any(of.factors for of in inputs.sums.values()))
         if not self.check_finite(inputs):
             return False
         self.collector.collect(inputs)
@@ -120,6 +121,8 @@ class Engine:
         # Factors and, where they are due, bases; then scalings and directions.
         if any(of.factors for of in inputs.sums.values()):
             self.collector.update_factors(inputs, inputs.sums)
+            for of in inputs.sums.values():
+                of.factors = None
         if inputs.solves or inputs.warm:
             self.compute_eigenbases(inputs.blocks, inputs, rates)
         if tried or not (replays and self.executor.replay(self, inputs, rates, apply)):

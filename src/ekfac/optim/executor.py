@@ -69,6 +69,8 @@ class Executor:
     waits = False
     #: 1 on the device, or 0 if the last step changed nothing; None where that is known.
     last_mask: Tensor | None = None
+    #: Whether the last update has left the average in the parameters.
+    shown = False
     #: The largest magnitude of all gradients of a step, where the host knows it.
     largest = math.inf
 
@@ -83,6 +85,9 @@ class Executor:
         """Do a whole step by replaying an earlier one; False where it has to be computed."""
         return False
 
+    def prepare(self, method: Method[Any]) -> None:
+        """Begin what the first steps of a method would else wait for."""
+
     def update(
         self,
         groups: Sequence[Mapping[str, Any]],
@@ -92,6 +97,7 @@ class Executor:
         offsets: Mapping[nn.Parameter, Tensor],
         weight: float | Tensor,
         spared: Container[Tensor],
+        shows: bool,
     ) -> bool:
         """Update parameters and their average in one go; False, and nothing done, where that is not possible.
 
@@ -103,6 +109,7 @@ class Executor:
             offsets: z - x of parameters whose average takes the step in.
             weight: What the newest weights count in it.
             spared: The parameters that a default decay leaves alone.
+            shows: Leave the average in the parameters; :attr:`shown` tells that it was done.
         """
         return False
 

@@ -114,7 +114,7 @@ class Optimizer(Base, Joinable, Grouped):
             if comparison is not None:
                 comparison.before(loss)
             try:
-                rates = self._rates()
+                rates, engine.executor.shown = self._rates(), False
                 done = engine.step(rates, self._apply)
                 ok = engine.executor.last_mask if done else None
                 if rates.called is not None:  # others have a part in the update, and have done it now
@@ -124,7 +124,7 @@ class Optimizer(Base, Joinable, Grouped):
                 raise
         if done and comparison is not None:
             comparison.after()
-        self.average.end_step(done, ok)
+        self.average.end_step(done, ok, engine.executor.shown)
         if done:
             known = engine.schedule.derivatives
             with no_autocast(device) if casts else nullcontext():
@@ -220,9 +220,10 @@ class Optimizer(Base, Joinable, Grouped):
             average.enter_step()
             return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
         average.begin_step(averaged, t)
-        at_once, offsets = tuple(average.averaged), [average.offsets[p] for p in average.averaged]
-        everything = tuple(fixed), self.step_size, tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, offsets))
-        return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips)
+        at_once, shows = tuple(average.averaged), average.takes_all
+        addresses = tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, average.in_step))
+        everything = tuple(fixed), self.step_size, shows, addresses
+        return Rates(groups, self._group_of, everything, at_once, average.weight, None, (), clips, shows)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -248,8 +249,8 @@ class Optimizer(Base, Joinable, Grouped):
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:
             offsets = {p: self.average.offsets[p] for p in averaged}
-            weight, spared = rates.average_weight, self._spared
-            if self.engine.executor.update(self.param_groups, lrs, steps, inputs, offsets, weight, spared):
+            kept = offsets, rates.average_weight, self._spared, rates.shows
+            if self.engine.executor.update(self.param_groups, lrs, steps, inputs, *kept):
                 return
         self.average.before_update(averaged)
         for group, lr in zip(self.param_groups, lrs, strict=True):

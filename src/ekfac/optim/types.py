@@ -179,6 +179,7 @@ class Rates:
         called: How the model was called since the last step, where processes have yet to agree on it.
         candidates: There, the parameters whose average takes the step in if any process has their gradient.
         keeps_gradients: Whether the update reads what was preconditioned.
+        shows: Whether ``averaged`` are all that have an average, so that the update may show it.
     """
 
     groups: list[GroupRates]
@@ -189,6 +190,7 @@ class Rates:
     called: int | None = None
     candidates: tuple[nn.Parameter, ...] = ()
     keeps_gradients: bool = True
+    shows: bool = False
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
         """Return the numbers of a parameter's group; those of a block are its first parameter's."""

@@ -221,3 +221,32 @@ def test_single_precision_is_recorded_too(model: str) -> None:
             assert opt.engine.executor.step_graphs.replays >= (10 if graphs else 0)
             losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_the_update_leaves_the_average_in_the_parameters(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In replayed steps and in others, in those that change nothing, and where some layer has no gradient."""
+    found, plain = [], CudaExecutor.update
+    with emulated():
+        for shows in (True, False):
+            if not shows:
+                monkeypatch.setattr(CudaExecutor, "update", lambda self, *given: plain(self, *given[:-1], False))
+            training = Training(model, "cuda", {"refresh_every": 8, **SMOOTH})
+            training.model.float()
+            told = []
+            for t in range(STEPS):
+                together(poisons, *([skips_a_layer] if model == "mlp" else []))(training, t)
+                generator = torch.Generator().manual_seed(t)
+                x, y = training.model.batch(generator, 16)
+                training.opt.zero_grad()
+                cross_entropy(training.model(x.float().cuda()), y.cuda()).backward()
+                if training.poisons:
+                    next(training.model.parameters()).grad.view(-1)[0] = float("nan")
+                training.opt.step()
+                training.look()
+                told.append(training.opt.engine.executor.shown)
+            assert training.replays > 3
+            assert sum(told) >= 10 if shows else not any(told)
+            found.append(training)
+    for one, two in zip(found[0].shown, found[1].shown, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)

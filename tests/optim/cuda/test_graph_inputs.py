@@ -229,6 +229,37 @@ def test_batches_of_which_too_much_would_be_kept_have_no_place(recording: Torch)
     assert len(recorded) == 1 and not any(step.inputs.samples for step in recorded)
 
 
+@pytest.mark.over_a_second
+def test_factors_and_scalings_of_all_layers_are_part_of_the_one_replay(
+    recording: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, opt = small(scaling="per_example", damping=1e-2, refresh=ekfac.Refresh(factor_every=2))
+    replayed(model, opt, 110)
+    called: list[str] = []
+    monkeypatch.setattr(CudaExecutor, "call", lambda self, what, *given, **options: called.append(what))
+    assert replayed(model, opt, 20) == 20 and not called
+    assert opt.engine.schedule.intervals.takes_factors(opt.engine.schedule.applied_steps, 2), (
+        "half of them took some in"
+    )
+
+
+@pytest.mark.over_a_second
+def test_sums_that_were_taken_before_the_step_are_part_of_its_replay(recording: Torch) -> None:
+    """Those of an embedding, which are small, and of a layer that there was no room for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    numerics = ekfac.Numerics(memory_limit=16 * 5 * (6 + 4) * 8)
+    opt = ekfac.EKFAC(model, scaling="per_example", lr=1e-3, damping=1e-2, refresh_every=100, numerics=numerics)
+    for t in range(140):
+        opt.zero_grad()
+        model(torch.randint(7, (16, 5))).square().sum(-1).mean().backward()
+        if t == 110:
+            before = opt.engine.executor.step_graphs.replays
+            assert {b.name for b in opt.engine.collector.calls} == {"4"} != set(opt.engine.collector.sums)
+        opt.step()
+    assert opt.engine.executor.step_graphs.replays - before == 30
+
+
 def test_a_capture_that_fails_changes_nothing_and_spoils_no_other(recording: Torch) -> None:
     model, opt = small(deterministic=True, factor_every=1, refresh_every=100)
     assert replayed(model, opt, 40, (12,)) >= 10

@@ -127,15 +127,15 @@ class Mutable:
             self.restore()
         elif not self.away:
             for handle in self._handles:
-                there = handle.hooks_dict_ref()
-                if there is not None and len(there) == 1 and handle.id in there:
-                    self.away.append((there, handle.id, there.pop(handle.id)))
+                there, key = handle.hooks_dict_ref(), handle.id
+                if there is not None and len(there) == 1 and key in there:
+                    self.away.append((there, key, there.pop(key)))
 
     def restore(self) -> None:
         """Put them back."""
-        while self.away:
-            hooks, key, hook = self.away.pop()
+        for hooks, key, hook in reversed(self.away):
             hooks[key] = hook
+        self.away.clear()
 
 
 @functools.cache

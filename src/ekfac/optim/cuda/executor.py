@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda import update
+from ekfac.optim.cuda.ahead import compile_ahead
 from ekfac.optim.cuda.fused import fused
 from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
 from ekfac.optim.cuda.replay import Places, Replays
@@ -74,6 +75,9 @@ class CudaExecutor(Executor):
         o = self.options
         return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
 
+    def prepare(self, method: Method[Any]) -> None:
+        compile_ahead(self._device, getattr(method, "rule", None))
+
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         if not (self.whole_steps and self.graphs_possible(engine.partition.device)):
             return False
@@ -112,11 +116,13 @@ class CudaExecutor(Executor):
         offsets: Mapping[nn.Parameter, Tensor],
         weight: float | Tensor,
         spared: Container[Tensor],
+        shows: bool,
     ) -> bool:
-        rows = None if inputs.weights else rows_of(groups, steps, offsets, spared)
+        rows = None if inputs.weights else rows_of(groups, steps, offsets, spared, shows)
         if not rows or not runs_on(self._device) or (torch.cuda.is_current_stream_capturing() and not self.records):
             return False
         update.launch(rows, lrs, inputs.ok, weight, self.table.of(rows) if self.records else None)
+        self.shown = shows
         return True
 
     def fast_products(self, multiplications: int) -> AbstractContextManager[None]:

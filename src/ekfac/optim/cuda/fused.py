@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
+from ekfac.optim.cuda import ahead
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.belief import Belief
 from ekfac.optim.methods.eigenbasis import EigenMethod, in_basis
@@ -75,6 +76,7 @@ def runs_on(device: torch.device, rule: Any, rates: GroupRates) -> bool:
     if key not in _known:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # no time to compile anything
+        ahead.wait()
         try:
             step, state = BlockStep(torch.ones(1, 1, 1, device=device), 1.0, rates), EigenState()
             step.g = step.seen = step.gradient  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """The second half of a step, from gradients to new parameters, as a CUDA graph.
 
 It is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as the device runs them.
-They are the same from step to step, so they are recorded once and replayed: gradients, and squared gradients of
-examples where a rule needs them, are copied to fixed places first, and numbers that change live in tensors. Batches
+They are the same from step to step, so they are recorded once and replayed: gradients, and the calls of layers where
+a rule needs each example's gradient, are copied to fixed places first, and numbers that change live in tensors. Batches
 that A and B take in are part of it where what is needed of them is small enough to be kept until then. Bases are
 brought up to date without this graph.
 
@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.layers.base import Call
 from ekfac.optim.cuda.replay import form, recording
 from ekfac.optim.cuda.streams import OwnStream
 from ekfac.optim.cuda.update import Table
 from ekfac.optim.statistics.gradients import largest_magnitudes
 from ekfac.optim.statistics.samples import sums_of_samples
 from ekfac.optim.statistics.sums import BlockSums
-from ekfac.optim.types import ADDRESS, Rates, StepInputs
+from ekfac.optim.types import ADDRESS, KeptCalls, Rates, StepInputs
 
 if TYPE_CHECKING:
     from ekfac.optim.cuda.executor import CudaExecutor
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 REPEATS = 2
 #: At most so many different steps are kept. They share their memory.
 LIMIT = 24
+#: At most so many numbers of factors that were taken by others are copied for a step.
+MOST = 2**24
 #: And so many counted: steps that differ every time, for example by their damping, are never recorded.
 SEEN = 100
 
@@ -49,6 +53,8 @@ class RecordedStep:
     inputs: StepInputs
     numbers: Tensor
     table: Table
+    #: Whether it leaves the average in the parameters.
+    shows: bool
 
 
 class StepGraphs:
@@ -110,8 +116,11 @@ class StepGraphs:
         """Do the second half of a step: what is recorded."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
-        if inputs.samples:
-            sums = sums_of_samples(self._executor, engine.options, inputs.samples)
+        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # what is made of calls is added
+        if inputs.calls:
+            engine.collector.take_calls(inputs)
+        sums = {**inputs.sums, **sums_of_samples(self._executor, engine.options, inputs.samples)}
+        if any(of.factors for of in sums.values()):
             engine.collector.update_factors(inputs, sums)
         apply(inputs, engine.precondition(engine.partition.blocks, inputs, rates), rates)  # all have gradients
 
@@ -131,15 +140,16 @@ class StepGraphs:
                 self._executor.recording(device),
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
-                working = replace(placed)
+                working, self._executor.shown = replace(placed), False
                 self.run(engine, working, placed_rates, apply)
             self._places, placed.ok = known, working.ok
             table.fill()
-            return RecordedStep(graph, placed, numbers, table)
+            return RecordedStep(graph, placed, numbers, table, self._executor.shown)
         except Exception as error:  # whatever it is, the step can do without
             warnings.warn(f"cuda_graphs: this step cannot be recorded and runs without: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             self.forget()
+            self._executor.shown = False
             return None
 
     @torch.no_grad()
@@ -154,6 +164,7 @@ class StepGraphs:
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
+        self._executor.shown = recorded.shows
         self.replays += 1
 
 
@@ -165,12 +176,13 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
-        and not (inputs.calls or inputs.unknown or collector.watch.any_touched())
+        and not (inputs.unknown or collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and all(s.placed for kept in inputs.samples.values() for s in kept)
-        and all(hasattr(partition.states.get(b.key), "A") for b in inputs.samples)
+        and all(hasattr(partition.states.get(b.key), "A") for b in (*inputs.samples, *inputs.calls, *inputs.sums))
+        and sum(t.numel() for s in inputs.sums.values() if s.factors for t in s.tensors()) <= MOST
         and partition.covered.keys().isdisjoint(collector.fingerprints.unverified)
-        and all(map(inputs.gradients.__contains__, partition.parameters))
+        and len(inputs.gradients) == len(partition.parameters)
         and partition.covered.keys() <= collector.capture.fired
     )
 
@@ -187,17 +199,32 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
     """Return all that a recorded step has built into it."""
     free = engine.method.damping_is_free
     groups = tuple((None if free else g.damping, g.l2, g.maximize) for g in rates.groups)
-    scalings = tuple((block.name, s.scaling is None) for block, s in inputs.sums.items())
+    taken = [(block, s, s.tensors()) for block, s in inputs.sums.items()]
+    sums = tuple((block, _terms(s), s.scaling is None, *map(form, tensors)) for block, s, tensors in taken if tensors)
     places = tuple(map(ADDRESS, inputs.gradients)), *[(g.stride(), g.dtype) for g in inputs.gradients.values()]
     samples = tuple((block, *(s.at_place for s in kept)) for block, kept in inputs.samples.items())
-    by_examples = scalings if engine.method.needs_examples else None
-    return groups, rates.fixed, by_examples, places, inputs.mean == 1.0, samples
+    calls = tuple(
+        (block, n, engine.schedule.takes_factors(block), *((c.layer, c.layer.mode, form(c.x), form(c.d)) for c in kept))
+        for block, batches in inputs.calls.items()
+        for kept, n in batches
+    )
+    return groups, rates.fixed, sums, calls, places, inputs.mean == 1.0, samples
+
+
+def _terms(sums: BlockSums) -> Hashable:
+    """Return how many terms A has, where that is a number of the host's; None where there is no A."""
+    factors = sums.factors
+    return None if factors is None else "on the device" if isinstance(factors.terms, Tensor) else factors.terms
 
 
 def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
-    """Return gradients, and squared gradients of examples."""
+    """Return gradients, calls, and sums that were taken of others."""
     yield from inputs.gradients.values()
-    yield from (s.scaling for s in inputs.sums.values() if s.scaling is not None)
+    yield from (t for kept in inputs.calls.values() for calls, _ in kept for c in calls for t in (c.x, c.d))
+    for s in inputs.sums.values():
+        yield from s.tensors()
+        if s.factors is not None and isinstance(s.factors.terms, Tensor):
+            yield s.factors.terms
 
 
 def numbers_of(inputs: StepInputs, rates: Rates) -> list[float | Tensor]:
@@ -222,10 +249,13 @@ def at_places(
     """
     places = iter([_place(known, (i, form(t)), t) for i, t in enumerate(tensors_of(inputs))])
     gradients = {p: next(places) for p in inputs.gradients}
-    scalings = {block: None if s.scaling is None else next(places) for block, s in inputs.sums.items()}
+    calls: dict[Block, KeptCalls] = {
+        block: [([Call(c.layer, next(places), next(places)) for c in kept], n) for kept, n in batches]
+        for block, batches in inputs.calls.items()
+    }
+    sums = {block: s.at(places) for block, s in inputs.sums.items()}
     n, n_statistics, mean, average_weight = (next(numbers) for _ in range(4))
-    sums = {block: BlockSums(scaling=scaling) for block, scaling in scalings.items()}
-    placed = StepInputs(gradients, {}, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
+    placed = StepInputs(gradients, calls, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
     placed.samples, placed.weights = inputs.samples, inputs.weights  # which lie where they always do
     groups = []
     for group in rates.groups:

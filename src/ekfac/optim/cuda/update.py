@@ -1,7 +1,7 @@
 """The update of all parameters, with decay and average, by one kernel in place of some fifteen passes over memory.
 
-``Optimizer._update_parameters`` and :class:`~ekfac.optim.step_size.course.WeightAverage` are what it has to agree with,
-and what runs where this cannot: without Triton, in other dtypes, with momentum.
+``Optimizer._update_parameters`` and :class:`~ekfac.optim.step_size.course.WeightAverage` are what it has to
+agree with, and what runs where this cannot: without Triton, in other dtypes, with momentum.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ekfac.optim.cuda import ahead
 
 #: Where the kernel runs.
 DEVICES = {"cuda"}
@@ -34,6 +36,7 @@ class Row:
         decay: Weight decay.
         cautious: Whether that is only where the step makes a weight smaller.
         group: The place of its rate.
+        shows: Whether the parameter is left with the average, x = z - d.
     """
 
     parameter: Tensor
@@ -42,6 +45,7 @@ class Row:
     decay: float
     cautious: bool
     group: int
+    shows: bool = False
 
     def numbers(self) -> list[int]:
         """Return the row of the table."""
@@ -49,7 +53,8 @@ class Row:
         decay = struct.unpack("q", struct.pack("d", self.decay))[0]
         offset = 0 if self.offset is None else self.offset.data_ptr()
         addresses = self.parameter.data_ptr(), self.step.data_ptr(), offset
-        return [*addresses, self.step.numel(), *sizes[1:], *strides, decay, int(self.cautious), self.group]
+        flags = int(self.cautious) + 2 * int(self.shows)
+        return [*addresses, self.step.numel(), *sizes[1:], *strides, decay, flags, self.group]
 
 
 class Table:
@@ -81,8 +86,12 @@ def rows_of(
     steps: Mapping[nn.Parameter, Tensor],
     offsets: Mapping[nn.Parameter, Tensor],
     spared: Container[Tensor],
+    shows: bool = False,
 ) -> list[Row] | None:
-    """Return what the kernel is to do, where a default decay spares some parameters; None where it cannot."""
+    """Return what the kernel is to do, where a default decay spares some parameters; None where it cannot.
+
+    With ``shows`` it leaves the average in the parameters.
+    """
     rows = []
     for index, group in enumerate(groups):
         if group["momentum"]:
@@ -104,7 +113,7 @@ def rows_of(
             step = step if len(merged(step)[0]) == 3 else step.contiguous()
             its_decay = decay if group["decay_vectors"] or p not in spared else 0.0
             mine = offset[0] if offset else None
-            rows.append(Row(parameter, step, mine, its_decay, bool(group["cautious_decay"]), index))
+            rows.append(Row(parameter, step, mine, its_decay, bool(group["cautious_decay"]), index, shows))
     return rows if len({row.parameter.device for row in rows}) == 1 else None
 
 
@@ -128,6 +137,7 @@ def runs_on(device: torch.device) -> bool:
     if device not in _known:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # no time to compile anything
+        ahead.wait()
         try:
             p, step, d = torch.ones(3, 1, device=device).unbind()
             launch([Row(p, step, d, 0.1, True, 0)], [0.5], None, 0.5)

@@ -14,7 +14,8 @@ from ekfac.optim.types import CLEAR
 #: Numbers that one program takes at once, and the most programs of one parameter.
 TILE, PARTS = 1024, 256
 #: Numbers in a row of the table: addresses of parameter, step and offset (0 for none), how many numbers, the two inner
-#: sizes of the step and its three strides, decay (float64), whether that is cautious, and the group.
+#: sizes of the step and its three strides, decay (float64), whether that is cautious (1) and the average is shown (2),
+#: and the group.
 COLUMNS = 12
 
 _CLEAR = tl.constexpr(CLEAR)
@@ -30,7 +31,7 @@ def _floats(address):
 @triton.jit
 def _take(parameter, steps, offsets, at, inside, plain, averaged, layout, numbers):
     middle, inner, outer_stride, middle_stride, stride = layout
-    rate, remaining, shrink, ramp, cautious = numbers
+    rate, remaining, shrink, ramp, cautious, shows, good = numbers
     if plain:
         step = tl.load(steps + at, mask=inside)
     else:
@@ -41,27 +42,30 @@ def _take(parameter, steps, offsets, at, inside, plain, averaged, layout, number
     toward = tl.where(old > 0, step, tl.where(old < 0, -step, 0.0))
     part = tl.minimum(tl.maximum(toward, 0.0), _CLEAR) * ramp
     new = old + old * tl.where(cautious, part, shrink)
-    new -= rate * step
-    tl.store(parameter + at, new, mask=inside)
+    new = tl.where(good, new - rate * step, old)
     if averaged:
         d = tl.load(offsets + at, mask=inside)
-        tl.store(offsets + at, (d + (new - old)) * remaining, mask=inside)
+        d = tl.where(good, (d + (new - old)) * remaining, d)
+        tl.store(offsets + at, d, mask=inside)
+        new = tl.where(shows, new - d, new)
+    tl.store(parameter + at, new, mask=inside)
 
 
 @triton.jit(do_not_specialize=["table", "decays", "lrs", "ok", "weight"])
 def update(table, decays, lrs, ok, weight, TILE: tl.constexpr):
-    """Set theta <- theta (1 - lr decay) - lr step, and d <- (1 - c) (d + what theta has moved by)."""
+    """Set theta <- theta (1 - lr decay) - lr step, d <- (1 - c) (d + what theta has moved by), and show theta - d."""
     row = table + tl.program_id(1) * _COLUMNS
     address, offset, size = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3).to(tl.int32)
     middle, inner, stride = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32), tl.load(row + 8)
     layout = (middle, inner, tl.load(row + 6), tl.load(row + 7), stride)
     lr = tl.load(lrs + tl.load(row + 11))
     amount, remaining = lr * tl.load(decays + tl.program_id(1) * _COLUMNS + 9), 1.0 - tl.load(weight)
-    shrink, ramp, cautious = (-amount).to(tl.float32), (-amount / _CLEAR).to(tl.float32), tl.load(row + 10) != 0
-    numbers = (lr.to(tl.float32), remaining.to(tl.float32), shrink, ramp, cautious)
+    shrink, ramp, flags = (-amount).to(tl.float32), (-amount / _CLEAR).to(tl.float32), tl.load(row + 10)
+    good, cautious, shows = tl.load(ok) > 0, (flags & 1) != 0, (flags & 2) != 0
+    numbers = (lr.to(tl.float32), remaining.to(tl.float32), shrink, ramp, cautious, shows, good)
     parameter, steps, offsets = _floats(tl.load(row)), _floats(address), _floats(offset)
     plain, averaged = (inner == size) & (stride == 1) & (address % 16 == 0), offset != 0
-    end = tl.where(tl.load(ok) > 0, size, 0)  # a masked step changes nothing at all
+    end = tl.where(good | (shows & averaged), size, 0)  # a masked step changes nothing, but is shown
     for start in range(tl.program_id(0) * TILE, end, tl.num_programs(0) * TILE):
         at = start + tl.arange(0, TILE)
         if start + TILE <= size:

@@ -33,7 +33,7 @@ from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch, made_real, refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
-from ekfac.optim.statistics.samples import Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
+from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import KeptCalls, StepInputs
@@ -73,19 +73,17 @@ class Collector:
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
         self.overlap = Overlap(partition.owners)
-        #: What has been gathered for this step so far.
-        self.sums: dict[Block, BlockSums] = {}
+        self.sums: dict[Block, BlockSums] = {}  #: What has been gathered for this step so far.
         #: Calls whose statistics are taken in the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
+        self._room = Room(options.numerics.memory_limit)
         #: Samples whose sums the step takes, by itself or by a replay.
         self.samples: dict[Block, list[Sample]] = {}
         #: Blocks whose gradient, when last looked at, was no product of few rows: called several times, or with many.
         self._by_gradient: set[Block] = set()
         self._by_rows: dict[Block, bool] = {}  # what may_use_rows has told
-        #: Whether this step's statistics come from ``statistics()`` and not from the training loss.
-        self.separate = False
-        #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
-        self.apart = 0
+        self.separate = False  #: Whether this step's statistics come from ``statistics()``, not the training loss.
+        self.apart = 0  #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
         self._told_coverage = False  # if it is low
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
@@ -168,9 +166,9 @@ class Collector:
         if block is None:
             needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
             return bool(needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
-        if self._schedule.takes_all() or self._method.needs_examples or block in self.fingerprints.unverified:
-            return True
-        return self._schedule.takes_factors(block) or (self.may_use_rows(block) and block not in self._by_gradient)
+        usual = self._method.needs_examples or block in self.fingerprints.unverified or self._schedule.takes_all()
+        usual = usual or self._schedule.takes_factors(block)
+        return usual or (self.may_use_rows(block) and block not in self._by_gradient)
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -220,9 +218,11 @@ class Collector:
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
         """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
-        if self.capture.separate or len(calls) > 1:
+        if self.capture.separate or block in self.sums:
             return False
-        if not self.may_use_rows(block) or block in self.calls or block in self.sums:
+        if self._method.needs_examples and self.executor.waits:  # factors and s* are part of the step's replay
+            return not self._schedule.renews(block) and self._room.takes(block, calls)
+        if not self.may_use_rows(block) or block in self.calls or len(calls) > 1:
             return False
         count = calls[0].d.numel() // calls[0].d.shape[-1]
         return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
@@ -273,7 +273,7 @@ class Collector:
         self.capture.drop()
         self.watch.forget()
         self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
-        self.sums, self.calls, self.samples, self.separate = {}, {}, {}, False
+        self.sums, self.calls, self.samples, self.separate, self._room.taken = {}, {}, {}, False, 0
         if self._partition.owners.size > 1:
             self.overlap.forget()
 
@@ -290,7 +290,7 @@ class Collector:
             ownership.refuse(self)
         if self.watch.hooks.away:
             self.watch.catch_up()
-        gradients = {p: p.grad for p in self._partition.parameters if p.grad is not None}
+        gradients = {p: g for p in self._partition.parameters if (g := p.grad) is not None}
         doubtful = self._partition.problem or not gradients or not self.capture.examples
         if doubtful and not self._partition.is_current():
             self.set_parameters(self.offered)  # functional_call, say, had put others there for a while
@@ -299,7 +299,7 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        if any(g.layout != torch.strided for g in gradients.values()):
+        if {g.layout for g in gradients.values()} != {torch.strided}:
             refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._told_coverage and (text := low_coverage(self._partition.blocks)):

@@ -131,6 +131,28 @@ def scaling_sum_by(
     return cast(Tensor, found)
 
 
+class Room:
+    """How many bytes of calls are kept until the step.
+
+    Args:
+        limit: The most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    def takes(self, block: Block, calls: Sequence[Call]) -> bool:
+        """Tell whether there is room for more calls of a block, which can be replayed; count them if so."""
+        if block.layer.scattered or not all(c.layer in block.uses.values() for c in calls):
+            return False
+        size = sum(t.numel() * t.element_size() for c in calls for t in (c.x, c.d))
+        if self.taken + size > self.limit:
+            return False
+        self.taken += size
+        return True
+
+
 def multiplications(block: Block, sample: Sample) -> int:
     """Count those of a sample's A and B."""
     positions = sum(c.layer.positions_per_example(c.d, sample.n) for c in sample.calls) * sample.n

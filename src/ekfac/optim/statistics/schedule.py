@@ -156,6 +156,9 @@ class Schedule:
         self.derivatives = False
         #: What is due at a step, and at which: asked for many times.
         self._due: tuple[tuple[int, int], set[Block], dict[Block, tuple[int, int]]] | None = None
+        #: What blocks have in common that the intervals ask for, since none of them has strayed or waits to be counted,
+        #: and what that rests on.
+        self._calm: tuple[int, Intervals, set[Any]] | None = None
         #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
         #: forward pass would have taken something else, had that been known.
         self.maskable = (
@@ -270,6 +273,7 @@ class Schedule:
                 state = self._partition.states.get(block.key, NOTHING_YET)
                 if hasattr(state, self._method.derived) and not math.isnan(residual) and residual != NOTHING:
                     state.near = residual <= TOLERANCE and getattr(state, "near", True)
+                    self._calm = None
         self.pending = waiting
 
     def advance(self) -> list[tuple[Block, tuple[int, int]]]:
@@ -279,8 +283,10 @@ class Schedule:
             The blocks to refresh after this step, warm, and the iterations of their two sides.
         """
         found, states, derived, t = [], self._partition.states, self._method.derived, self.applied_steps + 1
-        known: dict[object, tuple[int, int]] = {}  # most blocks are alike
-        for block, index in self._partition.covered.items():
+        known: dict[Any, tuple[int, int]] = {}  # most blocks are alike
+        calm, at = self._calm, (self._partition.generation, self.intervals)
+        still = calm is not None and calm[:2] == at and not any(any(self.intervals.warm_after(t, *k)) for k in calm[2])
+        for block, index in () if still else self._partition.covered.items():
             state: dict[str, Any] = getattr(states.get(block.key), "__dict__", {})
             if "near" in state:
                 state["strayed"] = 0 if state.pop("near") else state.get("strayed", 0) + 1
@@ -289,6 +295,9 @@ class Schedule:
                 iterations = known[kind] = self.intervals.warm_after(t, *kind)
             if any(iterations) and (derived in state or self._ready_elsewhere(block)):
                 found.append((block, iterations))
+        if not still:
+            alone = self._partition.owners.size == 1
+            self._calm = (*at, set(known)) if alone and not any(strayed for *_, strayed in known) else None
         self.applied_steps = t
         # Not with several processes: another one may have had no batch to see it in.
         fixed = self.derivatives or self._refresh.deterministic or self._partition.owners.size > 1

@@ -45,10 +45,13 @@ class BlockSums:
         return found if self.scaling is None else [*found, self.scaling]
 
     def at(self, places: Iterator[Tensor]) -> BlockSums:
-        """Return the same with its :meth:`tensors` at other places."""
+        """Return the same with its :meth:`tensors`, and then its number of terms if it is one, at other places."""
         f = self.factors
         factors = None if f is None else FactorSums(next(places), f.terms, next(places))
-        return BlockSums(factors, None if self.scaling is None else next(places))
+        scaling = None if self.scaling is None else next(places)
+        if factors is not None and isinstance(factors.terms, Tensor):
+            factors.terms = next(places)
+        return BlockSums(factors, scaling)
 
 
 @dataclass(frozen=True)

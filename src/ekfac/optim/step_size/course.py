@@ -7,9 +7,11 @@ shows between steps, does what a falling rate does, without a known end.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,51 +19,16 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
-from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, fraction, norms_of
+from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
-#: Fewest and most steps over which the built-in rate rises, and how many columns are worth one of them: the first bases
-#: and second moments rest on few batches, and wide ones need more.
-RISE = (10, 100, 8)
-#: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
-LARGEST_RATE = 0.02
-NARROW = 64
 #: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
 ANNEAL = 100.0
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
-
-
-def width_of(model: nn.Module) -> float:
-    """Return how wide a network is: the geometric mean, over all its weights, of how many an output sums over.
-
-    Taps of convolutions count where nothing is normalised; where something is, its scale is not that of the weights.
-    Further dimensions of complex weights do not: mostly they are frequencies, each with a matrix of its own.
-    """
-    numbers = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    matrices = [p for p in numbers if p.dim() > 1 and p.numel()]
-    size = sum(p.numel() for p in matrices)
-    normalised = any("norm" in type(module).__name__.lower() for module in model.modules())
-    inputs = [p.shape[1] if normalised or p.is_complex() else p.numel() // len(p) for p in matrices]
-    return math.exp(sum(p.numel() / size * math.log(n) for p, n in zip(matrices, inputs, strict=True)))
-
-
-def usual_rate(width: float) -> float:
-    """Return the rate for a network: 0.02 sqrt(64 / width), at most 0.02.
-
-    A step moves every weight by about the same amount, but what that does to an output grows with how many weights the
-    output sums over.
-    """
-    return LARGEST_RATE * min(1.0, math.sqrt(NARROW / width))
-
-
-def usual_warmup(width: float) -> int:
-    """Return the steps over which the rate of a network rises."""
-    least, most, columns = RISE
-    return min(most, max(least, round(width / columns)))
 
 
 @dataclass(frozen=True)
@@ -124,6 +91,26 @@ class Shared:
     called: int
 
 
+class Pairs:
+    """Parameters and their offsets in lists, as torch takes many at once.
+
+    Args:
+        offsets: The offset of each parameter.
+    """
+
+    def __init__(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
+        self.parameters, self.offsets = list(offsets), list(offsets.values())
+        self._forms = self._now()
+
+    def _now(self) -> tuple[list[Any], ...]:
+        p = self.parameters
+        return [q.requires_grad for q in p], [q.dtype for q in p], [q.shape for q in p], [q.device for q in p]
+
+    def hold(self) -> bool:
+        """Tell whether the parameters are as they were: not frozen, cast, moved or of another shape."""
+        return self._now() == self._forms
+
+
 class WeightAverage:
     r"""Trains weights z and shows their running average x.
 
@@ -158,9 +145,12 @@ class WeightAverage:
         self.training = False
         #: Whether this model can be averaged: None until its first step.
         self.possible: bool | None = None
-        #: Of the step under way: what :attr:`possible` is after it, the parameters whose average takes it in, and c.
+        #: Of the step under way: what :attr:`possible` is after it, the parameters whose average takes it in, their
+        #: offsets, whether these are all, and c.
         self._possible_now: bool | None = None
         self.averaged: list[nn.Parameter] = []
+        self.in_step: list[Tensor] = []
+        self.takes_all = False
         self.weight = 0.0
         #: How the model was called since the last step.
         self.called = NOT_CALLED
@@ -171,7 +161,10 @@ class WeightAverage:
         self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
         self.shown: dict[Place, Tensor] = {}
-        self._buffers: Buffers | None = None
+        self._pairs: Pairs | None = None
+        self._buffers: list[Buffers] = []
+        #: Where these are, in two orders.
+        self._places: tuple[list[Place], ...] = ()
         #: The modules that keep running statistics, each with how many batches it has seen, and, once a step has told,
         #: how many in a forward: to ask every time would have the host wait. Looked for at the first forward.
         self._norms: dict[nn.Module, int] | None = None
@@ -204,29 +197,37 @@ class WeightAverage:
     @torch.no_grad()
     def _to_training(self) -> None:
         self.training = True
-        # What is frozen, or has another shape by now, stays as it is.
+        if self._pairs is None or self._sharded or not self._pairs.hold():
+            self._pair()
+        assert self._pairs is not None
+        if self.offsets:
+            model, parameters = self.model, self._pairs.parameters
+            # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
+            unseen = _unsafe_preserve_version_counter(tuple(parameters))
+            parts = list(map(held, parameters)) if self._apart else list[Tensor](parameters)
+            with resharded(model) if self._sharded and model is not None else unseen:
+                torch._foreach_add_(parts, self._pairs.offsets)
+        places = [place for place in self.statistics if place[0].training]
+        if places:
+            self.shown = {}
+            for buffers in self._buffers_at(places):
+                buffers.to_training()
+                self.shown |= buffers.shown
+
+    def _pair(self) -> None:
+        """List parameters and offsets. What is frozen, or has another shape by now, stays as it is."""
         gone = [p for p, d in self.offsets.items() if not p.requires_grad or held(p).shape != d.shape]
         for p in gone:
             del self.offsets[p]
-        if self.offsets:
-            self._sharded = any_sharded(self.offsets)
-            self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
-            model = self.model
-            # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
-            unseen = _unsafe_preserve_version_counter(tuple(self.offsets))
-            with resharded(model) if self._sharded and model is not None else unseen:
-                torch._foreach_add_(list(map(held, self.offsets)), self._moved())
-        places = [place for place in self.statistics if place[0].training]
-        if places:
-            buffers = self._buffers_at(places)
-            torch._foreach_copy_(buffers.copies, buffers.now)
-            self.shown = dict(zip(places, buffers.copies, strict=True))
-            torch._foreach_add_(buffers.now, buffers.like([self.statistics[place] for place in places]))
-            torch._foreach_clamp_min_(buffers.variances, 0)
+        self._sharded = any_sharded(self.offsets)
+        self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
+        self._moved()
+        self._pairs = Pairs(self.offsets)
 
-    def _buffers_at(self, places: list[Place]) -> Buffers:
-        if self._buffers is None or not self._buffers.hold(places):
-            self._buffers = Buffers(places)
+    def _buffers_at(self, places: list[Place]) -> list[Buffers]:
+        if places not in self._places or not all(buffers.hold() for buffers in self._buffers):
+            self._buffers = buffers_at(places, self.statistics)
+            self._places = places, [place for buffers in self._buffers for place in buffers.places]
         return self._buffers
 
     def _find_shown(self) -> None:
@@ -238,7 +239,7 @@ class WeightAverage:
         """Return the offsets where their parameters are, which the user may have moved or cast."""
         for p, d in self.offsets.items():
             if d.device != p.device or d.dtype != p.dtype.to_real():
-                self.offsets[p] = d.to(p.device, p.dtype.to_real())
+                self.offsets[p], self._pairs = d.to(p.device, p.dtype.to_real()), None
         return list(self.offsets.values())
 
     @torch.no_grad()
@@ -270,7 +271,7 @@ class WeightAverage:
             self._to_training()
 
     @torch.no_grad()
-    def begin_step(self, parameters: Iterable[nn.Parameter], t: int, shared: Shared | None = None) -> None:
+    def begin_step(self, parameters: Sequence[nn.Parameter], t: int, shared: Shared | None = None) -> None:
         """Make sure that the parameters hold z; nothing is decided, as the step may yet be refused.
 
         Args:
@@ -278,8 +279,16 @@ class WeightAverage:
             t: How many steps there were before.
             shared: What all processes know of the step, where others take it too.
         """
+        self._possible_now = self.possible
+        pairs, usual = self._pairs, shared is None and self.possible and self.training
+        if usual and pairs is not None and len(parameters) == len(pairs.parameters):
+            same = all(map(operator.is_, parameters, pairs.parameters))
+            if same and all(p.grad is not None for p in pairs.parameters):
+                self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
+                self.weight = (POWER + 1) / (t + POWER + 1)
+                return
         wanted = dict.fromkeys(parameters)
-        self.averaged, self.weight, self._possible_now = [], 0.0, self.possible
+        self.averaged, self.in_step, self.takes_all, self.weight = [], [], False, 0.0
         if not (wanted or self.offsets):
             return
         if shared is not None:
@@ -292,12 +301,15 @@ class WeightAverage:
             self._to_training()
         for p in self.offsets.keys() - wanted.keys():  # which go on from z
             del self.offsets[p]
+            self._pairs = None
         full = [p for p in wanted if p.dtype.to_real() in (torch.float32, torch.float64)]
         self.averaged = [p for p in full if (p.grad is not None if shared is None else p in shared.gradients)]
         self.weight = (POWER + 1) / (t + POWER + 1)
         for p in self.averaged:
             if p not in self.offsets:
-                self.offsets[p] = torch.zeros_like(held(p))
+                self.offsets[p], self._pairs = torch.zeros_like(held(p)), None
+        self.in_step = [self.offsets[p] for p in self.averaged]
+        self.takes_all = len(self.averaged) == len(self.offsets)
         self._sharded = shared is not None and any_sharded(self.offsets)
         self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
 
@@ -328,12 +340,13 @@ class WeightAverage:
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
     @torch.no_grad()
-    def end_step(self, done: bool | None, ok: Tensor | None) -> None:
+    def end_step(self, done: bool | None, ok: Tensor | None, shown: bool = False) -> None:
         """Take the new running statistics into their average, d <- (1 - c) (z - x), and show everything.
 
         Args:
             done: Whether the step was taken: False if it was skipped, None if there was no gradient.
             ok: 0 on the device in a step that changed nothing; None where that is known.
+            shown: Whether the update has left x in the parameters.
         """
         called, self.called = self.called, NOT_CALLED
         if done:
@@ -346,44 +359,21 @@ class WeightAverage:
         if self._calls is None:
             seen = {module: batches_of(module) - before for module, before in norms.items()}
             self._calls = {module: max(1, batches // max(1, forwards)) for module, batches in seen.items()}
-        for module in norms:
-            for name in STATISTICS if module.training else ():
-                if (module, name) not in self.shown:
-                    self.statistics[module, name] = torch.zeros_like(getattr(module, name))
+        if norms and len(self.shown) < len(STATISTICS) * sum([module.training for module in norms]):
+            new = [(m, name) for m in norms if m.training for name in STATISTICS if (m, name) not in self.shown]
+            self.statistics.update((place, torch.zeros_like(getattr(*place))) for place in new)
         if self.shown:
-            self._average_statistics(forwards, self.weight if done else 0.0, ok)
+            for buffers in self._buffers_at(list(self.shown)):
+                if any(map(operator.is_not, buffers.shown.values(), [self.shown[place] for place in buffers.places])):
+                    buffers.find_shown(self.shown)
+                buffers.average(forwards, self._calls, self.weight if done else 0.0, ok)
+            self.shown = {}
         if self._sharded:
             self._let_go()
-        parts = map(held, self.offsets) if self._apart else self.offsets
-        torch._foreach_sub_(list(parts), list(self.offsets.values()))
+        if not shown:
+            parts = list(map(held, self.offsets)) if self._apart else list[Tensor](self.offsets)
+            torch._foreach_sub_(parts, list(self.offsets.values()))
         self.training = False
-
-    def _average_statistics(self, forwards: int, weight: float, ok: Tensor | None) -> None:
-        """Take what the batches of this step had into the running statistics of x: x <- x + c (b - x).
-
-        A module's own go from z to z' = z + f (b - z), where f is its momentum, or more after several batches.
-
-        Args:
-            forwards: How many batches there were.
-            weight: c.
-            ok: 0 on the device in a step that changed nothing; None where that is known.
-        """
-        places, shown = list(self.shown), list(self.shown.values())
-        buffers = self._buffers_at(places)
-        now, moved, d = buffers.now, buffers.moved, buffers.like([self.statistics[place] for place in places])
-        torch._foreach_sub_(now, shown)  # z' - x, which is z - x of the next step, less what x is to move
-        torch._foreach_copy_(moved, now)
-        torch._foreach_sub_(moved, d)
-        torch._foreach_div_(moved, [fraction(m, forwards * (self._calls or {}).get(m, 1)) for m, _ in places])
-        torch._foreach_add_(moved, d)  # b - x
-        torch._foreach_mul_(moved, weight if ok is None else (weight * ok).to(moved[0]))
-        torch._foreach_copy_(d, now)
-        torch._foreach_sub_(d, moved)
-        torch._foreach_copy_(now, shown)
-        torch._foreach_add_(now, moved)
-        torch._foreach_clamp_min_(buffers.variances, 0)
-        self.statistics.update(zip(places, d, strict=True))
-        self.shown = {}
 
     def adopt(
         self,
@@ -395,5 +385,6 @@ class WeightAverage:
     ) -> None:
         """Go on from what a checkpoint has, in place of what is there."""
         self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
+        self._pairs, self._buffers, self._places = None, [], ()
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
         self._sharded = any_sharded(offsets)

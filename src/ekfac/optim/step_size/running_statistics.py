@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +18,80 @@ Place = tuple[nn.Module, str]
 
 
 class Buffers:
-    """Running statistics in lists, as torch takes many tensors at once, with room for two copies of each.
+    """Running statistics of one dtype on one device, one after the other in flat tensors, variances last.
 
     Args:
         places: Where they are.
+        statistics: z - x of each; its entries are then parts of a flat tensor.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = places
-        self.now: list[Tensor] = [getattr(module, name) for module, name in places]
-        self.copies = [torch.empty_like(b) for b in self.now]
-        self.moved = [torch.empty_like(b) for b in self.now]
-        self.variances = [b for b, (_, name) in zip(self.now, places, strict=True) if name == VARIANCE]
+    def __init__(self, places: Sequence[Place], statistics: dict[Place, Tensor]) -> None:
+        self.places = sorted(places, key=lambda place: place[1] == VARIANCE)
+        self.now: list[Tensor] = [getattr(module, name) for module, name in self.places]
+        sizes = [b.numel() for b in self.now]
+        self._means = sum(size for size, (_, name) in zip(sizes, self.places, strict=True) if name != VARIANCE)
+        flat = self.now[0].new_zeros(4, sum(sizes))
+        self._x, self._d, self._z, self._fractions = flat.unbind()
+        self._shown, kept, self._moved, self._divisors = (
+            [part.view_as(b) for part, b in zip(one.split(sizes), self.now, strict=True)] for one in flat.unbind()
+        )
+        torch._foreach_copy_(kept, [statistics[place].to(b) for place, b in zip(self.places, self.now, strict=True)])
+        statistics.update(zip(self.places, kept, strict=True))
+        #: x of each.
+        self.shown = dict(zip(self.places, self._shown, strict=True))
+        self._modules = [module for module, _ in self.places]
+        self._divided_for: list[Any] = []
 
-    def hold(self, places: Sequence[Place]) -> bool:
-        """Tell whether these are what is at some places: a model that is moved or cast gets others."""
-        if self.places != places:
-            return False
-        return all(map(operator.is_, self.now, [module._buffers.get(name) for module, name in places]))
+    def hold(self) -> bool:
+        """Tell whether these are what is at the places: a model that is moved or cast gets others."""
+        return all(map(operator.is_, self.now, [module._buffers.get(name) for module, name in self.places]))
 
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the devices and in the dtypes of these."""
-        pairs = zip(tensors, self.now, strict=True)
-        return [t if t.dtype == b.dtype and t.device == b.device else t.to(b) for t, b in pairs]
+    def to_training(self) -> None:
+        """Keep x, which is there, and put z = x + d there."""
+        torch._foreach_copy_(self._shown, self.now)
+        torch.add(self._x, self._d, out=self._z)
+        self._z[self._means :].clamp_min_(0)
+        torch._foreach_copy_(self.now, self._moved)
+
+    def average(self, forwards: int, calls: Mapping[nn.Module, int], weight: float, ok: Tensor | None) -> None:
+        """Take what the batches of a step had into x and show it: x <- x + c (b - x).
+
+        A module's own go from z to z' = z + f (b - z), where f is its momentum, or more after several batches.
+
+        Args:
+            forwards: How many forwards there were.
+            calls: How many batches of each norm a forward has, where that is not one.
+            weight: c.
+            ok: 0 on the device in a step that changed nothing; None where that is known.
+        """
+        self._divide_for([forwards, *(getattr(module, "momentum", None) for module in self._modules)], calls)
+        torch._foreach_copy_(self._moved, self.now)
+        self._z.sub_(self._x)  # z' - x, which is z - x of the next step, less what x is to move
+        moved = (self._z - self._d).div_(self._fractions).add_(self._d)  # b - x
+        moved.mul_(weight if ok is None else (weight * ok).to(moved))
+        torch.sub(self._z, moved, out=self._d)
+        self._x.add_(moved)
+        self._x[self._means :].clamp_min_(0)
+        torch._foreach_copy_(self.now, self._shown)
+
+    def find_shown(self, shown: Mapping[Place, Tensor]) -> None:
+        """Take x from elsewhere."""
+        torch._foreach_copy_(self._shown, [shown[place] for place in self.places])
+
+    def _divide_for(self, key: list[Any], calls: Mapping[nn.Module, int]) -> None:
+        if key != self._divided_for:
+            for divisor, module in zip(self._divisors, self._modules, strict=True):
+                divisor.fill_(fraction(module, key[0] * calls.get(module, 1)))
+            self._divided_for = key
+
+
+def buffers_at(places: Sequence[Place], statistics: dict[Place, Tensor]) -> list[Buffers]:
+    """Return the running statistics at some places, those of one dtype on one device together."""
+    kinds: dict[object, list[Place]] = {}
+    for module, name in places:
+        b = getattr(module, name)
+        kinds.setdefault((b.dtype, b.device), []).append((module, name))
+    return [Buffers(alike, statistics) for alike in kinds.values()]
 
 
 def fraction(module: nn.Module, batches: int) -> float:

@@ -1,0 +1,68 @@
+"""Triton's compilation of the kernels, begun while the first batch is on its way: it takes seconds.
+
+Nothing here touches the device, or need succeed: what is not compiled by the first launch is compiled then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import threading
+from typing import Any
+
+import torch
+
+from ekfac.optim.methods.belief import Belief
+
+#: What is being compiled, and what has been begun before.
+_under_way: list[threading.Thread] = []
+_begun: set[object] = set()
+
+
+def compile_ahead(device: torch.device, rule: Any) -> None:
+    """Begin to compile what a rule's steps will launch on a device, in threads; nothing where there are no kernels."""
+    if type(rule) is not Belief or device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return
+    if (key := (device, rule)) in _begun:
+        return
+    _begun.add(key)
+    for function in (_rule, _update):
+        thread = threading.Thread(target=_quietly, args=(function, rule), name="ekfac compiles kernels")
+        thread.start()
+        _under_way.append(thread)
+
+
+def wait() -> None:
+    """Wait until what was begun is done."""
+    while _under_way:
+        _under_way.pop().join()
+
+
+def _quietly(function: Any, rule: Any) -> None:
+    with contextlib.suppress(Exception):  # the first launch tells
+        function(rule)
+
+
+def _rule(rule: Any) -> None:
+    from ekfac.optim.cuda import kernels as k
+
+    single, double = torch.float32, torch.float64
+    shared = {"BETA_2": float(rule.betas[1]), "CAUTIOUS": rule.cautious, "PARTS": k.PARTS, "TILE": k.TILE}
+    own = {"EPS": rule.eps, "FLOOR": rule.floor, "SPIKE": rule.spike}
+    _compile(k.measure, [*[single] * 4, *[double] * 4, 1, 1], {"PARTS": k.PARTS, "TILE": k.TILE})
+    _compile(k.update, [*[single] * 7, *[double] * 3, 1, 1], {**own, **shared})
+    _compile(k.scale, [*[single] * 2, *[double] * 3, 1, 1], shared)
+
+
+def _update(rule: Any) -> None:
+    from ekfac.optim.cuda import update_kernels as k
+
+    _compile(k.update, [torch.int64, *[torch.float64] * 4], {"TILE": k.TILE})
+
+
+def _compile(kernel: Any, arguments: list[Any], built_in: dict[str, Any]) -> None:
+    """Make a kernel, and the C function that launches it, for tensors of some dtypes and numbers."""
+    from triton.runtime import driver
+
+    compiled = kernel.warmup(*arguments, grid=(1, 1), **built_in)
+    driver.active.launcher_cls(compiled.src, compiled.metadata)
