@@ -102,8 +102,8 @@ def both_ways(device: str, kind: str, make, steps: int = 40, **options: object) 
     emulated=[("running", "clip"), ("running", "rates"), ("per_example", "sizes")],
 )
 def test_replayed_steps_equal_those_that_are_run(device: str, rule: str, kind: str) -> None:
-    # With each example's scalings batches of another size are another step, which is seen twice before it is recorded.
-    steps = 60 if (rule, kind) == ("per_example", "sizes") else 40
+    # With each example's scalings a batch that A and B take in, or one of another size, is another step.
+    steps = 70 if rule == "per_example" else 40
     both_ways(device, kind, ekfac.EKFAC, scaling=rule, lr=1e-3, damping=1e-2, refresh_every=10, steps=steps)
 
 
