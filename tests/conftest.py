@@ -83,5 +83,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what has been imported and collected out of every garbage collection: it takes a third of a second each."""
+    leave_out_of_collections()
+
+
+def leave_out_of_collections() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def quick_collections() -> None:
+    """For tests that collect: what others have imported or kept since is left out too, and for good."""
+    leave_out_of_collections()
