@@ -4,6 +4,7 @@ With torch, numpy, pytest and hypothesis alone, as on a machine that is lent for
 out: ``python -m pytest -m gpu tests`` runs there.
 """
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -58,7 +59,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 if hasattr(os, "SCHED_BATCH"):
     # Gloo's thread spins while another holds its lock. As a batch job, like all that is started from here, it does not
     # push that other off its core when data comes: ranks that outnumber the cores take half the time.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):  # where it is forbidden they are slower
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 if not torch.cuda.is_available():
