@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+# What has been compiled is kept, asserts as pytest rewrites them too: without, every process of the tests takes longer to
+# compile than for all else before the first test.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests run in one process per core, so each of them takes one thread. Each process gets tests that follow one another:
 # what a file prepares for all of its tests is then made once.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist worksteal

@@ -10,7 +10,6 @@ import gc
 import random
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -243,15 +242,6 @@ def test_a_gradient_set_to_zero_moves_nothing_and_breaks_nothing() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Let the collector look only at what a test makes, not at all that was imported before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("quick_collections")

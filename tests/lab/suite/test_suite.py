@@ -23,6 +23,8 @@ from ekfac.lab.suite.tasks import TASKS, Context
 from ekfac.lab.suite.training import train
 from lab.suite.cases import record, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_collections")  # the suite collects after every run
+
 RUNS = 4 + 2 * (3 + 1) + (3 + 1)  # EKFAC: two rates, two seeds; the others: three rates, and the best again
 
 

@@ -334,7 +334,7 @@ def test_term_ends_a_search_with_its_workers_and_it_goes_on_later(tmp_path: Path
     words += ["--workers", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     held = {**environment, "EKFAC_TEST_SLEEP": "0.02", "EKFAC_TEST_HOLD": "1,120"}
-    process = started.start(words, env=held)
+    process = started.start(words, env=held, forks=True)
     wait_until(lambda: bool(list(tmp_path.glob("runs/*/checkpoint.pt"))) or process.poll() is not None)
     process.terminate()
     _, error = process.communicate(timeout=120)

@@ -81,12 +81,10 @@ def some(habits: list[Habit], together: list[Habit]) -> Any:
     HABITS,
     [
         always_clips,
-        skips_a_layer,
-        together(sizes, evaluates, asks),
+        together(skips_a_layer, freezes),
+        together(sizes, evaluates, asks, options, new_group),
         together(rates, takes_statistics, keeps_zeros, loads),
-        together(options, new_group),
         together(clips, accumulates),
-        freezes,
     ],
 )
 def test_the_default_on_an_mlp(habit: Habit) -> None:
