@@ -10,9 +10,11 @@ so a CUDA graph can hold the step, and a step with a gradient that is not finite
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -142,6 +144,15 @@ def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
     """Return the norm of each block's part of x; of order 1 the sum of its magnitudes."""
     lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
     return lengths.item() if x.is_cpu and blocks == 1 else lengths
+
+
+def by_block(function: Callable[..., tuple[Number, ...]], *numbers: Number) -> list[Number]:
+    """Call a function of numbers; on a CPU of each block's apart, as a small tensor takes longer than a float."""
+    if not any(isinstance(number, Tensor) and number.is_cpu for number in numbers):
+        return list(function(*numbers))
+    columns = (number.tolist() if isinstance(number, Tensor) else itertools.repeat(number) for number in numbers)
+    found = [function(*each) for each in zip(*columns, strict=False)]
+    return [torch.tensor(column, dtype=torch.float64) for column in zip(*found, strict=True)]
 
 
 def square_of(x: Tensor) -> Number:
