@@ -163,7 +163,7 @@ class EKFAC(Optimizer):
         # A decay that nobody has asked for leaves vectors and embeddings alone, and never pulls against a step.
         update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
         if hasattr(rule, "betas"):
-            update["betas"] = tuple(rule.betas)
+            update |= {"betas": tuple(rule.betas), "betas_named": betas is not None or isinstance(scaling, Rule)}
         everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
         check_group("step_size", step_size)
         course = course_of(step_size.decay_steps, total_steps, warmup)

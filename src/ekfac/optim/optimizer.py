@@ -130,7 +130,7 @@ class Optimizer(Base, Joinable, Grouped):
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
             if engine.schedule.derivatives and not known:
-                self._end_default_decay()
+                self._suit_derivatives()
         return loss
 
     def _only_to_initialise(self) -> bool:

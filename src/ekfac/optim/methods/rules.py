@@ -54,6 +54,8 @@ class Rule(ABC):
     lr: ClassVar[float] = 0.01
     weight_decay: ClassVar[float] = 0.0
     warms_up: ClassVar[bool] = False
+    #: The betas for losses with derivatives of the network inside, where none are given; None for the usual ones.
+    of_derivatives: ClassVar[tuple[float, float] | None] = None
     #: Names of means that live in the basis and are carried to the next one.
     moments: ClassVar[tuple[str, ...]] = ()
     #: Whether S_A and S_B have a part in the step.
@@ -97,6 +99,11 @@ class Rule(ABC):
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         """Return g / damped s."""
         return step.g / step.damped(state.s)
+
+    def change_betas(self, state: EigenState, old: tuple[float, float], new: tuple[float, float]) -> None:
+        """Have m stand for the same mean when its decay becomes another; that of s stays."""
+        if hasattr(state, "m"):
+            state.m.mul_(spread(remaining(new[0], state.count) / remaining(old[0], state.count), state.m))
 
     def second_moment(self, state: EigenState) -> Tensor:
         """Return s in the units of the Fisher matrix."""
