@@ -154,6 +154,10 @@ def ekfac_default(net: nn.Module, lr: float) -> torch.optim.Optimizer:
     return ekfac.EKFAC(net, lr=lr, weight_decay=0.0)
 
 
+def ekfac_shorter_mean(net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return ekfac.EKFAC(net, lr=lr, weight_decay=0.0, betas=(0.95, 0.95))
+
+
 def ekfac_not_cautious(net: nn.Module, lr: float) -> torch.optim.Optimizer:
     return ekfac.EKFAC(net, lr=lr, weight_decay=0.0, scaling=ekfac.rules.Belief(cautious=False))
 
@@ -174,11 +178,12 @@ def ekfac_own_course(**options: Any) -> Callable[[nn.Module], Step]:
     return build
 
 
-RATES = (3e-3, 1e-2, 3e-2)
+RATES = (1e-2, 3e-2, 6e-2)
 METHODS: dict[str, list[tuple[str, Callable[[nn.Module], Step]]]] = {
     "Adam": [(f"{lr:g}", drawing(adam, lr)) for lr in RATES],
     "SOAP": [(f"{lr:g}", drawing(soap, lr)) for lr in RATES],
     "EKFAC": [(f"{lr:g}", drawing(ekfac_default, lr)) for lr in RATES],
+    "EKFAC, betas 0.95": [(f"{lr:g}", drawing(ekfac_shorter_mean, lr)) for lr in RATES],
     "EKFAC, not cautious": [(f"{lr:g}", drawing(ekfac_not_cautious, lr)) for lr in RATES],
     "EKFAC, no decay": [("own course", ekfac_own_course(weight_decay=0.0))],
     "EKFAC, nothing set": [("own course", ekfac_own_course())],

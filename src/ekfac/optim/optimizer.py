@@ -193,7 +193,7 @@ class Optimizer(Base, Joinable, Grouped):
         where no course is asked for; an average that is asked for is for all.
         """
         t, automatic, average = self.engine.schedule.applied_steps, self.course.automatic, self.average
-        factor = self.course.factor(t)
+        factor = self.course.factor(t, self.engine.schedule.derivatives)
         groups, fixed, compares = [], [], self.lr_fraction.start is not None
         averaged: list[nn.Parameter] = []
         for index, g in enumerate(self.param_groups):

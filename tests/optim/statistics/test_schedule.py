@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ekfac import EKFAC, Refresh, rules
+from ekfac import EKFAC, Refresh, StepSize, rules
 from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVAL_OF_DERIVATIVES, START
 
 
@@ -121,6 +121,25 @@ def test_the_mean_of_a_loss_with_derivatives_is_longer_unless_betas_are_set(
     again.load_state_dict(deepcopy(opt.state_dict()))
     train(model, again, loss, 1)
     assert again.param_groups[0]["betas"] == left
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "rate"),
+    [
+        (slopes, {}, 0.04 / (1 + 40 / 200)),
+        (values, {}, 0.02 / (1 + 40 / 100) ** 0.5),
+        (slopes, {"lr": 0.01}, 0.01),
+        (slopes, {"total_steps": 80}, 0.02 * 0.5),
+        (slopes, {"step_size": StepSize(decay_steps=40)}, 0.02 / 2**0.5),
+    ],
+)
+def test_the_built_in_rate_is_larger_at_first_and_falls_faster(
+    loss: Callable[[nn.Module], Tensor], options: dict[str, Any], rate: float
+) -> None:
+    model = network()
+    opt = EKFAC(model, **options)
+    train(model, opt, loss, 40)
+    assert opt._rates().groups[0].lr == pytest.approx(rate)
 
 
 def test_it_is_as_if_these_betas_had_been_set() -> None:

@@ -21,14 +21,14 @@ from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place,
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
-#: Fewest and most steps over which the built-in rate rises, and how many columns are worth one of them: the first bases
-#: and second moments rest on few batches, and wide ones need more.
+#: Fewest and most steps over which the built-in rate rises, and columns for each: first, wide bases rest on few batches.
 RISE = (10, 100, 8)
 #: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
 LARGEST_RATE = 0.02
 NARROW = 64
 #: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
 ANNEAL = 100.0
+OF_DERIVATIVES = (2.0, 200.0)  # so many times the rate, which falls as 1 / (1 + t / so many)
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: How a model was called since the last step, if at all.
@@ -39,7 +39,7 @@ def width_of(model: nn.Module) -> float:
     """Return how wide a network is: the geometric mean, over all its weights, of how many an output sums over.
 
     Taps of convolutions count where nothing is normalised; where something is, its scale is not that of the weights.
-    Further dimensions of complex weights do not: mostly they are frequencies, each with a matrix of its own.
+    Further dimensions of complex weights do not: mostly they are frequencies with a matrix each.
     """
     numbers = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     matrices = [p for p in numbers if p.dim() > 1 and p.numel()]
@@ -60,8 +60,7 @@ def usual_rate(width: float) -> float:
 
 def usual_warmup(width: float) -> int:
     """Return the steps over which the rate of a network rises."""
-    least, most, columns = RISE
-    return min(most, max(least, round(width / columns)))
+    return min(RISE[1], max(RISE[0], round(width / RISE[2])))
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,14 @@ class RateCourse:
         if self.total_steps is not None:
             checks.integer("total_steps", self.total_steps, least=1)
 
-    def factor(self, t: int) -> float:
+    def factor(self, t: int, derivatives: bool = False) -> float:
         """Return the factor of the step after t applied ones."""
         warmup = self.warmup if self.total_steps is None else min(self.warmup, max(1, self.total_steps // 10))
         rise = min(1.0, (t + 1) / warmup) if warmup else 1.0
         if self.total_steps is not None:
             return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, t / self.total_steps)))
+        if self.automatic and derivatives:
+            return rise * OF_DERIVATIVES[0] / (1 + t / OF_DERIVATIVES[1])
         return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
 
 
