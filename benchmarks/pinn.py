@@ -232,13 +232,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is shared")
     parser.add_argument("--log", type=Path, help="a file to which every run adds a line")
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--rates", type=float, nargs="*", help="only these of the rates")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
     clock = time.perf_counter if args.clock == "wall" else (lambda: time.process_time() / args.threads)
     print(f"{args.seconds:g} s ({args.clock}), {args.threads} threads, {args.seeds} seeds\n")
-    runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name]]
+    left = {f"{lr:g}" for lr in RATES} - {f"{lr:g}" for lr in args.rates or RATES}
+    runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name] if lr not in left]
     found: dict[tuple[str, str], list[tuple[float, int]]] = {(name, lr): [] for name, lr, _ in runs}
     for seed in range(args.seeds):
         under_way = {(name, lr): Run(build, args.seconds, seed, clock) for name, lr, build in runs}

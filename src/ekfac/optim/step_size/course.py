@@ -21,7 +21,7 @@ from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place,
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
-#: Fewest and most steps over which the built-in rate rises, and columns for each: first, wide bases rest on few batches.
+#: Fewest and most steps over which the built-in rate rises, and columns for each: wide bases rest on few batches yet.
 RISE = (10, 100, 8)
 #: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
 LARGEST_RATE = 0.02
