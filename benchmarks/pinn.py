@@ -228,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="time of every run")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is shared")
     parser.add_argument("--log", type=Path, help="a file to which every run adds a line")
@@ -242,7 +243,7 @@ def main() -> None:
     left = {f"{lr:g}" for lr in RATES} - {f"{lr:g}" for lr in args.rates or RATES}
     runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name] if lr not in left]
     found: dict[tuple[str, str], list[tuple[float, int]]] = {(name, lr): [] for name, lr, _ in runs}
-    for seed in range(args.seeds):
+    for seed in range(args.first, args.first + args.seeds):
         under_way = {(name, lr): Run(build, args.seconds, seed, clock) for name, lr, build in runs}
         training = list(under_way.values())
         while training:
