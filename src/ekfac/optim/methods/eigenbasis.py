@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
@@ -56,7 +57,8 @@ class EigenMethod:
         if not block.covered:
             return None
         kept = state.__dict__
-        return Basis(block.shape, kept.get("U_A"), kept.get("U_B"), state.S_A, state.S_B)
+        # Three dimensions always, so that nothing is to be broadcast, which takes longer than a small product.
+        return Basis(block.shape, kept.get("U_A"), kept.get("U_B"), state.S_A, state.S_B, torch.bmm)
 
     # --- a new basis ----------------------------------------------------------------------------------------------
 

@@ -144,7 +144,8 @@ def spread(numbers: Number, over: Tensor) -> Tensor:
     numbers = numbers.to(over)
     if not numbers.dim():
         return numbers
-    return numbers.repeat_interleave(len(over) // len(numbers))[:, None, None]
+    each = len(over) // len(numbers)
+    return (numbers if each == 1 else numbers.repeat_interleave(each)).view(-1, 1, 1)
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
