@@ -90,7 +90,7 @@ class Belief(TorchRule):
             weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5
             return -weight / before, weight * factor, factor, self.floor**0.5 / remaining(beta1, count)
 
-        lengths = (norms(of, step.blocks, order) for of, order in ((seen, 2), (m, 2), (s, 1)))
+        lengths = norms(seen, step.blocks), norms(m, step.blocks), norms(s, step.blocks, 1)
         of_m, of_g, factor, of_mean = by_block(weights, count, *lengths)
         noise = (m * spread(of_m, m)).addcmul_(seen, spread(of_g, seen))
         # m <- beta_1 m + (1 - beta_1) g
@@ -103,7 +103,7 @@ class Belief(TorchRule):
         beta1, beta2 = step.rates.betas or self.betas
         m, s = state.m, state.s
         count = state.count.item() if state.count.is_cpu and step.blocks == 1 else state.count
-        (root,) = by_block(lambda count: (remaining(beta2, count, root=True),), count)
+        root = remaining(beta2, count, root=True)
         x = m / s.sqrt().add_(spread(self.eps * root, s))
         length = left = norms(x, step.blocks)
         if self.cautious:

@@ -100,7 +100,11 @@ class EigenMethod:
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
         """Compute g = U_B^T G U_A, and the same of the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
-        step.g = in_basis(step.gradient, basis)
+        gradient = step.gradient
+        if basis is not None and isinstance(gradient, Tensor):
+            step.g = basis.project(gradient)
+        else:
+            step.g = in_basis(gradient, basis)
         if not step.small:
             step.g = within_range(step.g)
         step.seen = step.g

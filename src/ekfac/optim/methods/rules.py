@@ -10,11 +10,10 @@ so a CUDA graph can hold the step, and a step with a gradient that is not finite
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -154,12 +153,12 @@ def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
     return lengths.item() if x.is_cpu and blocks == 1 else lengths
 
 
-def by_block(function: Callable[..., tuple[Number, ...]], *numbers: Number) -> list[Number]:
+def by_block(function: Callable[..., tuple[Number, ...]], count: Number, *numbers: Number) -> Sequence[Number]:
     """Call a function of numbers; on a CPU of each block's apart, as a small tensor takes longer than a float."""
-    if not any(isinstance(number, Tensor) and number.is_cpu for number in numbers):
-        return list(function(*numbers))
-    columns = (number.tolist() if isinstance(number, Tensor) else itertools.repeat(number) for number in numbers)
-    found = [function(*each) for each in zip(*columns, strict=False)]
+    if not (isinstance(count, Tensor) and count.is_cpu):
+        return function(count, *numbers)
+    columns = [number.tolist() for number in (count, *numbers) if isinstance(number, Tensor)]
+    found = [function(*each) for each in zip(*columns, strict=True)]
     return [torch.tensor(column, dtype=torch.float64) for column in zip(*found, strict=True)]
 
 
