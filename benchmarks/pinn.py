@@ -154,6 +154,10 @@ def ekfac_default(net: nn.Module, lr: float) -> torch.optim.Optimizer:
     return ekfac.EKFAC(net, lr=lr, weight_decay=0.0)
 
 
+def ekfac_shorter_mean(net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return ekfac.EKFAC(net, lr=lr, weight_decay=0.0, betas=(0.95, 0.95))
+
+
 def ekfac_not_cautious(net: nn.Module, lr: float) -> torch.optim.Optimizer:
     return ekfac.EKFAC(net, lr=lr, weight_decay=0.0, scaling=ekfac.rules.Belief(cautious=False))
 
@@ -174,11 +178,12 @@ def ekfac_own_course(**options: Any) -> Callable[[nn.Module], Step]:
     return build
 
 
-RATES = (3e-3, 1e-2, 3e-2)
+RATES = (1e-2, 3e-2, 6e-2)
 METHODS: dict[str, list[tuple[str, Callable[[nn.Module], Step]]]] = {
     "Adam": [(f"{lr:g}", drawing(adam, lr)) for lr in RATES],
     "SOAP": [(f"{lr:g}", drawing(soap, lr)) for lr in RATES],
     "EKFAC": [(f"{lr:g}", drawing(ekfac_default, lr)) for lr in RATES],
+    "EKFAC, betas 0.95": [(f"{lr:g}", drawing(ekfac_shorter_mean, lr)) for lr in RATES],
     "EKFAC, not cautious": [(f"{lr:g}", drawing(ekfac_not_cautious, lr)) for lr in RATES],
     "EKFAC, no decay": [("own course", ekfac_own_course(weight_decay=0.0))],
     "EKFAC, nothing set": [("own course", ekfac_own_course())],
@@ -223,19 +228,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="time of every run")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is shared")
     parser.add_argument("--log", type=Path, help="a file to which every run adds a line")
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--rates", type=float, nargs="*", help="only these of the rates")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
     clock = time.perf_counter if args.clock == "wall" else (lambda: time.process_time() / args.threads)
     print(f"{args.seconds:g} s ({args.clock}), {args.threads} threads, {args.seeds} seeds\n")
-    runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name]]
+    left = {f"{lr:g}" for lr in RATES} - {f"{lr:g}" for lr in args.rates or RATES}
+    runs = [(name, lr, build) for name in args.only for lr, build in METHODS[name] if lr not in left]
     found: dict[tuple[str, str], list[tuple[float, int]]] = {(name, lr): [] for name, lr, _ in runs}
-    for seed in range(args.seeds):
+    for seed in range(args.first, args.first + args.seeds):
         under_way = {(name, lr): Run(build, args.seconds, seed, clock) for name, lr, build in runs}
         training = list(under_way.values())
         while training:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ekfac
 from ekfac.optim.stacks import Stack
+from ekfac.optim.statistics.schedule import DENSE
 
 
 def equal_layers() -> nn.Module:
@@ -56,6 +58,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.1},
     "identity": {"coverage": ekfac.Coverage(basis="identity")},
 }
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(layers: int) -> int:
+    """Return how many operations of torch's a step takes that takes in no statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double()
+    opt = ekfac.EKFAC(model, lr=0.01)
+    train(model, opt, DENSE + 2)
+    nn.functional.cross_entropy(model(torch.randn(24, 4).double()), torch.randint(3, (24,))).backward()
+    with Counted() as counted:
+        opt.step()
+    return counted.operations
+
+
+def test_a_step_of_small_layers_is_few_operations_whether_they_are_alone_or_stacked() -> None:
+    """On a CPU, where the time of a small network's step is their number."""
+    assert operations_of_a_step(1) <= 75
+    assert operations_of_a_step(2) <= 85
+    assert operations_of_a_step(4) <= 97
 
 
 @pytest.mark.parametrize("network", [equal_layers, grouped_convolutions])

@@ -65,10 +65,11 @@ class EKFAC(Optimizer):
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.02
             for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones. It then warms up over 10 to 100 steps
             and decays as 1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
-            (``StepSize.average``). A torch scheduler, or a rate written into the groups, turns all of this off. Set
+            (``StepSize.average``). For losses with derivatives of the network inside, it is twice as large and decays
+            as 1 / (1 + t / 200). A torch scheduler, or a rate written into the groups, turns all of this off. Set
             ``lr`` for ``ReduceLROnPlateau``, which cannot be detected in advance.
-        betas: Decays of m and s, by default (0.95, 0.95). They are kept in the parameter groups, where torch's cyclic
-            schedulers find them.
+        betas: Decays of m and s, by default (0.95, 0.95), and (0.98, 0.95) for losses with derivatives. They are kept
+            in the parameter groups, where torch's cyclic schedulers find them.
         weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions, only where the step
             makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for embeddings, for other
             parameters, and for losses with derivatives of the network inside.
@@ -164,7 +165,7 @@ class EKFAC(Optimizer):
         # A decay that nobody has asked for leaves vectors and embeddings alone, and never pulls against a step.
         update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
         if hasattr(rule, "betas"):
-            update["betas"] = tuple(rule.betas)
+            update |= {"betas": tuple(rule.betas), "betas_named": betas is not None or isinstance(scaling, Rule)}
         everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
         check_group("step_size", step_size)
         course = course_of(step_size.decay_steps, total_steps, warmup)

@@ -85,6 +85,8 @@ class Grouped(torch.optim.Optimizer):
             group.setdefault("decay_vectors", True)
             group.setdefault("cautious_decay", False)
         group.setdefault("lr_named", "lr" in group)
+        if "betas" in group:
+            group.setdefault("betas_named", True)
         damping = self._as_function(group.get("damping", defaults["damping"]))
         check_update_options({**defaults, **group, "damping": damping})
         if callable(damping):
@@ -93,11 +95,24 @@ class Grouped(torch.optim.Optimizer):
         group["params"] = [(names[p], p) for p in parameters]
         return group
 
-    def _end_default_decay(self) -> None:
-        """Let no weights decay any more that nobody has asked to: a decay pulls the solution of an equation to zero."""
+    def _suit_derivatives(self) -> None:
+        """Set what suits losses with derivatives where nobody has asked for anything: no decay, and the rule's betas.
+
+        A decay pulls the solution of an equation to zero.
+        """
+        rule, changed = self.engine.elementwise.rule, set[nn.Parameter]()
+        old: Any = self.defaults.get("betas")
+        new = rule.of_derivatives
         for group in self.param_groups:
             if group["cautious_decay"]:
                 group["weight_decay"] = 0.0
+            if new is not None and not group.get("betas_named", True) and group["betas"] == old:
+                group["betas"] = new
+                changed.update(group["params"])
+        for block in self.engine.partition.blocks:
+            state: Any = self.engine.partition.states.get(block.key)
+            if new is not None and state is not None and block.key in changed:
+                rule.change_betas(state, old, new)
 
     def _as_function(self, damping: Any) -> Any:
         """Return a damping that adapts as the function that all groups share; any other as it is."""
@@ -151,6 +166,8 @@ class Grouped(torch.optim.Optimizer):
             raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
         missing |= {"decay_vectors": True, "cautious_decay": False, "lr_named": False}  # as in versions before
+        if "betas_named" in self.defaults:
+            missing["betas_named"] = True
         groups = []
         for place, (group, own) in enumerate(zip(given, self.param_groups, strict=True)):
             names = own.get("param_names")
@@ -160,8 +177,8 @@ class Grouped(torch.optim.Optimizer):
                 if found["param_names"] != names:
                     raise ValueError(f"param_names={found['param_names']!r} must be this group's, {names}")
                 check_update_options(found)
-                for name in ("decay_vectors", "cautious_decay", "lr_named"):
-                    checks.flag(name, found[name])
+                for name in ("decay_vectors", "cautious_decay", "lr_named", "betas_named"):
+                    checks.flag(name, found.get(name, True))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"state_dict, 'param_groups', group {place}: {error}") from None
             groups.append(found)

@@ -130,7 +130,7 @@ class Optimizer(Base, Joinable, Grouped):
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
             if engine.schedule.derivatives and not known:
-                self._end_default_decay()
+                self._suit_derivatives()
         return loss
 
     def _only_to_initialise(self) -> bool:
@@ -193,7 +193,7 @@ class Optimizer(Base, Joinable, Grouped):
         where no course is asked for; an average that is asked for is for all.
         """
         t, automatic, average = self.engine.schedule.applied_steps, self.course.automatic, self.average
-        factor = self.course.factor(t)
+        factor = self.course.factor(t, self.engine.schedule.derivatives)
         groups, fixed, compares = [], [], self.lr_fraction.start is not None
         averaged: list[nn.Parameter] = []
         for index, g in enumerate(self.param_groups):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ekfac import EKFAC, Refresh
+from ekfac import EKFAC, Refresh, StepSize, rules
 from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVAL_OF_DERIVATIVES, START
 
 
@@ -93,6 +93,64 @@ def test_only_a_decay_that_was_asked_for_pulls_at_a_solution(given: float | None
     opt.param_groups[0]["weight_decay"] = 0.2
     train(model, opt, slopes, 1)
     assert opt.param_groups[0]["weight_decay"] == 0.2
+
+
+LONG = (0.98, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "left"),
+    [
+        (slopes, {}, LONG),
+        (values, {}, (0.95, 0.95)),
+        (slopes, {"betas": (0.95, 0.95)}, (0.95, 0.95)),
+        (slopes, {"scaling": rules.Belief()}, (0.95, 0.95)),
+        (slopes, {"scaling": "adam"}, (0.9, 0.999)),
+        (slopes, {"own": {"betas": (0.95, 0.95)}}, (0.95, 0.95)),
+        (slopes, {"own": {"lr": 0.01}}, LONG),
+    ],
+)
+def test_the_mean_of_a_loss_with_derivatives_is_longer_unless_betas_are_set(
+    loss: Callable[[nn.Module], Tensor], options: dict[str, Any], left: tuple[float, float]
+) -> None:
+    model, options = network(), dict(options)
+    opt = EKFAC(model, params=[{"params": model.parameters(), **options.pop("own", {})}], **options)
+    train(model, opt, loss, 2)
+    assert opt.param_groups[0]["betas"] == left
+    again = EKFAC(model, params=[{"params": model.parameters()}], **options)
+    again.load_state_dict(deepcopy(opt.state_dict()))
+    train(model, again, loss, 1)
+    assert again.param_groups[0]["betas"] == left
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "rate"),
+    [
+        (slopes, {}, 0.04 / (1 + 40 / 200)),
+        (values, {}, 0.02 / (1 + 40 / 100) ** 0.5),
+        (slopes, {"lr": 0.01}, 0.01),
+        (slopes, {"total_steps": 80}, 0.02 * 0.5),
+        (slopes, {"step_size": StepSize(decay_steps=40)}, 0.02 / 2**0.5),
+    ],
+)
+def test_the_built_in_rate_is_larger_at_first_and_falls_faster(
+    loss: Callable[[nn.Module], Tensor], options: dict[str, Any], rate: float
+) -> None:
+    model = network()
+    opt = EKFAC(model, **options)
+    train(model, opt, loss, 40)
+    assert opt._rates().groups[0].lr == pytest.approx(rate)
+
+
+def test_it_is_as_if_these_betas_had_been_set() -> None:
+    found = []
+    for options in ({}, {"betas": LONG}):
+        model = network()
+        opt = EKFAC(model, lr=0.01, weight_decay=0.0, **options)
+        torch.manual_seed(1)
+        train(model, opt, slopes, 12)
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
 def test_a_run_goes_on_from_a_checkpoint_as_it_was() -> None:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ekfac import checks
 from ekfac.optim.methods.rules import (
+    Number,
     TorchRule,
     blend,
     bounded,
+    by_block,
     clipped,
     counted,
     norms,
@@ -61,6 +63,7 @@ class Belief(TorchRule):
 
     weight_decay = 0.3
     warms_up = True
+    of_derivatives = (0.98, 0.95)
     moments = ("m",)
     bounds_gradients = True
 
@@ -77,17 +80,23 @@ class Belief(TorchRule):
             state.m = torch.zeros_like(step.g)
         g, seen, m, s, ok = step.g, step.seen, state.m, state.s, step.ok
         count = counted(state, g, ok, step.blocks)
-        before = remaining(beta1, count - 1)
-        length, known = norms(seen, step.blocks), norms(m, step.blocks) / before
-        usual = known * known + norms(s, step.blocks, 1) / remaining(beta2, count - 1)
-        factor = shortening(rounded(length * length, seen), self.spike**2 * usual)
-        # sqrt((1 + beta_1) / 2) (g - m), of m before this gradient; nothing is known of the noise of the first one.
-        weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5
-        noise = (m * spread(-weight / before, m)).addcmul_(seen, spread(weight * factor, seen))
+
+        def weights(count: Number, length: Number, known: Number, deviations: Number) -> tuple[Number, ...]:
+            before = remaining(beta1, count - 1)
+            known = known / before
+            usual = known * known + deviations / remaining(beta2, count - 1)
+            factor = shortening(rounded(length * length, seen), self.spike**2 * usual)
+            # sqrt((1 + beta_1) / 2) (g - m), of m before this gradient; nothing is known of the first one's noise.
+            weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5
+            return -weight / before, weight * factor, factor, self.floor**0.5 / remaining(beta1, count)
+
+        lengths = norms(seen, step.blocks), norms(m, step.blocks), norms(s, step.blocks, 1)
+        of_m, of_g, factor, of_mean = by_block(weights, count, *lengths)
+        noise = (m * spread(of_m, m)).addcmul_(seen, spread(of_g, seen))
         # m <- beta_1 m + (1 - beta_1) g
         fresh = 1 - beta1 if ok is None else (1 - beta1) * ok
         m.mul_(spread(1 - fresh, m)).addcmul_(g, spread(fresh * factor, g))
-        mean = m * spread(self.floor**0.5 / remaining(beta1, count), m)
+        mean = m * spread(of_mean, m)
         blend(s, bounded(noise.square_().addcmul_(mean, mean)), 1 - beta2, ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
@@ -96,18 +105,23 @@ class Belief(TorchRule):
         count = state.count.item() if state.count.is_cpu and step.blocks == 1 else state.count
         root = remaining(beta2, count, root=True)
         x = m / s.sqrt().add_(spread(self.eps * root, s))
-        # All numbers that multiply a block at once: the corrections for the start at zero, and the bound.
-        correction = root / remaining(beta1, count)
-        length = norms(x, step.blocks)
+        length = left = norms(x, step.blocks)
         if self.cautious:
             against = (x * step.g).lt_(0)  # 1 where they disagree; to mask by it takes ten times as long on a CPU
             left = norms(x.addcmul_(x, against, value=-1), step.blocks)
-            enlarged = rounded(length / clipped(left, torch.finfo(x.dtype).tiny, torch.inf), x)
-            enlarged = clipped(enlarged, 0, LARGEST)
-            length, correction = rounded(left * enlarged, x), correction * enlarged
-        length = rounded(length / rounded((x.numel() // step.blocks) ** 0.5, x), x) * (root / remaining(beta1, count))
-        correction = correction / clipped(length, 1, torch.inf)
-        return x.mul_(spread(correction if step.ok is None else correction * step.ok, x))
+
+        # All numbers that multiply a block at once: the corrections for the start at zero, and the bounds.
+        def correction(count: Number, root: Number, length: Number, left: Number) -> tuple[Number]:
+            factor = start = root / remaining(beta1, count)
+            if self.cautious:
+                enlarged = rounded(length / clipped(left, torch.finfo(x.dtype).tiny, torch.inf), x)
+                enlarged = clipped(enlarged, 0, LARGEST)
+                length, factor = rounded(left * enlarged, x), factor * enlarged
+            length = rounded(length / rounded((x.numel() // step.blocks) ** 0.5, x), x) * start
+            return (factor / clipped(length, 1, torch.inf),)
+
+        (factor,) = by_block(correction, count, root, length, left)
+        return x.mul_(spread(factor if step.ok is None else factor * step.ok, x))
 
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
@@ -56,7 +57,8 @@ class EigenMethod:
         if not block.covered:
             return None
         kept = state.__dict__
-        return Basis(block.shape, kept.get("U_A"), kept.get("U_B"), state.S_A, state.S_B)
+        # Three dimensions always, so that nothing is to be broadcast, which takes longer than a small product.
+        return Basis(block.shape, kept.get("U_A"), kept.get("U_B"), state.S_A, state.S_B, torch.bmm)
 
     # --- a new basis ----------------------------------------------------------------------------------------------
 
@@ -98,7 +100,11 @@ class EigenMethod:
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
         """Compute g = U_B^T G U_A, and the same of the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
-        step.g = in_basis(step.gradient, basis)
+        gradient = step.gradient
+        if basis is not None and isinstance(gradient, Tensor):
+            step.g = basis.project(gradient)
+        else:
+            step.g = in_basis(gradient, basis)
         if not step.small:
             step.g = within_range(step.g)
         step.seen = step.g

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -52,6 +53,8 @@ class Rule(ABC):
     lr: ClassVar[float] = 0.01
     weight_decay: ClassVar[float] = 0.0
     warms_up: ClassVar[bool] = False
+    #: The betas for losses with derivatives of the network inside, where none are given; None for the usual ones.
+    of_derivatives: ClassVar[tuple[float, float] | None] = None
     #: Names of means that live in the basis and are carried to the next one.
     moments: ClassVar[tuple[str, ...]] = ()
     #: Whether S_A and S_B have a part in the step.
@@ -96,6 +99,11 @@ class Rule(ABC):
         """Return g / damped s."""
         return step.g / step.damped(state.s)
 
+    def change_betas(self, state: EigenState, old: tuple[float, float], new: tuple[float, float]) -> None:
+        """Have m stand for the same mean when its decay becomes another; that of s stays."""
+        if hasattr(state, "m"):
+            state.m.mul_(spread(remaining(new[0], state.count) / remaining(old[0], state.count), state.m))
+
     def second_moment(self, state: EigenState) -> Tensor:
         """Return s in the units of the Fisher matrix."""
         return state.s
@@ -135,13 +143,23 @@ def spread(numbers: Number, over: Tensor) -> Tensor:
     numbers = numbers.to(over)
     if not numbers.dim():
         return numbers
-    return numbers.repeat_interleave(len(over) // len(numbers))[:, None, None]
+    each = len(over) // len(numbers)
+    return (numbers if each == 1 else numbers.repeat_interleave(each)).view(-1, 1, 1)
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
     """Return the norm of each block's part of x; of order 1 the sum of its magnitudes."""
     lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
     return lengths.item() if x.is_cpu and blocks == 1 else lengths
+
+
+def by_block(function: Callable[..., tuple[Number, ...]], count: Number, *numbers: Number) -> Sequence[Number]:
+    """Call a function of numbers; on a CPU of each block's apart, as a small tensor takes longer than a float."""
+    if not (isinstance(count, Tensor) and count.is_cpu):
+        return function(count, *numbers)
+    columns = [number.tolist() for number in (count, *numbers) if isinstance(number, Tensor)]
+    found = [function(*each) for each in zip(*columns, strict=True)]
+    return [torch.tensor(column, dtype=torch.float64) for column in zip(*found, strict=True)]
 
 
 def square_of(x: Tensor) -> Number:

@@ -25,6 +25,7 @@ from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place,
 WARMUP = 100
 #: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
 ANNEAL = 100.0
+OF_DERIVATIVES = (2.0, 200.0)  # so many times the rate, which falls as 1 / (1 + t / so many)
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: How a model was called since the last step, if at all.
@@ -54,12 +55,14 @@ class RateCourse:
         if self.total_steps is not None:
             checks.integer("total_steps", self.total_steps, least=1)
 
-    def factor(self, t: int) -> float:
+    def factor(self, t: int, derivatives: bool = False) -> float:
         """Return the factor of the step after t applied ones."""
         warmup = self.warmup if self.total_steps is None else min(self.warmup, max(1, self.total_steps // 10))
         rise = min(1.0, (t + 1) / warmup) if warmup else 1.0
         if self.total_steps is not None:
             return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, t / self.total_steps)))
+        if self.automatic and derivatives:
+            return rise * OF_DERIVATIVES[0] / (1 + t / OF_DERIVATIVES[1])
         return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
 
 
