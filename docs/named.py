@@ -9,23 +9,40 @@ from typing import Any
 from cite import RESULTS, ROOT, load, pick
 
 from ekfac.lab.search.selection import curves
-from ekfac.lab.show.evidence import Record, tables
+from ekfac.lab.show.evidence import Record, suites, tables
 from ekfac.lab.show.evidence.record import LOSS, at_end
+from ekfac.lab.suite.results import Results, standing
 from ekfac.lab.training.gather import find_runs
+
+#: Networks that are timed eager and captured, in one record; the others are in an older one.
+TIMED = {"gpt": "gpt29", "resnet18": "resnet18", "ae": "autoencoder"}
+OPTIMIZERS = {
+    "adamw": "AdamW (fused)",
+    "ekfac": "EKFAC(model)",
+    "adamw-captured": "AdamW, captured",
+    "ekfac-captured": "EKFAC(model), graphed",
+}
 
 
 def speed(task: str, method: str, what: str) -> float:
-    """Return milliseconds, MiB or the seconds of the first 300 steps, of the last timing."""
-    times = pick(load(RESULTS / "step/speed/times.jsonl"), f"[0={task},1={method}].2")
-    parts = {"0-20": 20, "20-100": 80, "100-300": 200}
+    """Return milliseconds of late steps or those before, MiB, or the seconds of the first 300 steps."""
+    if task in TIMED:
+        rows = load(RESULTS / "bench/networks_h200.json")["rows"]
+        wanted = TIMED[task], OPTIMIZERS[method]
+        (times,) = [row for row in rows if (row["network"], row["optimizer"]) == wanted]
+        parts = {"0-100": 100, "100-300": 200}
+    else:
+        times = pick(load(RESULTS / "step/speed/times.jsonl"), f"[0={task},1={method}].2")
+        parts = {"0-20": 20, "20-100": 80, "100-300": 200}
     if what == "first_300":
         return sum(times[part] * steps for part, steps in parts.items()) / 1e3
-    return float(times[{"ms": "300-400", "ms_300": "100-300"}.get(what, what)])
+    keys = {"ms": "300-400", "ms_300": "100-300", "peak": "peak_mib" if task in TIMED else "peak"}
+    return float(times[keys.get(what, what)])
 
 
-def slower(task: str) -> float:
-    """Return how many of AdamW's steps one of EKFAC's takes."""
-    return speed(task, "ekfac", "ms") / speed(task, "adamw", "ms")
+def slower(task: str, what: str = "ms", how: str = "") -> float:
+    """Return how many times as much as AdamW EKFAC takes; ``how`` is ``"-captured"`` or nothing."""
+    return speed(task, f"ekfac{how}", what) / speed(task, f"adamw{how}", what)
 
 
 def trial(measure: str, **wanted: Any) -> float:
@@ -83,13 +100,42 @@ def verdicts(verdict: str) -> float:
     return (ROOT / "docs" / "claims.md").read_text().count(f"| {verdict} |")
 
 
+@cache
+def suite() -> Results:
+    """Return the suite's results."""
+    found = suites.results(Record(RESULTS))
+    assert found is not None
+    return found
+
+
+def ended(task: str, method: str) -> float:
+    """Return a method's final validation measure on a task of the suite: accuracy, or loss."""
+    result = suite().table[task][method]
+    return 1 - result.mean if result.accurate else result.mean
+
+
+def counted(what: str) -> float:
+    """Return on how many tasks the default is ahead of the best rival, or behind it, or how many there are."""
+    found = standing(suite(), "ekfac")
+    sets = {"ahead": found.ahead, "behind": found.behind, "tasks": [*found.ahead, *found.level, *found.behind]}
+    return len(sets[what])
+
+
 NAMED: dict[str, Callable[[], float]] = {
     f"{task}.{method}.{what}": partial(speed, task, method, what)
     for task in ("gpt", "ae", "vit", "resnet18")
-    for method in ("adamw", "ekfac")
+    for method in (OPTIMIZERS if task in TIMED else ("adamw", "ekfac"))
     for what in ("ms", "ms_300", "peak", "first_300")
 }
 NAMED |= {f"{task}.ratio": partial(slower, task) for task in ("gpt", "ae", "vit", "resnet18")}
+NAMED |= {f"{task}.{what}.ratio": partial(slower, task, what) for task in TIMED for what in ("first_300", "peak")}
+NAMED |= {f"{task}.captured.ratio": partial(slower, task, how="-captured") for task in TIMED}
+NAMED |= {
+    f"suite.{task}.{method}": partial(ended, task, method)
+    for task in ("gpt", "lstm", "shakespeare", "resnet18", "vgg11", "vit", "autoencoder", "tabular", "depthwise")
+    for method in ("ekfac", "adamw", "muon", "soap")
+}
+NAMED |= {f"suite.{what}": partial(counted, what) for what in ("ahead", "behind", "tasks")}
 NAMED |= {
     "trial.shakespeare": partial(trial, "val", task="char"),
     "trial.gpt": partial(trial, "val", task="gpt", sched="cosine", belief=0.05),

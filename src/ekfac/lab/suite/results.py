@@ -172,12 +172,11 @@ class Standing:
 
 
 def standing(results: Results, name: str) -> Standing:
-    """Compare a method with the best of those that are not ours."""
+    """Compare a method with the best of those that are not ours, on every task that it and one of them have run."""
     ahead, level, behind, worst = [], [], [], []
-    for task in results.complete:
-        row = results.table[task]
+    for task, row in results.table.items():
         rivals = [result for method, result in row.items() if not results.suite.methods[method].ours]
-        if not rivals:
+        if not rivals or name not in row:
             continue
         mine, best = row[name].mean, min(rivals, key=lambda result: result.mean)
         if mine < best.mean:

@@ -67,6 +67,7 @@ SOURCES: dict[str, Source] = {
     "suite-standing": suites.compared,
     "suite-profile": suites.profile,
     "suite-divergences": suites.divergences,
+    "suite-ablation": suites.ablation,
 }
 SOURCES |= {
     "machine-cifar": partial(tables.machine, places=("cifar",)),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from ekfac.lab.show.evidence.record import MISSING, Record
+from collections.abc import Sequence
+
+from ekfac.lab.show.evidence.record import MISSING, Record, table
 from ekfac.lab.suite import config, page
 from ekfac.lab.suite.records import CONFIG, Records, read_config
 from ekfac.lab.suite.results import Results
+from ekfac.lab.suite.selection import worth
 
-#: Where the record is.
-PLACE = "suite/h200"
+#: Where the records are: of all tasks and methods, and of the default with one part left out.
+PLACE, ABLATION = "suite/h200", "suite/ablation"
+#: Methods that were run on most tasks: a profile needs all of its methods on a task.
+MOST = ("ekfac", "adamw", "muon", "soap")
 
 
-def results(record: Record) -> Results | None:
-    """Return the results with warm-up and a cosine, or ``None`` if there is no record."""
+def results(record: Record, methods: Sequence[str] = ()) -> Results | None:
+    """Return the results with warm-up and a cosine, of all methods or some, or ``None`` if there is no record."""
     folder = record.folder / PLACE
     if not (folder / CONFIG).is_file():
         return None
-    return Results(config.parse(*read_config(folder)), Records(folder), "cosine")
+    suite = config.parse(*read_config(folder)).selected(methods=methods)
+    return Results(suite, Records(folder), "cosine")
 
 
 def measured(record: Record) -> str:
@@ -33,7 +39,7 @@ def compared(record: Record) -> str:
 
 def profile(record: Record) -> str:
     """Return on what fraction of tasks each method is how fast."""
-    found = results(record)
+    found = results(record, MOST)
     return MISSING if found is None else "\n".join(page.profiles(found)).strip() or MISSING
 
 
@@ -41,3 +47,21 @@ def divergences(record: Record) -> str:
     """Return how many runs diverged, by method."""
     found = results(record)
     return MISSING if found is None else "\n".join(page.divergences([found]))
+
+
+def ablation(record: Record) -> str:
+    """Return what the default reaches with one part left out.
+
+    The configuration names optimizers that a plug-in makes, which nothing loads here, so its labels are read alone.
+    """
+    folder = record.folder / ABLATION
+    if not (folder / CONFIG).is_file():
+        return MISSING
+    data, _ = read_config(folder)
+    runs = {(run["method"], run["task"]): worth(run, "last") for run in Records(folder).runs.values()}
+    tasks = [name for name in data["tasks"] if any(task == name for _, task in runs)]
+    rows = [
+        [method["label"], *(f"{runs[name, task]:.4g}" if (name, task) in runs else "–" for task in tasks)]
+        for name, method in data["methods"].items()
+    ]
+    return table(["", *(data["tasks"][task]["label"] for task in tasks)], rows, words=1)
