@@ -27,7 +27,8 @@ from ekfac.optim.options import (
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.course import course_of, usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.course import course_of
+from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
 
 
 class EKFAC(Optimizer):

@@ -69,7 +69,8 @@ class Optimizer(Base, Joinable, Grouped):
         self.engine = make_engine(self._all_parameters(), states)
         states.follow(self.engine)
         self.engine.collector.on_replaced = self._follow(weakref.ref(self))
-        self.average = WeightAverage(model, step_size.average)
+        engine = weakref.proxy(self.engine)
+        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.answer(value))
         self.engine.collector.capture.forwards.on_begin = self.average.before_forward
         compares = self.engine.method.compares_gradients
         self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)

@@ -248,7 +248,9 @@ def test_a_checkpoint_from_amid_a_pass_shows_the_same_when_all_rest(copied: bool
     assert close(shown(model), at_rest)
 
 
-@pytest.mark.parametrize("damage", ["name", "shape", "nan", "huge", "flag", "kind", "offsets", "statistics"])
+@pytest.mark.parametrize(
+    "damage", ["name", "shape", "nan", "huge", "flag", "kind", "offsets", "statistics", "resting", "mended"]
+)
 def test_a_damaged_average_is_refused_and_nothing_changes(damage: str) -> None:
     model = network()
     opt = ekfac.EKFAC(model)
@@ -301,6 +303,58 @@ def test_what_somebody_does_to_the_weights_between_steps_stays() -> None:
     assert float(model[0].weight.abs().max()) < 20 * weight_decay_and_rate
 
 
+def clamp(weight: Tensor) -> None:
+    weight.data.clamp_(min=0)
+
+
+def mask(weight: Tensor) -> None:
+    weight.data *= torch.ones_like(weight).tril()
+
+
+def normalise(weight: Tensor) -> None:
+    weight.copy_(F.normalize(weight, dim=1))
+
+
+@pytest.mark.parametrize("mend", [clamp, mask, normalise])
+@pytest.mark.parametrize("begin", [0, 25])
+def test_weights_that_somebody_mends_after_every_step_are_trained_as_they_were_mended(
+    mend: Callable[[Tensor], None], begin: int
+) -> None:
+    """Not clamped, masked or normalised in the average alone, with gradients computed at weights that are not."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for t, batch in enumerate(batches(40)):
+        if t >= begin + 13:
+            model(batch[0])  # shows what is trained
+            mended = model[0].weight.detach().clone()
+            with torch.no_grad():
+                mend(mended)
+            torch.testing.assert_close(model[0].weight.detach(), mended, rtol=0, atol=1e-12)
+        train(model, opt, batch)
+        if t >= begin:
+            with torch.no_grad():
+                mend(model[0].weight)
+    assert model[3].weight in opt.average.offsets
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    other = ekfac.EKFAC(twin)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert len(other.average.offsets) == len(opt.average.offsets) == len(list(model.parameters())) - 1
+
+
+def test_weights_that_are_exchanged_for_evaluation_or_put_back_are_averaged_all_the_same() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    best = copy.deepcopy(model.state_dict())
+    for t, batch in enumerate(batches(25)):
+        train(model, opt, batch)
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(best)
+        if t % 4:
+            model.load_state_dict(kept)
+    assert opt.average.offsets.keys() == set(model.parameters())
+
+
 def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:
     model = network()
     opt = ekfac.EKFAC(model)
@@ -312,6 +366,73 @@ def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:
     for batch in steps[10:]:
         train(model, opt, batch)
         assert torch.equal(model[0].weight, frozen)
+
+
+def test_a_layer_that_is_thawed_goes_on_from_where_it_was_frozen() -> None:
+    """What it had learnt and its average had not taken in yet is not lost; it was, at every turn of such a training."""
+    ends = []
+    for average in (True, False):
+        model = network()
+        opt = ekfac.EKFAC(model, weight_decay=0.0, step_size=StepSize(average=average))
+        steps = batches(24)
+        for batch in steps[:8]:
+            train(model, opt, batch)
+        opt.average.before_forward()  # shows z
+        before = model[0].weight.clone()
+        opt.average.rest()
+        model[0].requires_grad_(False)
+        for batch in steps[8:16]:
+            train(model, opt, batch)
+        model[0].requires_grad_(True)
+        opt.average.before_forward()
+        torch.testing.assert_close(model[0].weight.detach(), before.detach(), rtol=0, atol=1e-12)
+        ends.append(before.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after the forward", "after backward"])
+def test_layers_may_be_frozen_and_thawed_at_any_moment(when: str) -> None:
+    """What is shown after a step is x, within reach of what was shown before."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    steps = iter(batches(12))
+    for _ in range(8):
+        train(model, opt, next(steps))
+    weight = model[0].weight
+    for trained in (False, True, False, True):
+        x, y = next(steps)
+        before = weight.detach().clone()
+        opt.zero_grad()
+        if when == "before the forward":
+            model[0].requires_grad_(trained)
+        loss = F.cross_entropy(model(x), y)
+        if when == "after the forward":
+            model[0].requires_grad_(trained)
+        loss.backward()
+        if when == "after backward":
+            model[0].requires_grad_(trained)
+        if trained and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        taken = weight.grad is not None  # by any optimizer, frozen or not
+        opt.step()
+        assert torch.equal(weight, before) or (taken and (weight - before).abs().max() <= opt.param_groups[0]["lr"])
+
+
+def test_a_checkpoint_from_amid_a_pass_knows_what_rests() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    *before, (x, y) = batches(12)
+    for batch in before:
+        train(model, opt, batch)
+    model[0].requires_grad_(False)
+    at_rest = shown(model)
+    F.cross_entropy(model(x), y).backward()
+    twin = network()
+    other = ekfac.EKFAC(twin)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    other.close()
+    assert close(shown(twin), at_rest)
 
 
 def test_training_in_evaluation_mode_is_averaged_too() -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import ekfac
 from ekfac.optim.optimizer import decay
-from ekfac.optim.step_size.course import usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
 STEPS = 14

@@ -38,6 +38,8 @@ def save_average(
         "possible": bool(average.possible),
         "trains_in_eval": average.trains_in_eval,
         "training": average.training,
+        "resting": [names[p] for p in names if average.training and p in average.resting],
+        "mended": [names[p] for p in names if p in average.mended.found],
         "offsets": offsets,
         "statistics": statistics,
         "entries": len(offsets) + len(statistics),
@@ -66,6 +68,10 @@ def load_average(
         p = parameters[name]
         _check(f"parameter '{name}', 'average'", d, real_shape(p), p.dtype.to_real())
         offsets[p] = piece_of(d.detach(), p).to(held(p.detach()), copy=True)
+    listed = {name: saved.get(name, []) for name in ("resting", "mended")}  # not there in versions before
+    for place, names in listed.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) and name in parameters for name in names):
+            refuse(f"'average', {place!r}", f"is {names!r}. Allowed: names of parameters")
     modules = {} if average.model is None else dict(average.model.named_modules())
     for place, d in dict(saved.get("statistics") or {}).items():
         owner, _, name = str(place).rpartition(".")
@@ -83,6 +89,7 @@ def load_average(
     def take() -> None:
         possible = flags["possible"] if saved else None
         average.adopt(offsets, statistics, possible, flags["trains_in_eval"], flags["training"])
+        average.resting, average.mended.found = ({parameters[n] for n in names} for names in listed.values())
 
     return take
 

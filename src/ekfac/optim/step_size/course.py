@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,51 +17,18 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
+from ekfac.optim.executor import Answer
+from ekfac.optim.step_size.mended import EVERY, Mended
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, fraction, norms_of
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
-#: Fewest and most steps over which the built-in rate rises, and how many columns are worth one of them: the first bases
-#: and second moments rest on few batches, and wide ones need more.
-RISE = (10, 100, 8)
-#: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
-LARGEST_RATE = 0.02
-NARROW = 64
 #: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
 ANNEAL = 100.0
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
-
-
-def width_of(model: nn.Module) -> float:
-    """Return how wide a network is: the geometric mean, over all its weights, of how many an output sums over.
-
-    Taps of convolutions count where nothing is normalised; where something is, its scale is not that of the weights.
-    Further dimensions of complex weights do not: mostly they are frequencies, each with a matrix of its own.
-    """
-    numbers = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    matrices = [p for p in numbers if p.dim() > 1 and p.numel()]
-    size = sum(p.numel() for p in matrices)
-    normalised = any("norm" in type(module).__name__.lower() for module in model.modules())
-    inputs = [p.shape[1] if normalised or p.is_complex() else p.numel() // len(p) for p in matrices]
-    return math.exp(sum(p.numel() / size * math.log(n) for p, n in zip(matrices, inputs, strict=True)))
-
-
-def usual_rate(width: float) -> float:
-    """Return the rate for a network: 0.02 sqrt(64 / width), at most 0.02.
-
-    A step moves every weight by about the same amount, but what that does to an output grows with how many weights the
-    output sums over.
-    """
-    return LARGEST_RATE * min(1.0, math.sqrt(NARROW / width))
-
-
-def usual_warmup(width: float) -> int:
-    """Return the steps over which the rate of a network rises."""
-    least, most, columns = RISE
-    return min(most, max(least, round(width / columns)))
 
 
 @dataclass(frozen=True)
@@ -131,10 +98,11 @@ class WeightAverage:
 
     The parameters hold x from the end of a step to the model's next forward with gradients: what is evaluated, saved
     and exported is the average. From there to the end of the next step they hold z, with which gradients are computed.
-    What is kept is d = z - x, so a change that somebody makes to the weights in between changes both.
+    What is kept is d = z - x, so a change that somebody makes to the weights in between changes both. While a parameter
+    is frozen it holds x throughout, and d waits for it to be thawed.
 
     A model that is trained by other methods than its forward has no such moment, and is not averaged. Neither are
-    parameters in half precision.
+    parameters in half precision, nor those that somebody changes after every step (see :class:`Mended`).
 
     Running statistics of batch-norm belong to the weights that they were taken with, so x has its own: the average,
     with the same weights c, of what each batch had. The modules' own, which lag behind by some ten batches and begin
@@ -146,16 +114,19 @@ class WeightAverage:
     Args:
         model: The model.
         wanted: Average; None for where the built-in course has the rate.
+        answer: Brings a tensor to the host, perhaps later.
     """
 
-    def __init__(self, model: nn.Module, wanted: bool | None) -> None:
+    def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
+        self.mended, self._looks_after = Mended(answer), -1
         self._model = weakref.ref(model)
         #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
         self.statistics: dict[Place, Tensor] = {}
-        #: Whether the parameters hold z.
+        #: Whether the parameters hold z, and those that hold x nevertheless, as they were frozen when z was put in.
         self.training = False
+        self.resting: set[nn.Parameter] = set()
         #: Whether this model can be averaged: None until its first step.
         self.possible: bool | None = None
         #: Of the step under way: what :attr:`possible` is after it, the parameters whose average takes it in, and c.
@@ -205,17 +176,19 @@ class WeightAverage:
     def _to_training(self) -> None:
         self.training = True
         # What is frozen, or has another shape by now, stays as it is.
-        gone = [p for p, d in self.offsets.items() if not p.requires_grad or held(p).shape != d.shape]
-        for p in gone:
+        for p in [p for p, d in self.offsets.items() if held(p).shape != d.shape]:
             del self.offsets[p]
-        if self.offsets:
-            self._sharded = any_sharded(self.offsets)
-            self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
+        self.mended.compare()
+        self.resting = {p for p in self.offsets if not p.requires_grad}
+        moved = self._moved()
+        if moved:
+            self._sharded = any_sharded(moved)
+            self._apart = self._sharded or any(map(torch.is_complex, moved))
             model = self.model
             # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
-            unseen = _unsafe_preserve_version_counter(tuple(self.offsets))
+            unseen = _unsafe_preserve_version_counter(tuple(moved))
             with resharded(model) if self._sharded and model is not None else unseen:
-                torch._foreach_add_(list(map(held, self.offsets)), self._moved())
+                torch._foreach_add_(list(map(held, moved)), list(moved.values()))
         places = [place for place in self.statistics if place[0].training]
         if places:
             buffers = self._buffers_at(places)
@@ -234,12 +207,12 @@ class WeightAverage:
             self._found_amid = False
             self.shown = {(m, name): getattr(m, name) - d for (m, name), d in self.statistics.items() if m.training}
 
-    def _moved(self) -> list[Tensor]:
-        """Return the offsets where their parameters are, which the user may have moved or cast."""
+    def _moved(self) -> dict[nn.Parameter, Tensor]:
+        """Return the offsets of what does not rest, there where the user may have moved or cast the parameters."""
         for p, d in self.offsets.items():
             if d.device != p.device or d.dtype != p.dtype.to_real():
                 self.offsets[p] = d.to(p.device, p.dtype.to_real())
-        return list(self.offsets.values())
+        return {p: d for p, d in self.offsets.items() if p not in self.resting} if self.resting else self.offsets
 
     @torch.no_grad()
     def rest(self) -> None:
@@ -249,9 +222,9 @@ class WeightAverage:
         self._find_shown()
         if self.training:
             self.training = False
-            if self.offsets:
+            if moved := self._moved():
                 self._let_go()
-                torch._foreach_sub_(list(map(held, self.offsets)), self._moved())
+                torch._foreach_sub_(list(map(held, moved)), list(moved.values()))
             if self.shown:
                 torch._foreach_copy_([getattr(module, name) for module, name in self.shown], list(self.shown.values()))
             self.shown = {}
@@ -278,7 +251,9 @@ class WeightAverage:
             t: How many steps there were before.
             shared: What all processes know of the step, where others take it too.
         """
-        wanted = dict.fromkeys(parameters)
+        mended = self.mended.found if shared is None else ()
+        wanted = dict.fromkeys(p for p in parameters if p not in mended)
+        self._looks_after = t if shared is None and t % EVERY < 2 else -1
         self.averaged, self.weight, self._possible_now = [], 0.0, self.possible
         if not (wanted or self.offsets):
             return
@@ -298,6 +273,9 @@ class WeightAverage:
         for p in self.averaged:
             if p not in self.offsets:
                 self.offsets[p] = torch.zeros_like(held(p))
+            elif p in self.resting:  # thawed since the forward
+                self.resting.discard(p)
+                held(p).add_(self.offsets[p])
         self._sharded = shared is not None and any_sharded(self.offsets)
         self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
 
@@ -354,9 +332,12 @@ class WeightAverage:
             self._average_statistics(forwards, self.weight if done else 0.0, ok)
         if self._sharded:
             self._let_go()
-        parts = map(held, self.offsets) if self._apart else self.offsets
-        torch._foreach_sub_(list(parts), list(self.offsets.values()))
+        moved = {p: d for p, d in self.offsets.items() if p not in self.resting} if self.resting else self.offsets
+        if moved:
+            torch._foreach_sub_(list(map(held, moved) if self._apart else moved), list(moved.values()))
         self.training = False
+        if done and self._looks_after >= 0:
+            self.mended.look(self._looks_after, self.averaged)
 
     def _average_statistics(self, forwards: int, weight: float, ok: Tensor | None) -> None:
         """Take what the batches of this step had into the running statistics of x: x <- x + c (b - x).
