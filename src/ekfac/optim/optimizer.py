@@ -341,6 +341,7 @@ class Optimizer(Base, Joinable, Grouped):
         optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
         """
         self.engine.collector.follow()
+        state_dict = checkpoint.as_named_here(self.engine, state_dict)
         saved = checkpoint.check(self.engine, state_dict)
         groups = self._saved_groups(state_dict.get("param_groups"))
         found = state_dict.get("state")
