@@ -334,12 +334,13 @@ def test_weights_that_somebody_mends_after_every_step_are_trained_as_they_were_m
         if t >= begin:
             with torch.no_grad():
                 mend(model[0].weight)
-    assert model[3].weight in opt.average.offsets
+    assert not opt.average.offsets
     twin = network()
     twin.load_state_dict(model.state_dict())
     other = ekfac.EKFAC(twin)
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert len(other.average.offsets) == len(opt.average.offsets) == len(list(model.parameters())) - 1
+    train(twin, other, batches(1)[0])
+    assert not other.average.offsets
 
 
 def test_weights_that_are_exchanged_for_evaluation_or_put_back_are_averaged_all_the_same() -> None:
@@ -461,6 +462,56 @@ def test_a_model_that_is_trained_by_another_method_is_not_averaged() -> None:
         F.cross_entropy(model.encode(x), y).backward()
         opt.step()
     assert not opt.average.offsets
+
+
+def test_a_model_of_which_only_parts_are_called_from_some_step_on_is_averaged_no_more() -> None:
+    """Their gradients would be those of the average, far from the weights that they move."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        opt.zero_grad()
+        F.cross_entropy(model[3](model[:3](x)), y).backward()
+        opt.step()
+
+    steps = batches(30)
+    for batch in steps[:10]:
+        train(model, opt, batch)
+        step(*batch)
+    assert opt.average.offsets
+    before = shown(model)
+    opt.zero_grad()
+    opt.step()
+    for batch in steps[10:14]:
+        step(*batch)
+    assert not opt.average.offsets
+    moved = max(float((model.get_parameter(n) - p).abs().max()) for n, p in before.items() if "running" not in n)
+    assert moved <= 4 * opt.param_groups[0]["lr"]
+    before = shown(model)
+    model(steps[0][0])
+    after = shown(model)
+    assert all(torch.equal(after[n], before[n]) for n in before if "running" not in n)
+
+
+@pytest.mark.parametrize("end", ["scheduler", "mended", "parts"])
+def test_where_an_average_ends_batch_norm_s_statistics_go_on(end: str) -> None:
+    """Closing put those of the last average back, however long ago that was."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for t, (x, y) in enumerate(batches(30)):
+        if t == 12 and end == "scheduler":
+            torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+        opt.zero_grad()
+        F.cross_entropy(model[3](model[:3](x)) if t >= 12 and end == "parts" else model(x), y).backward()
+        opt.step()
+        if t >= 12 and end == "mended":
+            model[0].weight.data.clamp_(min=-0.01)
+    before = shown(model)
+    assert not opt.average.offsets and not opt.average.training
+    copied = copy.deepcopy(opt)
+    copied.close()
+    opt.close()
+    assert close(shown(model), before, 0.0) and close(shown(copied.model), before, 0.0)
 
 
 def test_closing_shows_the_average() -> None:

@@ -39,7 +39,6 @@ def save_average(
         "trains_in_eval": average.trains_in_eval,
         "training": average.training,
         "resting": [names[p] for p in names if average.training and p in average.resting],
-        "mended": [names[p] for p in names if p in average.mended.found],
         "offsets": offsets,
         "statistics": statistics,
         "entries": len(offsets) + len(statistics),
@@ -68,10 +67,9 @@ def load_average(
         p = parameters[name]
         _check(f"parameter '{name}', 'average'", d, real_shape(p), p.dtype.to_real())
         offsets[p] = piece_of(d.detach(), p).to(held(p.detach()), copy=True)
-    listed = {name: saved.get(name, []) for name in ("resting", "mended")}  # not there in versions before
-    for place, names in listed.items():
-        if not isinstance(names, list) or not all(isinstance(name, str) and name in parameters for name in names):
-            refuse(f"'average', {place!r}", f"is {names!r}. Allowed: names of parameters")
+    resting = saved.get("resting", [])  # not there in versions before
+    if not isinstance(resting, list) or not all(isinstance(name, str) and name in parameters for name in resting):
+        refuse("'average', 'resting'", f"is {resting!r}. Allowed: names of parameters")
     modules = {} if average.model is None else dict(average.model.named_modules())
     for place, d in dict(saved.get("statistics") or {}).items():
         owner, _, name = str(place).rpartition(".")
@@ -89,7 +87,7 @@ def load_average(
     def take() -> None:
         possible = flags["possible"] if saved else None
         average.adopt(offsets, statistics, possible, flags["trains_in_eval"], flags["training"])
-        average.resting, average.mended.found = ({parameters[n] for n in names} for names in listed.values())
+        average.resting = {parameters[name] for name in resting}
 
     return take
 

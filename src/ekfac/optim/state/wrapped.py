@@ -58,7 +58,7 @@ def named_as_here(model: nn.Module, offered: Mapping[str, Any], state_dict: Any)
     def listed(found: Any) -> Any:
         return entries(found, "parameters")
 
-    average = {"offsets": keys, "statistics": keys, "resting": each, "mended": each}
+    average = {"offsets": keys, "statistics": keys, "resting": each}
     named = parts(saved, {
         "parameters": keys, "silent": each, "blocks": listed, "put_away": listed,
         "average": lambda found: parts(found, average),

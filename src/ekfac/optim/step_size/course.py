@@ -27,6 +27,8 @@ WARMUP = 100
 ANNEAL = 100.0
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
+#: After so many steps in a row for which not the model but its parts were called there is no average any more.
+PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
 
@@ -101,8 +103,9 @@ class WeightAverage:
     What is kept is d = z - x, so a change that somebody makes to the weights in between changes both. While a parameter
     is frozen it holds x throughout, and d waits for it to be thawed.
 
-    A model that is trained by other methods than its forward has no such moment, and is not averaged. Neither are
-    parameters in half precision, nor those that somebody changes after every step (see :class:`Mended`).
+    A model that is trained by other methods than its forward has no such moment, and is not averaged; nor is it from
+    when on it is. Neither are a model whose weights somebody changes after every step (see :class:`Mended`), and
+    parameters in half precision.
 
     Running statistics of batch-norm belong to the weights that they were taken with, so x has its own: the average,
     with the same weights c, of what each batch had. The modules' own, which lag behind by some ten batches and begin
@@ -120,6 +123,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
         self.mended, self._looks_after = Mended(answer), -1
+        #: How many steps in a row were taken by gradients at x.
+        self._at_average = 0
         self._model = weakref.ref(model)
         #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
@@ -251,9 +256,7 @@ class WeightAverage:
             t: How many steps there were before.
             shared: What all processes know of the step, where others take it too.
         """
-        mended = self.mended.found if shared is None else ()
-        wanted = dict.fromkeys(p for p in parameters if p not in mended)
-        self._looks_after = t if shared is None and t % EVERY < 2 else -1
+        wanted = dict.fromkeys(parameters)
         self.averaged, self.weight, self._possible_now = [], 0.0, self.possible
         if not (wanted or self.offsets):
             return
@@ -263,6 +266,15 @@ class WeightAverage:
             self._possible_now = self.called != NOT_CALLED
         if not self._possible_now:
             return
+        if shared is None:
+            self._looks_after = t if t % EVERY < 2 else -1
+            if self.training:
+                self._at_average = 0
+            elif self.possible and any(p.grad is not None for p in wanted):
+                self._at_average += 1
+            if self.mended.found or self._at_average > PATIENCE:  # go on from what is there
+                self.offsets, self._possible_now = {}, False
+                return
         if not self.training:
             self._to_training()
         for p in self.offsets.keys() - wanted.keys():  # which go on from z
@@ -316,7 +328,8 @@ class WeightAverage:
         called, self.called = self.called, NOT_CALLED
         if done:
             self.possible = self._possible_now
-        if not self.offsets:
+        if not self.offsets:  # or no more: the modules keep the statistics that they have
+            self.statistics, self.shown, self.training = {}, {}, False
             return
         self.trains_in_eval |= bool(done) and called == IN_EVALUATION
         forwards, self._forwards = self._forwards, 0

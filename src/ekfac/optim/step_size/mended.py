@@ -1,4 +1,4 @@
-"""Finds parameters that somebody changes after every step: clamps, masks or normalises them, or adds noise."""
+"""Finds out whether somebody changes weights after every step: clamps, masks or normalises them, or adds noise."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ EVERY = 10
 
 
 class Mended:
-    """Tells them by their norms: as they were shown after a step, and as they are when the next forward begins.
+    """Tells it by their norms: as they were shown after a step, and as they are when the next forward begins.
 
     What is made to hold of such weights must hold of those that are trained, so they cannot be averaged: the average
-    alone would be clamped, and the gradients computed elsewhere. Only changes after two steps in a row count: weights
-    that are put back now and then, or exchanged for an evaluation, are another matter.
+    alone would be clamped, and the gradients computed elsewhere. Nor can others, which were trained beside them. Only
+    changes after two steps in a row count: weights that are put back now and then, or exchanged for an evaluation, are
+    another matter.
 
     Args:
         answer: Brings a tensor to the host, perhaps later.
     """
 
     def __init__(self, answer: Callable[[Tensor], Answer]) -> None:
-        self.found: set[nn.Parameter] = set()
+        self.found = False
         self._answer = answer
         self._shown: tuple[int, list[nn.Parameter], list[Tensor]] | None = None
         self._pending: list[tuple[int, list[nn.Parameter], Answer]] = []
@@ -51,5 +52,5 @@ class Mended:
             changed = {p for p, flag in zip(parameters, answer.value.tolist(), strict=True) if flag}
             last, before = self._before
             if last == step - 1:
-                self.found |= changed & before
+                self.found |= bool(changed & before)
             self._before = step, changed
