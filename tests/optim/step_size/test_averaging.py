@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -434,6 +435,57 @@ def test_a_checkpoint_from_amid_a_pass_knows_what_rests() -> None:
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     other.close()
     assert close(shown(twin), at_rest)
+
+
+def adversaries(freeze: bool, steps: range, state: list[dict[str, Any]] | None = None) -> tuple[Any, ...]:
+    """Train two networks against each other, each frozen, or not, while the other takes its step."""
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)).double()
+    d = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    opts = [ekfac.EKFAC(g), ekfac.EKFAC(d)]
+    for model, opt, saved in zip((g, d), opts, state or [], strict=False):
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["opt"])
+    for t in steps:
+        chance = torch.Generator().manual_seed(t)
+        real, z = (torch.randn(16, n, generator=chance, dtype=torch.float64) for n in (6, 3))
+        g.requires_grad_(not freeze)
+        opts[1].zero_grad()
+        (F.softplus(-d(real)).mean() + F.softplus(d(g(z).detach())).mean()).backward()
+        opts[1].step()
+        g.requires_grad_(True)
+        d.requires_grad_(not freeze)
+        opts[0].zero_grad()
+        F.softplus(-d(g(z))).mean().backward()
+        opts[0].step()
+        d.requires_grad_(True)
+    return (g, d, *opts)
+
+
+def test_adversaries_that_are_frozen_in_turn_meet_each_other_s_weights_and_not_their_average() -> None:
+    whole = adversaries(True, range(24))
+    for model, other in zip(whole[:2], adversaries(False, range(24))[:2], strict=True):
+        assert close(shown(model), shown(other))
+    begun = adversaries(True, range(12))
+    state = [
+        copy.deepcopy({"model": m.state_dict(), "opt": o.state_dict()})
+        for m, o in zip(begun[:2], begun[2:], strict=True)
+    ]
+    gone_on = adversaries(True, range(12, 24), state)
+    for model, other in zip(whole[:2], gone_on[:2], strict=True):
+        assert close(shown(model), shown(other), 0.0)
+
+
+def test_a_model_that_is_frozen_for_good_shows_its_average() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(10):
+        train(model, opt, batch)
+    before = shown(model)
+    model.requires_grad_(False)
+    student = nn.Linear(3, 3).double()
+    F.mse_loss(student(model(batches(1)[0][0])), torch.zeros(16, 3, dtype=torch.float64)).backward()
+    assert all(torch.equal(shown(model)[n], before[n]) for n in before if "running" not in n)
 
 
 def test_training_in_evaluation_mode_is_averaged_too() -> None:

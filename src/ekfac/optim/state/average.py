@@ -37,6 +37,7 @@ def save_average(
     return {
         "possible": bool(average.possible),
         "trains_in_eval": average.trains_in_eval,
+        "alternates": average.alternates,
         "training": average.training,
         "resting": [names[p] for p in names if average.training and p in average.resting],
         "offsets": offsets,
@@ -54,7 +55,7 @@ def load_average(
     saved = {} if saved is None else saved
     if not isinstance(saved, Mapping):
         refuse("'average'", f"is of type {type(saved).__name__}. Allowed: a dict")
-    flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training")}
+    flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training", "alternates")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             refuse(f"'average', {name!r}", f"is {flag!r}. Allowed: True or False")
@@ -87,6 +88,7 @@ def load_average(
     def take() -> None:
         possible = flags["possible"] if saved else None
         average.adopt(offsets, statistics, possible, flags["trains_in_eval"], flags["training"])
+        average.alternates = flags["alternates"]
         average.resting = {parameters[name] for name in resting}
 
     return take

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Answer
 from ekfac.optim.step_size.mended import EVERY, Mended
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, fraction, norms_of
+from ekfac.optim.types import Shared
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
@@ -80,19 +81,6 @@ def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: 
     return RateCourse(0, decay_steps)
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What all processes know of a step that they take together.
-
-    Attributes:
-        gradients: The parameters of which any of them has a gradient.
-        called: How the model was called, by the one that has come furthest.
-    """
-
-    gradients: Collection[nn.Parameter]
-    called: int
-
-
 class WeightAverage:
     r"""Trains weights z and shows their running average x.
 
@@ -141,6 +129,8 @@ class WeightAverage:
         #: How the model was called since the last step.
         self.called = NOT_CALLED
         self.trains_in_eval = False
+        #: Whether the whole model has been frozen for a while, and was trained on after that.
+        self._was_frozen = self.alternates = False
         #: Whether ranks hold pieces of the parameters; whether these, or parts of complex numbers, stand for any.
         self._sharded = self._apart = False
         #: Parameters in whose update the offsets hold d - z.
@@ -162,29 +152,39 @@ class WeightAverage:
         """The model, while there is one."""
         return self._model()
 
-    def before_forward(self) -> None:
+    def before_frozen(self) -> None:
+        """Put z in although the whole model is frozen, if it has been trained on after that before: a GAN's half.
+
+        The other half is trained against what it meets when both are. Another model, a teacher say, goes on showing x.
+        """
+        self._was_frozen = True
+        if self.alternates and not any(p.requires_grad for p in self.offsets):
+            self.before_forward(frozen=True)
+
+    def before_forward(self, frozen: bool = False) -> None:
         """Put z into the parameters, as the model's forward is about to be called with gradients.
 
         Not in evaluation mode, where many forget ``no_grad``, unless the model has been seen to be trained in it.
         """
         model = self.model
         trains = model is not None and model.training
-        self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
+        if not frozen:
+            self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
         self._forwards += trains
         self._find_shown()
         if self._norms is None:
             self._norms = {module: batches_of(module) for module in norms_of(model)}
         if not self.training and model is not None and (trains or self.trains_in_eval):
-            self._to_training()
+            self._to_training(frozen)
 
     @torch.no_grad()
-    def _to_training(self) -> None:
+    def _to_training(self, frozen: bool = False) -> None:
         self.training = True
         # What is frozen, or has another shape by now, stays as it is.
         for p in [p for p, d in self.offsets.items() if held(p).shape != d.shape]:
             del self.offsets[p]
         self.mended.compare()
-        self.resting = {p for p in self.offsets if not p.requires_grad}
+        self.resting = {p for p in self.offsets if not (p.requires_grad or frozen)}
         moved = self._moved()
         if moved:
             self._sharded = any_sharded(moved)
@@ -327,7 +327,7 @@ class WeightAverage:
         """
         called, self.called = self.called, NOT_CALLED
         if done:
-            self.possible = self._possible_now
+            self.possible, self.alternates = self._possible_now, self.alternates or self._was_frozen
         if not self.offsets:  # or no more: the modules keep the statistics that they have
             self.statistics, self.shown, self.training = {}, {}, False
             return
