@@ -149,7 +149,8 @@ def model(value: Any, there: bool = True) -> None:
     if isinstance(value, torch.jit.ScriptModule):
         raise TypeError(
             "model is a ScriptModule, of whose layers no input can be seen: train the module that it was made from, "
-            "and script that when it is trained, after opt.close()"
+            "and script that when it is trained, after opt.close(). Or wrap it, as nn.Sequential(model), to train it "
+            "without bases"
         )
     trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
     for name, p in trainable:

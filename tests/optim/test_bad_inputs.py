@@ -345,6 +345,27 @@ def test_what_becomes_of_a_model_with_hooks_in_other_hands() -> None:
         EKFAC(scripted)
 
 
+def test_a_scripted_part_is_trained_without_a_basis() -> None:
+    """A module of which only a copy in TorchScript is there, as one that torch.jit.load has read."""
+    torch.manual_seed(0)
+    part = torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)))
+    for model in (nn.Sequential(nn.Linear(3, 6), part, nn.Linear(8, 2)), nn.Sequential(part, nn.Linear(8, 2))):
+        opt = EKFAC(model)
+        x = torch.randn(64, 3 if len(model) == 3 else 6)
+        y = (x[:, 0] > 0).long()
+        losses = []
+        for _ in range(40):
+            opt.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.7 * losses[0]
+        opt.load_state_dict(opt.state_dict())
+        assert "its layer is scripted" in str(opt.summary())
+        opt.close()
+
+
 def test_layers_called_by_name() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -269,6 +269,8 @@ def _why(module: nn.Module, parameter: Tensor, tied: bool) -> str:
         return COMPLEX
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return "what the layer multiplies with is made of it by a parametrization"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "its layer is scripted, so that no input of it can be seen"
     if not {"weight_g", "weight_orig"}.isdisjoint(module._parameters):
         return "what the layer multiplies with is made of it by a hook"
     if tied:

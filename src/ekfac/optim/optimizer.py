@@ -26,11 +26,11 @@ from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
 from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
-from ekfac.optim.step_size.course import RateCourse, Shared, WeightAverage
+from ekfac.optim.step_size.course import RateCourse, WeightAverage
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
-from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, StepInputs
+from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
 
 #: What a group has that a recorded step has built into it.
 BUILT_IN = ("momentum", "nesterov", "weight_decay", "decay_vectors", "cautious_decay", "decoupled_weight_decay")
@@ -69,8 +69,10 @@ class Optimizer(Base, Joinable, Grouped):
         self.engine = make_engine(self._all_parameters(), states)
         states.follow(self.engine)
         self.engine.collector.on_replaced = self._follow(weakref.ref(self))
-        self.average = WeightAverage(model, step_size.average)
-        self.engine.collector.capture.forwards.on_begin = self.average.before_forward
+        engine = weakref.proxy(self.engine)
+        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.answer(value))
+        forwards = self.engine.collector.capture.forwards
+        forwards.on_begin, forwards.on_frozen = self.average.before_forward, self.average.before_frozen
         compares = self.engine.method.compares_gradients
         self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
         try:
@@ -341,6 +343,7 @@ class Optimizer(Base, Joinable, Grouped):
         optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
         """
         self.engine.collector.follow()
+        state_dict = checkpoint.as_named_here(self.engine, state_dict)
         saved = checkpoint.check(self.engine, state_dict)
         groups = self._saved_groups(state_dict.get("param_groups"))
         found = state_dict.get("state")

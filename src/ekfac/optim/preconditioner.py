@@ -153,6 +153,7 @@ class Preconditioner(Base):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; all of it is checked first, as by :class:`EKFAC`."""
+        state_dict = checkpoint.as_named_here(self.engine, state_dict)
         saved = checkpoint.check(self.engine, state_dict)
         parameters = {name: p for p, name in self.engine.partition.names.items()}
         found = state_dict.get("state")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -195,6 +195,19 @@ class Rates:
     def of(self, parameter: nn.Parameter) -> GroupRates:
         """Return the numbers of a parameter's group; those of a block are its first parameter's."""
         return self.groups[self.group_of[parameter]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all processes know of a step that they take together.
+
+    Attributes:
+        gradients: The parameters of which any of them has a gradient.
+        called: How the model was called, by the one that has come furthest.
+    """
+
+    gradients: Collection[nn.Parameter]
+    called: int
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Training: what is recorded is what happened; same seed, same run; divergence is seen and said."""
 
+import dataclasses
 import math
 
 import pytest
@@ -190,6 +191,33 @@ def test_a_dataset_of_another_shape_is_refused():
     register_dataset("three-numbers", lambda folder: Dataset("three-numbers", {"train": split, "validation": split}))
     with pytest.raises(LabError, match=r"takes examples of shape \(784,\); dataset three-numbers has \(3,\)"):
         train(TrainConfig("classifier", dataset="three-numbers", batch_size=5, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "rows", "labels", "message"),
+    [
+        ("few-labels", "train", 10, 8, "train: 10 examples and 8 labels"),
+        ("no-rows", "validation", 0, 0, "validation: 0 examples and 0 labels"),
+        ("few-rows", "validation", 3, 5, "validation: 3 examples and 5 labels"),
+        ("narrow", "validation", 3, 3, r"examples of shape \(784,\); dataset narrow, validation: has \(3,\)"),
+    ],
+)
+def test_splits_that_do_not_fit_are_refused_before_anything_is_written(name, split, rows, labels, message, tmp_path):
+    good = Split(torch.zeros(10, 784), torch.zeros(10, dtype=torch.int64))
+    bad = Split(torch.zeros(rows, 3 if name == "narrow" else 784), torch.zeros(labels, dtype=torch.int64))
+    register_dataset(name, lambda folder: Dataset(name, {"train": good, "validation": good, split: bad}))
+    with pytest.raises(LabError, match=message):
+        train(TrainConfig("classifier", dataset=name, batch_size=5, device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_whose_build_returns_no_network_is_refused(monkeypatch):
+    from ekfac.lab.tasks import TASKS
+
+    task = dataclasses.replace(TASKS.get("classifier"), build=lambda width, batch_norm: torch.compile)
+    monkeypatch.setattr(TASKS, "get", lambda name: task)
+    with pytest.raises(LabError, match=r"build\(width, batch_norm\) returned a function, which is no nn.Module"):
+        train(TrainConfig("classifier", optimizer="sgd", **SMALL))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", "kfac", "ekfac-default"])

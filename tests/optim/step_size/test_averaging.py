@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -248,7 +249,9 @@ def test_a_checkpoint_from_amid_a_pass_shows_the_same_when_all_rest(copied: bool
     assert close(shown(model), at_rest)
 
 
-@pytest.mark.parametrize("damage", ["name", "shape", "nan", "huge", "flag", "kind", "offsets", "statistics"])
+@pytest.mark.parametrize(
+    "damage", ["name", "shape", "nan", "huge", "flag", "kind", "offsets", "statistics", "resting", "mended"]
+)
 def test_a_damaged_average_is_refused_and_nothing_changes(damage: str) -> None:
     model = network()
     opt = ekfac.EKFAC(model)
@@ -301,6 +304,59 @@ def test_what_somebody_does_to_the_weights_between_steps_stays() -> None:
     assert float(model[0].weight.abs().max()) < 20 * weight_decay_and_rate
 
 
+def clamp(weight: Tensor) -> None:
+    weight.data.clamp_(min=0)
+
+
+def mask(weight: Tensor) -> None:
+    weight.data *= torch.ones_like(weight).tril()
+
+
+def normalise(weight: Tensor) -> None:
+    weight.copy_(F.normalize(weight, dim=1))
+
+
+@pytest.mark.parametrize("mend", [clamp, mask, normalise])
+@pytest.mark.parametrize("begin", [0, 25])
+def test_weights_that_somebody_mends_after_every_step_are_trained_as_they_were_mended(
+    mend: Callable[[Tensor], None], begin: int
+) -> None:
+    """Not clamped, masked or normalised in the average alone, with gradients computed at weights that are not."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for t, batch in enumerate(batches(40)):
+        if t >= begin + 13:
+            model(batch[0])  # shows what is trained
+            mended = model[0].weight.detach().clone()
+            with torch.no_grad():
+                mend(mended)
+            torch.testing.assert_close(model[0].weight.detach(), mended, rtol=0, atol=1e-12)
+        train(model, opt, batch)
+        if t >= begin:
+            with torch.no_grad():
+                mend(model[0].weight)
+    assert not opt.average.offsets
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    other = ekfac.EKFAC(twin)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(twin, other, batches(1)[0])
+    assert not other.average.offsets
+
+
+def test_weights_that_are_exchanged_for_evaluation_or_put_back_are_averaged_all_the_same() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    best = copy.deepcopy(model.state_dict())
+    for t, batch in enumerate(batches(25)):
+        train(model, opt, batch)
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(best)
+        if t % 4:
+            model.load_state_dict(kept)
+    assert opt.average.offsets.keys() == set(model.parameters())
+
+
 def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:
     model = network()
     opt = ekfac.EKFAC(model)
@@ -312,6 +368,124 @@ def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:
     for batch in steps[10:]:
         train(model, opt, batch)
         assert torch.equal(model[0].weight, frozen)
+
+
+def test_a_layer_that_is_thawed_goes_on_from_where_it_was_frozen() -> None:
+    """What it had learnt and its average had not taken in yet is not lost; it was, at every turn of such a training."""
+    ends = []
+    for average in (True, False):
+        model = network()
+        opt = ekfac.EKFAC(model, weight_decay=0.0, step_size=StepSize(average=average))
+        steps = batches(24)
+        for batch in steps[:8]:
+            train(model, opt, batch)
+        opt.average.before_forward()  # shows z
+        before = model[0].weight.clone()
+        opt.average.rest()
+        model[0].requires_grad_(False)
+        for batch in steps[8:16]:
+            train(model, opt, batch)
+        model[0].requires_grad_(True)
+        opt.average.before_forward()
+        torch.testing.assert_close(model[0].weight.detach(), before.detach(), rtol=0, atol=1e-12)
+        ends.append(before.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after the forward", "after backward"])
+def test_layers_may_be_frozen_and_thawed_at_any_moment(when: str) -> None:
+    """What is shown after a step is x, within reach of what was shown before."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    steps = iter(batches(12))
+    for _ in range(8):
+        train(model, opt, next(steps))
+    weight = model[0].weight
+    for trained in (False, True, False, True):
+        x, y = next(steps)
+        before = weight.detach().clone()
+        opt.zero_grad()
+        if when == "before the forward":
+            model[0].requires_grad_(trained)
+        loss = F.cross_entropy(model(x), y)
+        if when == "after the forward":
+            model[0].requires_grad_(trained)
+        loss.backward()
+        if when == "after backward":
+            model[0].requires_grad_(trained)
+        if trained and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        taken = weight.grad is not None  # by any optimizer, frozen or not
+        opt.step()
+        assert torch.equal(weight, before) or (taken and (weight - before).abs().max() <= opt.param_groups[0]["lr"])
+
+
+def test_a_checkpoint_from_amid_a_pass_knows_what_rests() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    *before, (x, y) = batches(12)
+    for batch in before:
+        train(model, opt, batch)
+    model[0].requires_grad_(False)
+    at_rest = shown(model)
+    F.cross_entropy(model(x), y).backward()
+    twin = network()
+    other = ekfac.EKFAC(twin)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    other.close()
+    assert close(shown(twin), at_rest)
+
+
+def adversaries(freeze: bool, steps: range, state: list[dict[str, Any]] | None = None) -> tuple[Any, ...]:
+    """Train two networks against each other, each frozen, or not, while the other takes its step."""
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)).double()
+    d = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    opts = [ekfac.EKFAC(g), ekfac.EKFAC(d)]
+    for model, opt, saved in zip((g, d), opts, state or [], strict=False):
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["opt"])
+    for t in steps:
+        chance = torch.Generator().manual_seed(t)
+        real, z = (torch.randn(16, n, generator=chance, dtype=torch.float64) for n in (6, 3))
+        g.requires_grad_(not freeze)
+        opts[1].zero_grad()
+        (F.softplus(-d(real)).mean() + F.softplus(d(g(z).detach())).mean()).backward()
+        opts[1].step()
+        g.requires_grad_(True)
+        d.requires_grad_(not freeze)
+        opts[0].zero_grad()
+        F.softplus(-d(g(z))).mean().backward()
+        opts[0].step()
+        d.requires_grad_(True)
+    return (g, d, *opts)
+
+
+def test_adversaries_that_are_frozen_in_turn_meet_each_other_s_weights_and_not_their_average() -> None:
+    whole = adversaries(True, range(24))
+    for model, other in zip(whole[:2], adversaries(False, range(24))[:2], strict=True):
+        assert close(shown(model), shown(other))
+    begun = adversaries(True, range(12))
+    state = [
+        copy.deepcopy({"model": m.state_dict(), "opt": o.state_dict()})
+        for m, o in zip(begun[:2], begun[2:], strict=True)
+    ]
+    gone_on = adversaries(True, range(12, 24), state)
+    for model, other in zip(whole[:2], gone_on[:2], strict=True):
+        assert close(shown(model), shown(other), 0.0)
+
+
+def test_a_model_that_is_frozen_for_good_shows_its_average() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for batch in batches(10):
+        train(model, opt, batch)
+    before = shown(model)
+    model.requires_grad_(False)
+    student = nn.Linear(3, 3).double()
+    F.mse_loss(student(model(batches(1)[0][0])), torch.zeros(16, 3, dtype=torch.float64)).backward()
+    assert all(torch.equal(shown(model)[n], before[n]) for n in before if "running" not in n)
 
 
 def test_training_in_evaluation_mode_is_averaged_too() -> None:
@@ -340,6 +514,56 @@ def test_a_model_that_is_trained_by_another_method_is_not_averaged() -> None:
         F.cross_entropy(model.encode(x), y).backward()
         opt.step()
     assert not opt.average.offsets
+
+
+def test_a_model_of_which_only_parts_are_called_from_some_step_on_is_averaged_no_more() -> None:
+    """Their gradients would be those of the average, far from the weights that they move."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        opt.zero_grad()
+        F.cross_entropy(model[3](model[:3](x)), y).backward()
+        opt.step()
+
+    steps = batches(30)
+    for batch in steps[:10]:
+        train(model, opt, batch)
+        step(*batch)
+    assert opt.average.offsets
+    before = shown(model)
+    opt.zero_grad()
+    opt.step()
+    for batch in steps[10:14]:
+        step(*batch)
+    assert not opt.average.offsets
+    moved = max(float((model.get_parameter(n) - p).abs().max()) for n, p in before.items() if "running" not in n)
+    assert moved <= 4 * opt.param_groups[0]["lr"]
+    before = shown(model)
+    model(steps[0][0])
+    after = shown(model)
+    assert all(torch.equal(after[n], before[n]) for n in before if "running" not in n)
+
+
+@pytest.mark.parametrize("end", ["scheduler", "mended", "parts"])
+def test_where_an_average_ends_batch_norm_s_statistics_go_on(end: str) -> None:
+    """Closing put those of the last average back, however long ago that was."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for t, (x, y) in enumerate(batches(30)):
+        if t == 12 and end == "scheduler":
+            torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+        opt.zero_grad()
+        F.cross_entropy(model[3](model[:3](x)) if t >= 12 and end == "parts" else model(x), y).backward()
+        opt.step()
+        if t >= 12 and end == "mended":
+            model[0].weight.data.clamp_(min=-0.01)
+    before = shown(model)
+    assert not opt.average.offsets and not opt.average.training
+    copied = copy.deepcopy(opt)
+    copied.close()
+    opt.close()
+    assert close(shown(model), before, 0.0) and close(shown(copied.model), before, 0.0)
 
 
 def test_closing_shows_the_average() -> None:

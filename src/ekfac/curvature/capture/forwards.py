@@ -62,6 +62,8 @@ class Forwards:
         self.hand_on = hand_on
         #: Called when the model's forward, or ``batch()``, begins with gradients: nothing of it has been computed yet.
         self.on_begin: Callable[[], None] = lambda: None
+        #: Called in its place where it is not captured, as the whole model is frozen.
+        self.on_frozen: Callable[[], None] = lambda: None
         self._batch_dim = batch_dim
         self._count_by = count
         self.here = UnderWay()
@@ -153,6 +155,7 @@ class Forwards:
             if torch._C._current_graph_task_id() in self.reached_by:
                 return None
         elif not self._before_forward():
+            self.on_frozen()
             return None
         else:
             self.on_begin()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ekfac.lab.config import DTYPES, TrainConfig
 from ekfac.lab.data.datasets import Dataset, Split
@@ -60,7 +60,11 @@ class Trainer:
         self.data = data.to(self.device, DTYPES[config.dtype])
         torch.manual_seed(config.seed)
         # Initialised on the CPU, so that the same seed gives the same weights on every device.
-        self.model = self.task.build(given(config.width), config.batch_norm).to(self.device, DTYPES[config.dtype])
+        built: Any = self.task.build(given(config.width), config.batch_norm)
+        if not isinstance(built, nn.Module):
+            kind = type(built).__name__
+            raise LabError(f"task {config.task}: build(width, batch_norm) returned a {kind}, which is no nn.Module")
+        self.model = built.to(self.device, DTYPES[config.dtype])
         self.optimizer = build_optimizer(config.optimizer, self.model, config.optimizer_options())
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         trained = self.ranks.wrapped(self.model)
@@ -246,9 +250,13 @@ class Trainer:
 
 
 def _check_data(config: TrainConfig, data: Dataset, shape: tuple[int, ...]) -> None:
-    found = tuple(data.train.x.shape[1:])
-    if found != shape:
-        raise LabError(f"task {config.task} takes examples of shape {shape}; dataset {data.name} has {found}")
+    for name, split in data.splits.items():
+        found, where = tuple(split.x.shape[1:]), f"dataset {data.name}" + ("" if name == "train" else f", {name}:")
+        if found != shape:
+            raise LabError(f"task {config.task} takes examples of shape {shape}; {where} has {found}")
+        if not len(split.x) == len(split.y) > 0:
+            counts = f"{len(split.x)} examples and {len(split.y)} labels"
+            raise LabError(f"dataset {data.name}, {name}: {counts}. Allowed: as many of each, at least one")
     if config.channels_last and len(shape) != 3:
         raise LabError(f"channels_last is for images; task {config.task} takes examples of shape {shape}")
     if len(data.train.x) < given(config.batch_size):

@@ -37,7 +37,9 @@ def save_average(
     return {
         "possible": bool(average.possible),
         "trains_in_eval": average.trains_in_eval,
+        "alternates": average.alternates,
         "training": average.training,
+        "resting": [names[p] for p in names if average.training and p in average.resting],
         "offsets": offsets,
         "statistics": statistics,
         "entries": len(offsets) + len(statistics),
@@ -53,7 +55,7 @@ def load_average(
     saved = {} if saved is None else saved
     if not isinstance(saved, Mapping):
         refuse("'average'", f"is of type {type(saved).__name__}. Allowed: a dict")
-    flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training")}
+    flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training", "alternates")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             refuse(f"'average', {name!r}", f"is {flag!r}. Allowed: True or False")
@@ -66,6 +68,9 @@ def load_average(
         p = parameters[name]
         _check(f"parameter '{name}', 'average'", d, real_shape(p), p.dtype.to_real())
         offsets[p] = piece_of(d.detach(), p).to(held(p.detach()), copy=True)
+    resting = saved.get("resting", [])  # not there in versions before
+    if not isinstance(resting, list) or not all(isinstance(name, str) and name in parameters for name in resting):
+        refuse("'average', 'resting'", f"is {resting!r}. Allowed: names of parameters")
     modules = {} if average.model is None else dict(average.model.named_modules())
     for place, d in dict(saved.get("statistics") or {}).items():
         owner, _, name = str(place).rpartition(".")
@@ -83,6 +88,8 @@ def load_average(
     def take() -> None:
         possible = flags["possible"] if saved else None
         average.adopt(offsets, statistics, possible, flags["trains_in_eval"], flags["training"])
+        average.alternates = flags["alternates"]
+        average.resting = {parameters[name] for name in resting}
 
     return take
 

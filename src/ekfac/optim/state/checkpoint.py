@@ -22,6 +22,7 @@ from ekfac.optim.state.validation import (
     check_tensor,
     refuse,
 )
+from ekfac.optim.state.wrapped import named_as_here, saved_in
 from ekfac.optim.statistics.partition import COUNTS, Members, members
 from ekfac.optim.types import filled
 
@@ -78,6 +79,11 @@ def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
     return {name: list(p.shape) for p, name in engine.partition.names.items() if p in offered}
 
 
+def as_named_here(engine: Engine, state_dict: Any) -> Any:
+    """Return a checkpoint under the names that the model has now, in a wrapper or out of it."""
+    return named_as_here(engine.model, parameter_shapes(engine), state_dict)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What a checkpoint was found to hold, ready to be taken.
@@ -100,11 +106,9 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
     checks.outside_inference_mode("load_state_dict()")
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
-    groups = state_dict.get("param_groups") or [{}]
-    inside = groups[0].get("ekfac") if isinstance(groups, list) and isinstance(groups[0], Mapping) else None
-    saved = state_dict.get("ekfac", inside)
+    saved = saved_in(state_dict)
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
-        raise ValueError(f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other)")
+        raise ValueError(_no_state(state_dict, saved))
     # Torch leaves out what is empty when it flattens; the last was not there in earlier checkpoints.
     saved = {"silent": [], "put_away": [], "fallbacks": {}, "derivatives": False, **saved}
     names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
@@ -131,6 +135,18 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
         if not isinstance(saved.get(name), bool):
             refuse(repr(name), f"is {saved.get(name)!r}. Allowed: True or False")
     return dict(saved)
+
+
+def _no_state(state_dict: Mapping[Any, Any], saved: Any) -> str:
+    """Say what a dict without a state of this version seems to be."""
+    keys = [str(key) for key in state_dict]
+    if isinstance(saved, Mapping):
+        what = f"is of version {str(saved.get('version'))[:20]} of its format"
+    elif {"state", "param_groups"} <= set(keys):
+        what = "is another optimizer's: begin with a new one, the model's weights suffice"
+    else:
+        what = f"has the keys {', '.join(keys[:5])[:100] or '(none)'}: pass what this optimizer's state_dict() returned"
+    return f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other); it {what}"
 
 
 def _check_model(engine: Engine, saved: Mapping[str, Any]) -> None:

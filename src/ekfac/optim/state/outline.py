@@ -103,5 +103,5 @@ def outline_average(
         for module in norms_of(model)
         for name in STATISTICS
     }
-    flags = dict.fromkeys(("possible", "trains_in_eval", "training"), False)
+    flags = dict.fromkeys(("possible", "trains_in_eval", "training", "alternates"), False)
     return {**flags, "offsets": offsets, "statistics": statistics, "entries": 0}

@@ -170,14 +170,15 @@ class Partition:
         held = [(p, m, name) for m in self.model.modules() for name, p in m._parameters.items() if p is not None]
         self.places = {p: (m, name) for p, m, name in reversed(held)}
         chosen = set(offered)
-        self._whole = [(p, m, name) for p, m, name in held if p in chosen and not is_sharded(p)]
+        scripted = torch.jit.ScriptModule  # whose parameters nobody replaces
+        self._whole = [x for x in held if x[0] in chosen and not (is_sharded(x[0]) or isinstance(x[1], scripted))]
         self.everything = list(dict.fromkeys([*self.parameters, *self.names]))
         self.blocks = blocks
         self.generation += 1
         self.covered, self.parts = in_parts([b for b in blocks if b.covered])
         # Where ranks gather parameters when these are used, modules hold now the one, now the other.
         modules = () if self.gathers else self.model.modules()
-        self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._modules = [m for m in modules if not isinstance(m, scripted)]
         self._layout = Layout(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()

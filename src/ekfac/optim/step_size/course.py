@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
+from ekfac.optim.executor import Answer
+from ekfac.optim.step_size.mended import EVERY, Mended
+from ekfac.optim.step_size.pairs import Pairs
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
+from ekfac.optim.types import Shared
 
 #: Steps of warm-up where a rate is named and an end is known.
 WARMUP = 100
@@ -28,6 +31,8 @@ ANNEAL = 100.0
 OF_DERIVATIVES = (2.0, 200.0)  # so many times the rate, which falls as 1 / (1 + t / so many)
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
+#: After so many steps in a row for which not the model but its parts were called there is no average any more.
+PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
 
@@ -81,39 +86,6 @@ def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: 
     return RateCourse(0, decay_steps)
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What all processes know of a step that they take together.
-
-    Attributes:
-        gradients: The parameters of which any of them has a gradient.
-        called: How the model was called, by the one that has come furthest.
-    """
-
-    gradients: Collection[nn.Parameter]
-    called: int
-
-
-class Pairs:
-    """Parameters and their offsets in lists, as torch takes many at once.
-
-    Args:
-        offsets: The offset of each parameter.
-    """
-
-    def __init__(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
-        self.parameters, self.offsets = list(offsets), list(offsets.values())
-        self._forms = self._now()
-
-    def _now(self) -> tuple[list[Any], ...]:
-        p = self.parameters
-        return [q.requires_grad for q in p], [q.dtype for q in p], [q.shape for q in p], [q.device for q in p]
-
-    def hold(self) -> bool:
-        """Tell whether the parameters are as they were: not frozen, cast, moved or of another shape."""
-        return self._now() == self._forms
-
-
 class WeightAverage:
     r"""Trains weights z and shows their running average x.
 
@@ -121,9 +93,11 @@ class WeightAverage:
 
     The parameters hold x from the end of a step to the model's next forward with gradients: what is evaluated, saved
     and exported is the average. From there to the end of the next step they hold z, with which gradients are computed.
-    What is kept is d = z - x, so a change that somebody makes to the weights in between changes both.
+    What is kept is d = z - x, so a change that somebody makes to the weights in between changes both. While a parameter
+    is frozen it holds x throughout, and d waits for it to be thawed.
 
-    A model that is trained by other methods than its forward has no such moment, and is not averaged. Neither are
+    A model that is trained by other methods than its forward has no such moment, and is not averaged; nor is it from
+    when on it is. Neither are a model whose weights somebody changes after every step (see :class:`Mended`), and
     parameters in half precision.
 
     Running statistics of batch-norm belong to the weights that they were taken with, so x has its own: the average,
@@ -136,16 +110,20 @@ class WeightAverage:
     Args:
         model: The model.
         wanted: Average; None for where the built-in course has the rate.
+        answer: Brings a tensor to the host, perhaps later.
     """
 
-    def __init__(self, model: nn.Module, wanted: bool | None) -> None:
+    def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
+        #: Who changes weights, after which step that is looked at, and how many steps in a row had gradients at x.
+        self.mended, self._looks_after, self._at_average = Mended(answer), -1, 0
         self._model = weakref.ref(model)
         #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
         self.statistics: dict[Place, Tensor] = {}
-        #: Whether the parameters hold z.
+        #: Whether the parameters hold z, and those that hold x nevertheless, as they were frozen when z was put in.
         self.training = False
+        self.resting: set[nn.Parameter] = set()
         #: Whether this model can be averaged: None until its first step.
         self.possible: bool | None = None
         #: Of the step under way: what :attr:`possible` is after it, the parameters whose average takes it in, their
@@ -158,6 +136,8 @@ class WeightAverage:
         #: How the model was called since the last step.
         self.called = NOT_CALLED
         self.trains_in_eval = False
+        #: Whether the whole model has been frozen for a while, and was trained on after that.
+        self._was_frozen = self.alternates = False
         #: Whether ranks hold pieces of the parameters; whether these, or parts of complex numbers, stand for any.
         self._sharded = self._apart = False
         #: Parameters in whose update the offsets hold d - z.
@@ -182,34 +162,45 @@ class WeightAverage:
         """The model, while there is one."""
         return self._model()
 
-    def before_forward(self) -> None:
+    def before_frozen(self) -> None:
+        """Put z in although the whole model is frozen, if it has been trained on after that before: a GAN's half.
+
+        The other half is trained against what it meets when both are. Another model, a teacher say, goes on showing x.
+        """
+        self._was_frozen = True
+        if self.alternates and not any(p.requires_grad for p in self.offsets):
+            self.before_forward(frozen=True)
+
+    def before_forward(self, frozen: bool = False) -> None:
         """Put z into the parameters, as the model's forward is about to be called with gradients.
 
         Not in evaluation mode, where many forget ``no_grad``, unless the model has been seen to be trained in it.
         """
         model = self.model
         trains = model is not None and model.training
-        self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
+        if not frozen:
+            self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
         self._forwards += trains
         self._find_shown()
         if self._norms is None:
             self._norms = {module: batches_of(module) for module in norms_of(model)}
         if not self.training and model is not None and (trains or self.trains_in_eval):
-            self._to_training()
+            self._to_training(frozen)
 
     @torch.no_grad()
-    def _to_training(self) -> None:
+    def _to_training(self, frozen: bool = False) -> None:
         self.training = True
         if self._pairs is None or self._sharded or not self._pairs.hold():
             self._pair()
         assert self._pairs is not None
-        if self.offsets:
-            model, parameters = self.model, self._pairs.parameters
+        self.mended.compare()
+        self.resting = set() if frozen else self._pairs.frozen.copy()
+        if moved := self._waking():
+            model, parameters = self.model, self._pairs.parameters if moved is self.offsets else list(moved)
             # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
-            unseen = _unsafe_preserve_version_counter(tuple(parameters))
-            parts = list(map(held, parameters)) if self._apart else list[Tensor](parameters)
+            unseen, parts = _unsafe_preserve_version_counter(tuple(parameters)), self._parts(parameters)
             with resharded(model) if self._sharded and model is not None else unseen:
-                torch._foreach_add_(parts, self._pairs.offsets)
+                torch._foreach_add_(parts, list(moved.values()))
         places = [place for place in self.statistics if place[0].training]
         if places:
             self.shown = {}
@@ -218,13 +209,12 @@ class WeightAverage:
                 self.shown |= buffers.shown
 
     def _pair(self) -> None:
-        """List parameters and offsets. What is frozen, or has another shape by now, stays as it is."""
-        gone = [p for p, d in self.offsets.items() if not p.requires_grad or held(p).shape != d.shape]
-        for p in gone:
+        """List parameters and offsets, but for what has another shape by now and stays as it is."""
+        for p in [p for p, d in self.offsets.items() if held(p).shape != d.shape]:
             del self.offsets[p]
         self._sharded = any_sharded(self.offsets)
         self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
-        self._moved()
+        self._follow()
         self._pairs = Pairs(self.offsets)
 
     def _buffers_at(self, places: list[Place]) -> list[Buffers]:
@@ -238,12 +228,18 @@ class WeightAverage:
             self._found_amid = False
             self.shown = {(m, name): getattr(m, name) - d for (m, name), d in self.statistics.items() if m.training}
 
-    def _moved(self) -> list[Tensor]:
-        """Return the offsets where their parameters are, which the user may have moved or cast."""
+    def _follow(self) -> None:
+        """Bring the offsets to where the user may have moved the parameters, and to what these were cast to."""
         for p, d in self.offsets.items():
             if d.device != p.device or d.dtype != p.dtype.to_real():
                 self.offsets[p], self._pairs = d.to(p.device, p.dtype.to_real()), None
-        return list(self.offsets.values())
+
+    def _parts(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return list(map(held, parameters)) if self._apart else list(parameters)
+
+    def _waking(self) -> dict[nn.Parameter, Tensor]:
+        """Return the offsets of what does not rest."""
+        return {p: d for p, d in self.offsets.items() if p not in self.resting} if self.resting else self.offsets
 
     @torch.no_grad()
     def rest(self) -> None:
@@ -253,18 +249,18 @@ class WeightAverage:
         self._find_shown()
         if self.training:
             self.training = False
-            if self.offsets:
+            self._follow()
+            if moved := self._waking():
                 self._let_go()
-                torch._foreach_sub_(list(map(held, self.offsets)), self._moved())
+                torch._foreach_sub_(list(map(held, moved)), list(moved.values()))
             if self.shown:
                 torch._foreach_copy_([getattr(module, name) for module, name in self.shown], list(self.shown.values()))
             self.shown = {}
 
     def _let_go(self) -> None:
         """Let go of copies that were gathered from pieces which are about to change."""
-        model = self.model
-        if self._sharded and model is not None:
-            reshard(model)
+        if self._sharded and self.model is not None:
+            reshard(self.model)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -283,23 +279,30 @@ class WeightAverage:
             shared: What all processes know of the step, where others take it too.
         """
         self._possible_now = self.possible
+        self._looks_after = t if shared is None and t % EVERY < 2 else -1
         pairs, usual = self._pairs, shared is None and self.possible and self.training
-        if usual and pairs is not None and len(parameters) == len(pairs.parameters):
-            same = all(map(operator.is_, parameters, pairs.parameters))
-            if same and all(p.grad is not None for p in pairs.parameters):
-                self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
-                self.weight = (POWER + 1) / (t + POWER + 1)
-                return
+        usual = usual and not (self.resting or self.mended.found)
+        if usual and pairs is not None and pairs.are(parameters) and all(p.grad is not None for p in parameters):
+            self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
+            self.weight, self._at_average = (POWER + 1) / (t + POWER + 1), 0
+            return
         wanted = dict.fromkeys(parameters)
         self.averaged, self.in_step, self.takes_all, self.weight = [], [], False, 0.0
         if not (wanted or self.offsets):
             return
-        if shared is not None:
-            self.called = shared.called
+        self.called = self.called if shared is None else shared.called
         if self.possible is None:
             self._possible_now = self.called != NOT_CALLED
         if not self._possible_now:
             return
+        if shared is None:
+            if self.training:
+                self._at_average = 0
+            elif self.possible and any(p.grad is not None for p in wanted):
+                self._at_average += 1
+            if self.mended.found or self._at_average > PATIENCE:  # go on from what is there
+                self.offsets, self._pairs, self._possible_now = {}, None, False
+                return
         if not self.training:
             self._to_training()
         for p in self.offsets.keys() - wanted.keys():  # which go on from z
@@ -311,6 +314,9 @@ class WeightAverage:
         for p in self.averaged:
             if p not in self.offsets:
                 self.offsets[p], self._pairs = torch.zeros_like(held(p)), None
+            elif p in self.resting:  # thawed since the forward
+                self.resting.discard(p)
+                held(p).add_(self.offsets[p])
         self.in_step = [self.offsets[p] for p in self.averaged]
         self.takes_all = len(self.averaged) == len(self.offsets)
         self._sharded = shared is not None and any_sharded(self.offsets)
@@ -321,8 +327,7 @@ class WeightAverage:
         """Prepare to see by how much the step moves the parameters."""
         if averaged:
             self.in_update = averaged
-            parts = list(map(held, averaged)) if self._apart else list[Tensor](averaged)
-            torch._foreach_sub_([self.offsets[p] for p in averaged], parts)
+            torch._foreach_sub_([self.offsets[p] for p in averaged], self._parts(averaged))
 
     @torch.no_grad()
     def after_update(
@@ -337,8 +342,7 @@ class WeightAverage:
         """
         if averaged:
             self.in_update = ()
-            offsets = [self.offsets[p] for p in averaged]
-            torch._foreach_add_(offsets, list(map(held, averaged)) if self._apart else list(averaged))
+            torch._foreach_add_(offsets := [self.offsets[p] for p in averaged], self._parts(averaged))
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
@@ -353,8 +357,9 @@ class WeightAverage:
         """
         called, self.called = self.called, NOT_CALLED
         if done:
-            self.possible = self._possible_now
-        if not self.offsets:
+            self.possible, self.alternates = self._possible_now, self.alternates or self._was_frozen
+        if not self.offsets:  # or no more: the modules keep the statistics that they have
+            self.statistics, self.shown, self.training = {}, {}, False
             return
         self.trains_in_eval |= bool(done) and called == IN_EVALUATION
         forwards, self._forwards = self._forwards, 0
@@ -373,10 +378,12 @@ class WeightAverage:
             self.shown = {}
         if self._sharded:
             self._let_go()
-        if not shown:
-            parts = list(map(held, self.offsets)) if self._apart else list[Tensor](self.offsets)
-            torch._foreach_sub_(parts, list(self.offsets.values()))
+        moved = self._waking()
+        if moved and not shown:
+            torch._foreach_sub_(self._parts(moved), list(moved.values()))
         self.training = False
+        if done and self._looks_after >= 0:
+            self.mended.look(self._looks_after, self.averaged)
 
     def adopt(
         self,
