@@ -131,9 +131,7 @@ NAMED |= {f"{task}.ratio": partial(slower, task) for task in ("gpt", "ae", "vit"
 NAMED |= {f"{task}.{what}.ratio": partial(slower, task, what) for task in TIMED for what in ("first_300", "peak")}
 NAMED |= {f"{task}.captured.ratio": partial(slower, task, how="-captured") for task in TIMED}
 NAMED |= {
-    f"suite.{task}.{method}": partial(ended, task, method)
-    for task in ("gpt", "lstm", "shakespeare", "resnet18", "vgg11", "vit", "autoencoder", "tabular", "depthwise")
-    for method in ("ekfac", "adamw", "muon", "soap")
+    f"suite.{task}.{method}": partial(ended, task, method) for task, row in suite().table.items() for method in row
 }
 NAMED |= {f"suite.{what}": partial(counted, what) for what in ("ahead", "behind", "tasks")}
 NAMED |= {

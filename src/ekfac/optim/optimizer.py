@@ -117,8 +117,7 @@ class Optimizer(Base, Joinable, Grouped):
                 comparison.before(loss)
             try:
                 rates, engine.executor.shown = self._rates(), False
-                done = engine.step(rates, self._apply)
-                ok = engine.executor.last_mask if done else None
+                ok = engine.executor.last_mask if (done := engine.step(rates, self._apply)) else None
                 if rates.called is not None:  # others have a part in the update, and have done it now
                     self.average.after_update(self.average.in_update, self.average.weight, ok)
             except BaseException:

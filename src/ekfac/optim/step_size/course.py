@@ -20,7 +20,7 @@ from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Answer
 from ekfac.optim.step_size.mended import EVERY, Mended
-from ekfac.optim.step_size.pairs import Pairs
+from ekfac.optim.step_size.pairs import Pairs, pieces
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
 from ekfac.optim.types import Shared
 
@@ -139,7 +139,8 @@ class WeightAverage:
         #: Whether the whole model has been frozen for a while, and was trained on after that.
         self._was_frozen = self.alternates = False
         #: Whether ranks hold pieces of the parameters; whether these, or parts of complex numbers, stand for any.
-        self._sharded = self._apart = False
+        self._sharded = False
+        self._listed: Callable[[Iterable[Tensor]], list[Tensor]] = list
         #: Parameters in whose update the offsets hold d - z.
         self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
@@ -195,10 +196,10 @@ class WeightAverage:
         assert self._pairs is not None
         self.mended.compare()
         self.resting = set() if frozen else self._pairs.frozen.copy()
-        if moved := self._waking():
+        if moved := (self._waking() if self.resting else self.offsets):
             model, parameters = self.model, self._pairs.parameters if moved is self.offsets else list(moved)
             # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
-            unseen, parts = _unsafe_preserve_version_counter(tuple(parameters)), self._parts(parameters)
+            unseen, parts = _unsafe_preserve_version_counter(tuple(parameters)), self._listed(parameters)
             with resharded(model) if self._sharded and model is not None else unseen:
                 torch._foreach_add_(parts, list(moved.values()))
         places = [place for place in self.statistics if place[0].training]
@@ -213,7 +214,7 @@ class WeightAverage:
         for p in [p for p, d in self.offsets.items() if held(p).shape != d.shape]:
             del self.offsets[p]
         self._sharded = any_sharded(self.offsets)
-        self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
+        self._listed = pieces if self._sharded or any(map(torch.is_complex, self.offsets)) else list
         self._follow()
         self._pairs = Pairs(self.offsets)
 
@@ -234,12 +235,9 @@ class WeightAverage:
             if d.device != p.device or d.dtype != p.dtype.to_real():
                 self.offsets[p], self._pairs = d.to(p.device, p.dtype.to_real()), None
 
-    def _parts(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        return list(map(held, parameters)) if self._apart else list(parameters)
-
     def _waking(self) -> dict[nn.Parameter, Tensor]:
         """Return the offsets of what does not rest."""
-        return {p: d for p, d in self.offsets.items() if p not in self.resting} if self.resting else self.offsets
+        return {p: d for p, d in self.offsets.items() if p not in self.resting}
 
     @torch.no_grad()
     def rest(self) -> None:
@@ -250,7 +248,7 @@ class WeightAverage:
         if self.training:
             self.training = False
             self._follow()
-            if moved := self._waking():
+            if moved := (self._waking() if self.resting else self.offsets):
                 self._let_go()
                 torch._foreach_sub_(list(map(held, moved)), list(moved.values()))
             if self.shown:
@@ -282,7 +280,8 @@ class WeightAverage:
         self._looks_after = t if shared is None and t % EVERY < 2 else -1
         pairs, usual = self._pairs, shared is None and self.possible and self.training
         usual = usual and not (self.resting or self.mended.found)
-        if usual and pairs is not None and pairs.are(parameters) and all(p.grad is not None for p in parameters):
+        usual = usual and all(p.grad is not None for p in parameters)
+        if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:
             self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
             self.weight, self._at_average = (POWER + 1) / (t + POWER + 1), 0
             return
@@ -320,14 +319,14 @@ class WeightAverage:
         self.in_step = [self.offsets[p] for p in self.averaged]
         self.takes_all = len(self.averaged) == len(self.offsets)
         self._sharded = shared is not None and any_sharded(self.offsets)
-        self._apart = self._sharded or any(map(torch.is_complex, self.offsets))
+        self._listed = pieces if self._sharded or any(map(torch.is_complex, self.offsets)) else list
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
         """Prepare to see by how much the step moves the parameters."""
         if averaged:
             self.in_update = averaged
-            torch._foreach_sub_([self.offsets[p] for p in averaged], self._parts(averaged))
+            torch._foreach_sub_([self.offsets[p] for p in averaged], self._listed(averaged))
 
     @torch.no_grad()
     def after_update(
@@ -342,7 +341,7 @@ class WeightAverage:
         """
         if averaged:
             self.in_update = ()
-            torch._foreach_add_(offsets := [self.offsets[p] for p in averaged], self._parts(averaged))
+            torch._foreach_add_(offsets := [self.offsets[p] for p in averaged], self._listed(averaged))
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
@@ -378,9 +377,9 @@ class WeightAverage:
             self.shown = {}
         if self._sharded:
             self._let_go()
-        moved = self._waking()
+        moved = self._waking() if self.resting else self.offsets
         if moved and not shown:
-            torch._foreach_sub_(self._parts(moved), list(moved.values()))
+            torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
         if done and self._looks_after >= 0:
             self.mended.look(self._looks_after, self.averaged)
