@@ -47,8 +47,8 @@ class Mended:
             (step, parameters, norms), self._shown = self._shown, None
             now = torch._foreach_norm(list(map(held, parameters))) if parameters else []
             if parameters and all(a.device == b.device for a, b in zip(norms, now, strict=True)):
-                changes = [(a - b).abs().to(norms[0].device) for a, b in zip(norms, now, strict=True)]
-                self._pending.append((step, parameters, self._answer(torch.stack([c > 0 for c in changes]))))
+                shown, found = (torch.stack([n.to(norms[0].device) for n in of]) for of in (norms, now))
+                self._pending.append((step, parameters, self._answer((shown - found).abs() > 0)))
         while self._pending and self._pending[0][2].ready(wait=False):
             step, parameters, answer = self._pending.pop(0)
             changed = {p for p, flag in zip(parameters, answer.value.tolist(), strict=True) if flag}
