@@ -20,6 +20,14 @@ MAKERS = {
     "KFAC": lambda model: KFAC(model, lr=0.05, damping=1e-2, refresh_every=3),
 }
 
+#: So that small layers are taken by their rows too.
+for_nothing = pytest.mark.usefixtures("calls_for_nothing")
+
+
+@pytest.fixture
+def calls_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CALLS", 0)
+
 
 def train(make, model: nn.Module, shape: tuple[int, ...]) -> list[torch.Tensor]:
     opt = make(model)
@@ -32,6 +40,7 @@ def train(make, model: nn.Module, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@for_nothing
 @pytest.mark.rounding
 @pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=["one row an example", "two rows an example"])
 @pytest.mark.parametrize("name", MAKERS)
@@ -62,6 +71,7 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+@for_nothing
 @pytest.mark.rounding
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
@@ -87,6 +97,24 @@ def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(("width", "by_rows"), [(64, False), (400, True)])
+def test_only_wide_layers_are_worth_the_calls_that_rows_need(width: int, by_rows: bool) -> None:
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    opt = EKFAC(model, lr=0.05, damping=1e-2, refresh_every=50, factor_every=50)
+    kept, quiet = [], []
+    for _ in range(25):
+        opt.zero_grad()
+        loss = model(torch.randn(8, width)).square().mean()
+        latest = opt.engine.collector.capture.forwards.latest
+        quiet.append(latest is not None and latest.quiet)
+        loss.backward()
+        kept.append(bool(opt.engine.collector.calls))
+        opt.step()
+    assert kept == [by_rows] * 25
+    assert quiet[-1] != by_rows
+
+
+@for_nothing
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_scalers_rows_are_never_taken_for_the_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the fingerprints of both are zero, as they may be by chance: rows are larger by its scale."""

@@ -17,6 +17,9 @@ from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.curvature.statistics import rows_if_unaligned
 from ekfac.optim.options import EngineOptions
 
+#: So many multiplications take as long as the calls that rows need: hooks, a fingerprint, blocks one by one.
+CALLS = 2**24
+
 
 @dataclass
 class Rows:
@@ -73,7 +76,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
 
 
 def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) -> bool:
-    """Tell whether projecting M rows of h and delta takes less arithmetic than projecting their product.
+    """Tell whether projecting M rows of h and delta takes less time than projecting their product.
 
     Args:
         block: The block.
@@ -85,5 +88,5 @@ def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) ->
     turned_B = 0 if block.diagonal_B else s.out
     by_rows = rows * s.out * s.columns
     if not projected_anyway:
-        by_rows += rows * (s.columns * turned_A + s.out * turned_B)
+        by_rows += rows * (s.columns * turned_A + s.out * turned_B) + CALLS
     return by_rows < s.out * s.columns * (turned_A + turned_B)
