@@ -66,6 +66,7 @@ SOURCES: dict[str, Source] = {
     "suite": suites.measured,
     "suite-standing": suites.compared,
     "suite-profile": suites.profile,
+    "suite-time": suites.by_time,
     "suite-divergences": suites.divergences,
     "suite-ablation": suites.ablation,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ekfac.lab.show.evidence.record import MISSING, Record, table
@@ -10,15 +11,15 @@ from ekfac.lab.suite.records import CONFIG, Records, read_config
 from ekfac.lab.suite.results import Results
 from ekfac.lab.suite.selection import worth
 
-#: Where the records are: of all tasks and methods, and of the default with one part left out.
-PLACE, ABLATION = "suite/h200", "suite/ablation"
+#: Where the records are: of all tasks and methods, of the default with one part left out, and of trainings on a CPU.
+PLACE, ABLATION, CPU = "suite/h200", "suite/ablation", "suite/cpu"
 #: Methods that were run on most tasks: a profile needs all of its methods on a task.
 MOST = ("ekfac", "adamw", "muon", "soap")
 
 
-def results(record: Record, methods: Sequence[str] = ()) -> Results | None:
+def results(record: Record, methods: Sequence[str] = (), place: str = PLACE) -> Results | None:
     """Return the results with warm-up and a cosine, of all methods or some, or ``None`` if there is no record."""
-    folder = record.folder / PLACE
+    folder = record.folder / place
     if not (folder / CONFIG).is_file():
         return None
     suite = config.parse(*read_config(folder)).selected(methods=methods)
@@ -41,6 +42,20 @@ def profile(record: Record) -> str:
     """Return on what fraction of tasks each method is how fast."""
     found = results(record, MOST)
     return MISSING if found is None else "\n".join(page.profiles(found)).strip() or MISSING
+
+
+def by_time(record: Record) -> str:
+    """Return the seconds that each method takes to the target on a CPU, of runs that were made alone."""
+    found = results(record, place=CPU)
+    if found is None or not (timed := found.seconds())[0]:
+        return MISSING
+    tasks, reached = timed
+    rows = []
+    for task, *seconds in zip(tasks, *reached.values(), strict=True):
+        best = min(seconds)
+        cells = [f"**{s:.0f}**" if s == best < math.inf else f"{s:.0f}" if s < math.inf else "never" for s in seconds]
+        rows.append([found.suite.tasks[task].label, *cells])
+    return table(["seconds of training", *(method.label for method in found.methods)], rows, words=1)
 
 
 def divergences(record: Record) -> str:
