@@ -219,12 +219,13 @@ class Optimizer(Base, Joinable, Grouped):
         clips = self.kl_clip.bound is not None
         if self.engine.shares():
             average.enter_step()
-            return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
+            own = average.called, average.mended.found
+            return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, t)
         at_once, shows = tuple(average.averaged), average.takes_all
         addresses = tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, average.in_step))
         everything = tuple(fixed), self.step_size, shows, addresses
-        return Rates(groups, self._group_of, everything, at_once, average.weight, None, (), clips, shows)
+        return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -245,7 +246,7 @@ class Optimizer(Base, Joinable, Grouped):
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         averaged = rates.averaged
         if rates.called is not None:
-            shared = Shared(inputs.gradients, inputs.called)
+            shared = Shared(inputs.gradients, inputs.called, inputs.mended)
             self.average.begin_step(rates.candidates, self.engine.schedule.applied_steps, shared)
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:
