@@ -296,7 +296,8 @@ class Collector:
         if not gradients:
             self.drop()
             return None
-        refuse_sparse(self._partition.names, gradients)
+        if {g.layout for g in gradients.values()} != {torch.strided}:
+            refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
             warnings.warn(text, UserWarning, stacklevel=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,8 @@ NO_EXAMPLES = (
 )
 
 
-def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Raise if a gradient is sparse; names its parameter."""
-    if {g.layout for g in gradients.values()} == {torch.strided}:
-        return
+def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> NoReturn:
+    """Raise, as a gradient is sparse; names its parameter."""
     name, layout = next((names[p], g.layout) for p, g in gradients.items() if g.layout != torch.strided)
     raise ValueError(
         f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, as of nn.Embedding(..., sparse=False)"
