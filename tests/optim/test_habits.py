@@ -81,6 +81,38 @@ def test_a_graph_whose_gradients_were_cleared_can_be_used_again() -> None:
     assert_same(*models)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_batch_whose_gradients_were_cleared_after_the_next_forward_is_not_counted(to_none: bool) -> None:
+    """As where a scaler has skipped a step in a loop that clears between forward and backward."""
+    models = [mlp(), mlp()]
+    opts = [EKFAC(m, scaling="running") for m in models]
+    for _ in range(3):
+        usual(models[0], opts[0])
+        loss_of(models[1]).mul(3).backward()
+        loss = loss_of(models[1])
+        models[1].zero_grad(set_to_none=to_none)
+        loss.backward()
+        assert opts[1].engine.collector.capture.examples == len(X)
+        opts[1].step()
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_graph_that_is_used_again_after_its_gradients_were_cleared_counts_once(to_none: bool) -> None:
+    models = [mlp(), mlp()]
+    opts = [EKFAC(m, scaling="running") for m in models]
+    for _ in range(3):
+        usual(models[0], opts[0])
+        models[1].zero_grad()
+        loss = loss_of(models[1])
+        loss.backward(retain_graph=True)
+        models[1].zero_grad(set_to_none=to_none)
+        loss.backward()
+        assert opts[1].engine.collector.capture.examples == len(X)
+        opts[1].step()
+    assert_same(*models)
+
+
 def test_an_interrupted_forward_is_forgotten() -> None:
     model, twin = Stopped(*mlp()), mlp()
     opts = EKFAC(model), EKFAC(twin)

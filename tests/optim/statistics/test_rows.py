@@ -71,17 +71,34 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+#: Who clears the gradients, and how.
+CLEARED = {
+    f"{'opt' if by_optimizer else 'model'}, {to_none}": (by_optimizer, to_none)
+    for by_optimizer in (True, False)
+    for to_none in (True, False)
+}
+
+
 @for_nothing
 @pytest.mark.rounding
+@pytest.mark.parametrize("when", ["before the forward", "after it"])
+@pytest.mark.parametrize("cleared", CLEARED)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_resumed_run_takes_the_same_rows(name: str) -> None:
+def test_a_resumed_run_takes_the_same_rows(name: str, cleared: str, when: str) -> None:
     """Bit for bit: the first step after loading must not be computed another way than it would have been."""
+    by_optimizer, to_none = CLEARED[cleared]
 
     def steps(opt, model: nn.Module, which: range) -> None:
         for step in which:
+            clear = (opt if by_optimizer else model).zero_grad
             generator = torch.Generator().manual_seed(step)
-            opt.zero_grad()
-            model(torch.randn(6, 30, generator=generator)).square().mean().backward()
+            if when == "before the forward":
+                clear(set_to_none=to_none)
+            loss = model(torch.randn(6, 30, generator=generator)).square().mean()
+            if when == "after it":
+                clear(set_to_none=to_none)
+            loss.backward()
+            assert opt.engine.collector.watch.single_pass
             opt.step()
 
     torch.manual_seed(0)

@@ -338,6 +338,8 @@ class Capture:
 
     def reach(self, record: Record) -> None:
         """Count the examples of a record that a backward pass has come to, once."""
+        if not self.separate:
+            self.forwards.on_backward()
         self.forwards.reach(record)
         self.forwards.list(record)
         if self.separate:

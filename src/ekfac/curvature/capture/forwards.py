@@ -64,6 +64,8 @@ class Forwards:
         self.on_begin: Callable[[], None] = lambda: None
         #: Called in its place where it is not captured, as the whole model is frozen.
         self.on_frozen: Callable[[], None] = lambda: None
+        #: Called whenever a backward pass of the training loss has come to a layer or an output.
+        self.on_backward: Callable[[], None] = lambda: None
         self._batch_dim = batch_dim
         self._count_by = count
         self.here = UnderWay()

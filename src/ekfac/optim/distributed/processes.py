@@ -154,6 +154,16 @@ class Processes:
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return tensor
 
+    def differ(self, numbers: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """Tell for each number whether the processes hold different ones, as a mask that all of them agree on.
+
+        A process that has None does not count.
+        """
+        none = torch.full((), torch.inf, dtype=torch.float64, device=device)
+        mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])
+        smallest, negative = self.least(mine).unbind(1)
+        return -negative - smallest > 1e-6 * -negative
+
     def gather(self, value: Any) -> list[Any]:
         """Return every process's plain data, by rank."""
         if self.size == 1:

@@ -96,6 +96,7 @@ class Collector:
         )  # fmt: skip
         self.capture.exact_count = self.fingerprints.strict or options.batch.reduction == "sum"
         self.watch.on_end, self.capture.on_quiet = self.capture.me, self.watch.quiet
+        self.capture.forwards.on_backward = partial(Collector._before_backward, me)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
@@ -161,6 +162,11 @@ class Collector:
         if self.capture.examples and not self.capture.separate and self.watch.cleared:
             self.drop()
         return True
+
+    def _before_backward(self) -> None:
+        """Drop the same where the gradients are cleared only after the forward."""
+        if self.watch.before_backward() and self.capture.examples:
+            self.drop()
 
     def _wanted(self, block: Block | None) -> bool:
         if block is None:
@@ -253,20 +259,11 @@ class Collector:
     @contextmanager
     def statistics(self) -> Iterator[None]:
         """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone."""
-        saved = [(p, p.grad) for p in self._partition.offered]
-        for p, _ in saved:
-            p.grad = None
         if not self.separate:
             self.sums, self.calls, self.samples, self.separate = {}, {}, {}, True
             self.overlap.forget()
-        self.watch.enabled = False
-        try:
-            with self.capture.separate_statistics():
-                yield
-        finally:
-            self.watch.enabled = True
-            for p, grad in saved:
-                p.grad = grad
+        with self.watch.set_aside(self._partition.offered), self.capture.separate_statistics():
+            yield
 
     def drop(self) -> None:
         """Forget what was captured and not used."""

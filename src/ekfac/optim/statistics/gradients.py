@@ -8,7 +8,8 @@ magnitude of each gradient at the end of backward is enough to undo a rescaling,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -78,6 +79,7 @@ class GradientWatch:
         self.nothing_there = True
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         self._task = -1
+        self._come = -1  # the pass that has been looked at
         self.parameters: list[nn.Parameter] = []
         #: Whether ranks hold pieces of them.
         self._sharded = False
@@ -135,15 +137,44 @@ class GradientWatch:
         self.single_pass = False
         self._fingerprints.left = {}
 
+    @contextmanager
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Leave gradients as they are, whatever happens to them inside, and look at none."""
+        saved = [(p, p.grad) for p in parameters]
+        for p, _ in saved:
+            p.grad = None
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+            for p, grad in saved:
+                p.grad = grad
+
     def before_forward(self) -> None:
         """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
         self.catch_up()
-        self.nothing_there = all(p.grad is None for p in self.parameters) or self._zeroed()
+        self.nothing_there = self._nothing_there()
 
-    def _zeroed(self) -> bool:
-        """Tell whether somebody has set all gradients to zero since backward left them; reads them if so."""
+    def before_backward(self) -> bool:
+        """Tell, as a backward pass comes to the model, whether somebody has cleared gradients since the forward."""
+        task = torch._C._current_graph_task_id()
+        if self.nothing_there or task == self._come:
+            return False
+        self._come = task
+        self.nothing_there = self._nothing_there(or_unknown=self.parameters[0].device.type == "cpu")
+        return self.cleared
+
+    def _nothing_there(self, or_unknown: bool = False) -> bool:
+        """Tell whether there are no gradients, or somebody has set all to zero since backward left them; reads these.
+
+        Those that no backward pass has left since the last step are read only if asked for (``or_unknown``).
+        """
         there = [p for p in self.parameters if p.grad is not None]
-        return all(map(self.touched, there)) and not any(bool(p.grad.any()) for p in there if p.grad is not None)
+        or_unknown = or_unknown and not self._sharded
+        if not all(self.touched(p) or (or_unknown and p not in self._left) for p in there):
+            return False
+        return not any(g.is_sparse or bool(g.any()) for p in there if (g := p.grad) is not None)
 
     @property
     def cleared(self) -> bool:
@@ -233,7 +264,7 @@ class GradientWatch:
             # Gradients that differed between processes when backward left them were averaged by hand since: that is
             # no rescaling, and what the average was before a further clipping is not known.
             left = [None if is_sharded(p) else inputs.left.get(p) for p in self.parameters]
-            apart = differ_between_processes(self._processes, left, self.parameters[0].device)
+            apart = self._processes.differ(left, self.parameters[0].device)
             for p, by_hand in zip(self.parameters, apart, strict=True):
                 if p in ratios:
                     ratios[p] = torch.where(by_hand, 1.0, ratios[p])
@@ -356,14 +387,3 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
         smallest, largest = torch.aminmax(t)  # a tenth of the time of torch's norm
         found.append(torch.maximum(-smallest, largest))
     return found
-
-
-def differ_between_processes(processes: Processes, numbers: list[Tensor | None], device: torch.device) -> Tensor:
-    """Tell for each number whether the processes hold different ones, as a mask that all of them agree on.
-
-    A process that has None does not count.
-    """
-    none = torch.full((), torch.inf, dtype=torch.float64, device=device)
-    mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])
-    smallest, negative = processes.least(mine).unbind(1)
-    return -negative - smallest > 1e-6 * -negative

@@ -1,22 +1,19 @@
-"""The built-in course of a training, for users who set none: how the rate rises and falls, and the average of weights.
+"""The average of the weights, which the model shows between steps.
 
-The rate warms up, then falls slowly, or along a cosine to a known end. The average of the weights, which the model
-shows between steps, does what a falling rate does, without a known end.
+It goes with the built-in course of the rate (:mod:`ekfac.optim.step_size.rate`), and does what a rate that falls to
+zero does, without a known end.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Answer
 from ekfac.optim.step_size.mended import Mended
@@ -24,66 +21,12 @@ from ekfac.optim.step_size.pairs import Pairs, pieces
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
 from ekfac.optim.types import Shared
 
-#: Steps of warm-up where a rate is named and an end is known.
-WARMUP = 100
-#: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
-ANNEAL = 100.0
-OF_DERIVATIVES = (2.0, 200.0)  # so many times the rate, which falls as 1 / (1 + t / so many)
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: After so many steps in a row for which not the model but its parts were called there is no average any more.
 PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
-
-
-@dataclass(frozen=True)
-class RateCourse:
-    """What lr is multiplied by over the steps t.
-
-    Attributes:
-        warmup: Steps of linear warm-up.
-        anneal: Without ``total_steps``, fall as 1 / sqrt(1 + t / anneal); None for no fall.
-        total_steps: Fall to zero over so many steps along a cosine.
-        automatic: Nobody has asked for it: a rate that somebody names has no course.
-    """
-
-    warmup: int = 0
-    anneal: float | None = None
-    total_steps: int | None = None
-    automatic: bool = False
-
-    def __post_init__(self) -> None:
-        checks.integer("warmup", self.warmup, least=0)
-        if self.anneal is not None:
-            checks.number("anneal", self.anneal, above=0)
-        if self.total_steps is not None:
-            checks.integer("total_steps", self.total_steps, least=1)
-
-    def factor(self, t: int, derivatives: bool = False) -> float:
-        """Return the factor of the step after t applied ones."""
-        warmup = self.warmup if self.total_steps is None else min(self.warmup, max(1, self.total_steps // 10))
-        rise = min(1.0, (t + 1) / warmup) if warmup else 1.0
-        if self.total_steps is not None:
-            return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, t / self.total_steps)))
-        if self.automatic and derivatives:
-            return rise * OF_DERIVATIVES[0] / (1 + t / OF_DERIVATIVES[1])
-        return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
-
-
-def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> RateCourse:
-    """Return the built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
-
-    Args:
-        decay_steps: See :class:`~ekfac.optim.options.StepSize`.
-        total_steps: The length of the training, if it is known.
-        warmup: Steps of the built-in warm-up; None where a rate is given, or the rule has none.
-    """
-    if total_steps is not None:
-        return RateCourse(warmup or WARMUP, None, total_steps)
-    if isinstance(decay_steps, str):
-        return RateCourse() if warmup is None else RateCourse(warmup, ANNEAL, automatic=True)
-    return RateCourse(0, decay_steps)
 
 
 class WeightAverage:
