@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -87,3 +88,8 @@ class Base:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def asked_by(kind: type) -> bool:
+    """Tell whether the property that calls this is read within a method of such an object."""
+    return isinstance(sys._getframe(2).f_locals.get("self"), kind)
