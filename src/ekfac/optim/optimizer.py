@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim.base import Base
+from ekfac.optim.base import Base, asked_by
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
@@ -166,11 +166,11 @@ class Optimizer(Base, Joinable, Grouped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
-        # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
-        # And where others take the step too, it is they together who decide whether it is skipped.
+        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself: s
+        # would be too large by the square of its scale. And processes decide together whether a step is skipped.
+        # Whoever else asks, as Lightning does, wants to know whether gradients cannot be clipped; and they can.
         options = self.engine.options
-        return options.grad_scaler is None or options.processes.size > 1
+        return asked_by(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
 
     def _apply_scaler(self) -> None:
         """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
