@@ -182,7 +182,7 @@ def test_a_step_passes_few_functions_in_few_files() -> None:
     """Before the code was rearranged they were 106 in 28."""
     seen = functions_of_a_step(25)
     assert 20 < len(seen) <= 60
-    assert len({file for file, _ in seen}) <= 14
+    assert len({file for file, _ in seen}) <= 15
 
 
 def test_a_step_settles_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ekfac import EKFAC
+from ekfac import EKFAC, StepSize
 from integrations.networks import LENGTH, NETWORKS, VOCABULARY, gpt2, language
 
 STEPS = 60
@@ -49,7 +49,7 @@ def test_it_trains_as_it_comes(name: str) -> None:
     network = NETWORKS[name]
     package = pytest.importorskip(network.package, reason=f"{network.package} is not installed")
     model = built(name)
-    opt = EKFAC(model, total_steps=STEPS, **network.options())
+    opt = EKFAC(model, total_steps=STEPS, step_size=StepSize(decay_steps=None), **network.options())
     rows = opt.summary().rows
     covered = sum(row.numbers for row in rows if row.block != "diagonal") / sum(row.numbers for row in rows)
     assert covered >= network.least, opt.summary()

@@ -129,7 +129,10 @@ def test_the_mean_of_a_loss_with_derivatives_is_longer_unless_betas_are_set(
         (slopes, {}, 0.04 / (1 + 40 / 200)),
         (values, {}, 0.02 / (1 + 40 / 100) ** 0.5),
         (slopes, {"lr": 0.01}, 0.01),
-        (slopes, {"total_steps": 80}, 0.02 * 0.5),
+        (slopes, {"total_steps": 80}, 0.04 / (1 + 40 / 200)),
+        (slopes, {"total_steps": 44}, 0.04 / (1 + 40 / 200) * (4 / 8.8)),
+        (slopes, {"total_steps": 80, "lr": 0.01}, 0.01 * 0.5),
+        (slopes, {"total_steps": 80, "step_size": StepSize(decay_steps=None)}, 0.02 * 0.5),
         (slopes, {"step_size": StepSize(decay_steps=40)}, 0.02 / 2**0.5),
     ],
 )

@@ -172,12 +172,22 @@ def test_evaluation_sees_the_average_and_training_does_not() -> None:
     assert not close(shown(model), before, 1e-6)
 
 
-def test_a_rate_of_ones_own_a_scheduler_or_a_known_end_averages_nothing() -> None:
+def test_a_known_end_alone_averages_as_nothing_set_does() -> None:
+    models = [network() for _ in range(2)]
+    optimizers = [ekfac.EKFAC(models[0]), ekfac.EKFAC(models[1], total_steps=100)]
+    for batch in batches(20):
+        for model, opt in zip(models, optimizers, strict=True):
+            train(model, opt, batch)
+    assert optimizers[1].average.offsets
+    assert close(shown(models[0]), shown(models[1]), 0.0)
+
+
+def test_a_rate_of_ones_own_or_a_scheduler_averages_nothing() -> None:
     def last(**options: object) -> tuple[nn.Module, ekfac.EKFAC]:
         model = network()
         return model, ekfac.EKFAC(model, **options)  # type: ignore[arg-type]
 
-    for options in ({"lr": 0.01}, {"total_steps": 12}, {"scaling": "running"}):
+    for options in ({"lr": 0.01}, {"lr": 0.01, "total_steps": 12}, {"scaling": "running", "total_steps": 12}):
         model, opt = last(**options)
         twin = copy.deepcopy(model)
         off = ekfac.EKFAC(twin, step_size=StepSize(average=False), **options)  # type: ignore[arg-type]
@@ -223,6 +233,21 @@ def test_a_checkpoint_goes_on_exactly() -> None:
     for batch in steps[12:]:
         assert train(model, opt, batch) == train(twin, other, batch)
     assert close(shown(model), shown(twin), 0.0)
+
+
+def test_a_known_end_goes_on_from_a_checkpoint_without_an_average() -> None:
+    """As versions wrote it in which a known end had a cosine and no average."""
+    model = network()
+    before = ekfac.EKFAC(model, total_steps=30, step_size=StepSize(decay_steps=None))
+    for batch in batches(12):
+        train(model, before, batch)
+    opt = ekfac.EKFAC(model, total_steps=30)
+    opt.load_state_dict(before.state_dict())
+    before.close()
+    at = shown(model)
+    train(model, opt, batches(13)[-1])
+    assert opt.average.offsets and opt.average.weight == 9 / (12 + 9)
+    assert not close(shown(model), at)
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import ekfac
 from ekfac.optim.optimizer import decay
+from ekfac.optim.step_size.rate import course_of
 from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
@@ -166,11 +167,43 @@ def test_taps_count_as_width_where_nothing_is_normalised() -> None:
     assert width_of(nn.Sequential(*plain, nn.BatchNorm2d(8))) == pytest.approx(32)
 
 
-def test_a_known_end_has_a_warm_up_and_a_cosine() -> None:
+def test_a_known_end_adds_a_fall_to_zero_over_the_last_fifth() -> None:
+    def expected(total: int, warmup: int) -> list[float]:
+        ends = [min(1.0, (total - t) / (0.2 * total)) if t < total else 0.0 for t in range(6)]
+        return [5 * min(1, (t + 1) / warmup) / (1 + t / 100) ** 0.5 * end for t, end in enumerate(ends)]
+
+    for total, warmup in ((200, 10), (20, 2), (6, 1), (3, 1)):
+        known = ratios({"total_steps": total, "step_size": ekfac.StepSize(average=False)})
+        assert known == pytest.approx(expected(total, warmup), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_before_its_last_fifth_a_known_end_changes_nothing_but_a_long_warm_up(derivatives: bool) -> None:
+    unknown, known = course_of("auto", None, 32), course_of("auto", 1000, 32)
+    ends = {0: 1.0, 500: 1.0, 800: 1.0, 850: 0.75, 900: 0.5, 999: 0.005, 1000: 0.0, 2000: 0.0}
+    for t, end in ends.items():
+        assert known.factor(t, derivatives) == pytest.approx(end * unknown.factor(t, derivatives), rel=1e-9)
+    assert course_of("auto", 100, 32).factor(0, derivatives) == pytest.approx(3.2 * unknown.factor(0, derivatives))
+    assert course_of("auto", 1, 32).factor(0, derivatives) == pytest.approx(32 * unknown.factor(0, derivatives))
+
+
+def test_a_known_end_and_a_rate_or_no_decay_is_a_warm_up_and_a_cosine() -> None:
     expected = [min(1, (t + 1) / 2) * (1 + math.cos(math.pi * t / 20)) / 2 for t in range(6)]
-    assert ratios({"total_steps": 20}) == pytest.approx([RATE / 0.004 * e for e in expected], rel=1e-9)
+    no_decay = ekfac.StepSize(decay_steps=None)
+    assert ratios({"total_steps": 20, "step_size": no_decay}) == pytest.approx([5 * e for e in expected], rel=1e-9)
     assert ratios({"total_steps": 20, "lr": 0.008}) == pytest.approx([2 * e for e in expected], rel=1e-9)
-    assert ratios({"total_steps": 3})[3:] == pytest.approx([0.0] * 3, abs=1e-15)
+    assert ratios({"total_steps": 3, "lr": 0.008})[3:] == pytest.approx([0.0] * 3, abs=1e-15)
+
+
+def test_a_group_that_names_its_rate_falls_to_a_known_end_along_a_cosine() -> None:
+    model = mlp(4, 5, 3)
+    own, rest = list(model[0].parameters()), list(model[2].parameters())
+    opt = ekfac.EKFAC(model, params=[{"params": own, "lr": 0.008}, {"params": rest}], total_steps=20)
+    first_steps(model, opt, steps=18)
+    rates = [group.lr for group in opt._rates().groups]
+    cosine = 0.008 * (1 + math.cos(math.pi * 0.9)) / 2
+    assert rates == pytest.approx([cosine, RATE / (1 + 18 / 100) ** 0.5 * 0.5])
+    assert set(opt.average.offsets) == set(rest)
 
 
 @pytest.mark.parametrize("who", ["argument", "group", "written", "scheduler", "anneal=None"])
