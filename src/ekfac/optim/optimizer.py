@@ -223,8 +223,7 @@ class Optimizer(Base, Joinable, Grouped):
             return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, t)
         at_once, shows = tuple(average.averaged), average.takes_all
-        addresses = tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, average.in_step))
-        everything = tuple(fixed), self.step_size, shows, addresses
+        everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:

@@ -58,8 +58,8 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
-        #: Finds who changes weights; whether it looks after this step, and how many steps in a row had gradients at x.
-        self.mended, self._looks, self._at_average = Mended(answer), False, 0
+        #: Finds who changes weights; how many steps in a row had gradients at x.
+        self.mended, self._at_average = Mended(answer), 0
         #: Whether this process trains alone; whether the average ends at the next forward, as all have agreed.
         self._alone, self._ends = True, False
         self._model = weakref.ref(model)
@@ -157,7 +157,7 @@ class WeightAverage:
                 self.shown |= buffers.shown
 
     def _go_on_from_shown(self) -> None:
-        """Average no more: from here on z is what is there, x."""
+        """Go on without an average, from what is there: x."""
         self.offsets, self.statistics, self.possible, self._ends, self._pairs = {}, {}, False, False, None
 
     def _pair(self) -> None:
@@ -228,7 +228,7 @@ class WeightAverage:
             shared: What all processes know of the step, where others take it too.
         """
         self._possible_now = self.possible
-        self._alone, self._looks = shared is None, self.mended.due(t)
+        self._alone = shared is None
         pairs, usual = self._pairs, shared is None and self.possible and self.training
         usual = usual and not self.resting
         usual = usual and all(p.grad is not None for p in parameters)
@@ -332,7 +332,7 @@ class WeightAverage:
         if moved and not shown:
             torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
-        if done and self._looks:
+        if done and self.mended.looks:
             self.mended.look(self.averaged)
 
     def adopt(

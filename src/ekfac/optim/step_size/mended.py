@@ -31,11 +31,14 @@ class Mended:
 
     def __init__(self, answer: Callable[[Tensor], Answer]) -> None:
         self._answer = answer
+        self._forwards = 0
         self.forget()
 
     def forget(self) -> None:
         """Begin anew, as weights come from elsewhere."""
         self._changes, self._closely = 0, FIRST
+        #: Whether to look after the step under way.
+        self.looks = True
         self._shown: tuple[list[nn.Parameter], list[Tensor]] | None = None
         self._pending: list[Answer] = []
 
@@ -44,13 +47,9 @@ class Mended:
         """Whether somebody does."""
         return self._changes >= ENOUGH
 
-    def due(self, step: int) -> bool:
-        """Tell whether to look after a step."""
-        return self._closely > 0 or not all(step % n for n in EVERY)
-
     def look(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note what is shown after a step."""
-        self._closely = max(0, self._closely - 1)
+        self._closely -= 1
         if shown := list(parameters):
             self._shown = shown, list(torch._foreach_norm(list(map(held, shown))))
 
@@ -58,7 +57,8 @@ class Mended:
         """Find out whether it was changed since, as the next forward begins; a GPU tells it a few steps later."""
         seen, self._shown = self._shown, None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # the host asks nothing while a graph is recorded
+            self.looks = False  # the host asks nothing while a graph is recorded
+            return
         if seen is not None:
             parameters, norms = seen
             now = torch._foreach_norm(list(map(held, parameters)))
@@ -68,3 +68,5 @@ class Mended:
         while self._pending and self._pending[0].ready(wait=False):
             if bool(self._pending.pop(0).value):
                 self._changes, self._closely = self._changes + 1, AFTER
+        self._forwards += 1
+        self.looks = self._closely > 0 or self._forwards % EVERY[0] == 0 or self._forwards % EVERY[1] == 0
