@@ -132,7 +132,7 @@ class Optimizer(Base, Joinable, Grouped):
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
             if engine.schedule.derivatives and not known:
-                self._suit_derivatives()
+                self._suit_derivatives(self.param_groups)
         return loss
 
     def _only_to_initialise(self) -> bool:
