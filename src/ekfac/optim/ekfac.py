@@ -27,7 +27,7 @@ from ekfac.optim.options import (
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.course import course_of
+from ekfac.optim.step_size.rate import course_of
 from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
 
 
@@ -73,7 +73,9 @@ class EKFAC(Optimizer):
         weight_decay: lambda, as in AdamW. By default 0.3 for weights of two or more dimensions, only where the step
             makes them smaller anyway (cautious weight decay, Chen et al., 2025), and none for embeddings, for other
             parameters, and for losses with derivatives of the network inside.
-        total_steps: Length of training in steps: the rate warms up, then decays to zero along a cosine.
+        total_steps: Length of training in steps: over its last fifth the built-in rate also falls linearly to zero.
+            With your own ``lr``, or ``StepSize(decay_steps=None)``, the rate warms up, then decays to zero along a
+            cosine, and weights are not averaged.
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`, which adapts it to
             the decrease of the loss and needs a closure in ``step``. The default rule and torch's rules do not use it.
         damping_mode: "spectral" (a fraction of each factor's largest eigenvalue), "relative" (of the layer's mean s),

@@ -28,7 +28,7 @@ from ekfac.optim.options import (
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.course import course_of
+from ekfac.optim.step_size.rate import course_of
 
 
 class KFAC(Optimizer):

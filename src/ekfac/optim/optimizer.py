@@ -26,10 +26,11 @@ from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
 from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
-from ekfac.optim.step_size.course import RateCourse, WeightAverage
+from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
+from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
 
 #: What a group has that a recorded step has built into it.
@@ -190,25 +191,24 @@ class Optimizer(Base, Joinable, Grouped):
     def _rates(self) -> Rates:
         """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign.
 
-        The course of the rate and the average of the weights are both for groups whose rate nobody schedules, nor names
-        where no course is asked for; an average that is asked for is for all.
+        The course of the rate is for groups that no scheduler has in hand. Where it is the built-in one, a rate that
+        somebody names has another, and is not averaged; an average that is asked for is for all groups.
         """
         t, automatic, average = self.engine.schedule.applied_steps, self.course.automatic, self.average
-        factor = self.course.factor(t, self.engine.schedule.derivatives)
+        factor, factor_of_named = self.course.factor(t, self.engine.schedule.derivatives), self.course.named.factor(t)
         groups, fixed, compares = [], [], self.lr_fraction.start is not None
         averaged: list[nn.Parameter] = []
         for index, g in enumerate(self.param_groups):
-            lr = g["lr"]
-            tensor = isinstance(lr, Tensor)
+            lr, tensor = g["lr"], isinstance(g["lr"], Tensor)
             if tensor or index in self._damping_functions or self._checked.get(index) != (lr, g["damping"]):
                 self._check_group(index)
             lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
             named = automatic and (g["lr_named"] or (tensor and lr.is_cuda) or bool(lr != self.defaults["lr"]))
-            on_course = not named and "initial_lr" not in g  # where all of torch's schedulers note how a rate began
-            if factor != 1.0 and on_course:
-                lr = lr * factor
-            if average.wanted or (average.wanted is None and automatic and on_course):
+            scheduled = "initial_lr" in g  # where all of torch's schedulers note how a rate began
+            times = 1.0 if scheduled else factor_of_named if named else factor
+            lr = lr if times == 1.0 else lr * times
+            if average.wanted or (average.wanted is None and automatic and not (named or scheduled)):
                 averaged += g["params"]
             groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas"), compares))
             fixed.append((*(g[name] for name in BUILT_IN), len(g["params"]), *g.get("betas", ())[1:]))
@@ -219,12 +219,12 @@ class Optimizer(Base, Joinable, Grouped):
         clips = self.kl_clip.bound is not None
         if self.engine.shares():
             average.enter_step()
-            return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
+            own = average.called, average.mended.found
+            return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, t)
         at_once, shows = tuple(average.averaged), average.takes_all
-        addresses = tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, average.in_step))
-        everything = tuple(fixed), self.step_size, shows, addresses
-        return Rates(groups, self._group_of, everything, at_once, average.weight, None, (), clips, shows)
+        everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
+        return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -245,7 +245,7 @@ class Optimizer(Base, Joinable, Grouped):
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         averaged = rates.averaged
         if rates.called is not None:
-            shared = Shared(inputs.gradients, inputs.called)
+            shared = Shared(inputs.gradients, inputs.called, inputs.mended)
             self.average.begin_step(rates.candidates, self.engine.schedule.applied_steps, shared)
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:

@@ -42,9 +42,9 @@ class StepSize(Group):
     Attributes:
         average: Hold the running average of the weights in the parameters between steps, from the end of a step to the
             next forward pass with gradients, so that it is what you evaluate and save. It replaces a rate that decays
-            to zero. None averages only with the built-in schedule, that is, if neither lr nor total_steps is set.
-        decay_steps: The learning rate decays as lr / sqrt(1 + t / decay_steps) over steps t. "auto" is the built-in
-            schedule if no lr is set; None turns the decay off.
+            to zero. None averages only with the built-in schedule, that is, if neither lr nor decay_steps is set.
+        decay_steps: The learning rate decays as lr / sqrt(1 + t / decay_steps) over steps t, unless total_steps is
+            known. "auto" is the built-in schedule if no lr is set; None turns the decay off.
         max_change: Bound on the relative change ``|update| / |theta|`` of all L layers' weights together in one step,
             before momentum: each layer's update is shortened to at most max_change / L. None for no bound.
         lr_fraction: The fraction of lr that the first step takes, at most 1, under scaling="anchored". Later steps take

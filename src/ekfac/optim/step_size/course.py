@@ -1,89 +1,32 @@
-"""The built-in course of a training, for users who set none: how the rate rises and falls, and the average of weights.
+"""The average of the weights, which the model shows between steps.
 
-The rate warms up, then falls slowly, or along a cosine to a known end. The average of the weights, which the model
-shows between steps, does what a falling rate does, without a known end.
+It goes with the built-in course of the rate (:mod:`ekfac.optim.step_size.rate`), and does what a rate that falls to
+zero does, without a known end.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ekfac import checks
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Answer
-from ekfac.optim.step_size.mended import EVERY, Mended
+from ekfac.optim.step_size.mended import Mended
 from ekfac.optim.step_size.pairs import Pairs, pieces
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
 from ekfac.optim.types import Shared
 
-#: Steps of warm-up where a rate is named and an end is known.
-WARMUP = 100
-#: Without a known end the rate falls as 1 / sqrt(1 + t / ANNEAL).
-ANNEAL = 100.0
-OF_DERIVATIVES = (2.0, 200.0)  # so many times the rate, which falls as 1 / (1 + t / so many)
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
 POWER = 8
 #: After so many steps in a row for which not the model but its parts were called there is no average any more.
 PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
-
-
-@dataclass(frozen=True)
-class RateCourse:
-    """What lr is multiplied by over the steps t.
-
-    Attributes:
-        warmup: Steps of linear warm-up.
-        anneal: Without ``total_steps``, fall as 1 / sqrt(1 + t / anneal); None for no fall.
-        total_steps: Fall to zero over so many steps along a cosine.
-        automatic: Nobody has asked for it: a rate that somebody names has no course.
-    """
-
-    warmup: int = 0
-    anneal: float | None = None
-    total_steps: int | None = None
-    automatic: bool = False
-
-    def __post_init__(self) -> None:
-        checks.integer("warmup", self.warmup, least=0)
-        if self.anneal is not None:
-            checks.number("anneal", self.anneal, above=0)
-        if self.total_steps is not None:
-            checks.integer("total_steps", self.total_steps, least=1)
-
-    def factor(self, t: int, derivatives: bool = False) -> float:
-        """Return the factor of the step after t applied ones."""
-        warmup = self.warmup if self.total_steps is None else min(self.warmup, max(1, self.total_steps // 10))
-        rise = min(1.0, (t + 1) / warmup) if warmup else 1.0
-        if self.total_steps is not None:
-            return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, t / self.total_steps)))
-        if self.automatic and derivatives:
-            return rise * OF_DERIVATIVES[0] / (1 + t / OF_DERIVATIVES[1])
-        return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
-
-
-def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> RateCourse:
-    """Return the built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
-
-    Args:
-        decay_steps: See :class:`~ekfac.optim.options.StepSize`.
-        total_steps: The length of the training, if it is known.
-        warmup: Steps of the built-in warm-up; None where a rate is given, or the rule has none.
-    """
-    if total_steps is not None:
-        return RateCourse(warmup or WARMUP, None, total_steps)
-    if isinstance(decay_steps, str):
-        return RateCourse() if warmup is None else RateCourse(warmup, ANNEAL, automatic=True)
-    return RateCourse(0, decay_steps)
 
 
 class WeightAverage:
@@ -115,8 +58,10 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
-        #: Who changes weights, after which step that is looked at, and how many steps in a row had gradients at x.
-        self.mended, self._looks_after, self._at_average = Mended(answer), -1, 0
+        #: Finds who changes weights; how many steps in a row had gradients at x.
+        self.mended, self._at_average = Mended(answer), 0
+        #: Whether this process trains alone; whether the average ends at the next forward, as all have agreed.
+        self._alone, self._ends = True, False
         self._model = weakref.ref(model)
         #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
@@ -191,10 +136,12 @@ class WeightAverage:
     @torch.no_grad()
     def _to_training(self, frozen: bool = False) -> None:
         self.training = True
+        self.mended.compare()
+        if self._ends or (self._alone and self.mended.found):
+            self._go_on_from_shown()
         if self._pairs is None or self._sharded or not self._pairs.hold():
             self._pair()
         assert self._pairs is not None
-        self.mended.compare()
         self.resting = set() if frozen else self._pairs.frozen.copy()
         if moved := (self._waking() if self.resting else self.offsets):
             model, parameters = self.model, self._pairs.parameters if moved is self.offsets else list(moved)
@@ -208,6 +155,10 @@ class WeightAverage:
             for buffers in self._buffers_at(places):
                 buffers.to_training()
                 self.shown |= buffers.shown
+
+    def _go_on_from_shown(self) -> None:
+        """Go on without an average, from what is there: x."""
+        self.offsets, self.statistics, self.possible, self._ends, self._pairs = {}, {}, False, False, None
 
     def _pair(self) -> None:
         """List parameters and offsets, but for what has another shape by now and stays as it is."""
@@ -277,9 +228,9 @@ class WeightAverage:
             shared: What all processes know of the step, where others take it too.
         """
         self._possible_now = self.possible
-        self._looks_after = t if shared is None and t % EVERY < 2 else -1
+        self._alone = shared is None
         pairs, usual = self._pairs, shared is None and self.possible and self.training
-        usual = usual and not (self.resting or self.mended.found)
+        usual = usual and not self.resting
         usual = usual and all(p.grad is not None for p in parameters)
         if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:
             self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
@@ -294,16 +245,16 @@ class WeightAverage:
             self._possible_now = self.called != NOT_CALLED
         if not self._possible_now:
             return
-        if shared is None:
-            if self.training:
-                self._at_average = 0
-            elif self.possible and any(p.grad is not None for p in wanted):
-                self._at_average += 1
-            if self.mended.found or self._at_average > PATIENCE:  # go on from what is there
-                self.offsets, self._pairs, self._possible_now = {}, None, False
-                return
+        if self.training if shared is None else shared.called != NOT_CALLED:
+            self._at_average = 0
+        elif self.possible and any(p.grad is not None if shared is None else p in shared.gradients for p in wanted):
+            self._at_average += 1
+        self._ends = self._at_average > PATIENCE or (shared is not None and shared.mended)
         if not self.training:
             self._to_training()
+            if self.possible is False:
+                self._possible_now = False
+                return
         for p in self.offsets.keys() - wanted.keys():  # which go on from z
             del self.offsets[p]
             self._pairs = None
@@ -381,8 +332,8 @@ class WeightAverage:
         if moved and not shown:
             torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
-        if done and self._looks_after >= 0:
-            self.mended.look(self._looks_after, self.averaged)
+        if done and self.mended.looks:
+            self.mended.look(self.averaged)
 
     def adopt(
         self,
@@ -396,4 +347,5 @@ class WeightAverage:
         self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
         self._pairs, self._buffers, self._places = None, [], ()
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
-        self._sharded = any_sharded(offsets)
+        self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
+        self.mended.forget()
