@@ -315,6 +315,51 @@ def running_statistics(rank: int, world: int) -> Result:
     return normed(rank, world)
 
 
+def changed(layout: str, rank: int, world: int) -> Result:
+    """Somebody clamps weights after steps: of a replica, all do; of pieces, one rank may be the only one."""
+    model: Any = sharded(world) if layout == "fsdp" else network()
+    used = DistributedDataParallel(model) if layout == "ddp" else model
+    opt = ekfac.EKFAC(model)
+    averaged = []
+    for step in range(STEPS):
+        x, y = (t.chunk(world)[rank] for t in batch(step))
+        opt.zero_grad()
+        if layout != "without a batch" or rank == 0 or step > 2:  # ranks without look at nothing
+            (0.5 * (used(x) - y).square().sum() / 24 * world).backward()
+        if layout == "without a batch":
+            base.average(model, world)
+        opt.step()
+        averaged.append(len(opt.average.offsets))
+        weight = next(model.parameters())
+        if layout == "fsdp":
+            weight = weight.to_local()
+        if layout != "fsdp" or rank == 0:
+            weight.data.clamp_(-0.05, 0.05)
+    return {"averaged": averaged, "model": whole(model)}
+
+
+@scenario
+def weights_that_somebody_changes(rank: int, world: int) -> Result:
+    return {layout: changed(layout, rank, world) for layout in ("ddp", "fsdp", "without a batch")}
+
+
+@scenario
+def parts_alone(rank: int, world: int) -> Result:
+    """From some step on the model's parts are called, not the model."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    averaged = []
+    for step in range(STEPS + 4):
+        x, y = (t.chunk(world)[rank] for t in batch(step))
+        opt.zero_grad()
+        out = model(x) if step < 4 else model[1:](model[0](x))
+        (0.5 * (out - y).square().sum() / 24 * world).backward()
+        base.average(model, world)
+        opt.step()
+        averaged.append(len(opt.average.offsets))
+    return {"averaged": averaged, "model": whole(model)}
+
+
 @scenario
 def wrapped(rank: int, world: int) -> Result:
     """The optimizer is given DDP's wrapper, or what is in it."""

@@ -85,7 +85,9 @@ def test_accelerate(tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_lightning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_lightning(precision: str, clip: float | None, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -100,15 +102,22 @@ def test_lightning(tmp_path: Path) -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return ekfac.EKFAC(self, total_steps=self.trainer.estimated_stepping_batches)
+            opt = ekfac.EKFAC(self, total_steps=self.trainer.estimated_stepping_batches)
+            if precision == "16-mixed":
+                opt.attach_scaler(self.trainer.precision_plugin.scaler)
+            return opt
 
     torch.manual_seed(0)
     x = torch.randn(64, 4)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16)
-    module = Module()
+    module, options = Module(), {"precision": precision}
+    if precision == "16-mixed":
+        from lightning.pytorch.plugins import MixedPrecision
+
+        options = {"plugins": MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu"))}
     trainer = lightning.Trainer(
-        max_epochs=10, logger=False, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=1.0,
-        accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False,
+        max_epochs=10, logger=False, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=clip,
+        accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(module, data)
     assert module.losses[-1] < 0.8 * module.losses[0]

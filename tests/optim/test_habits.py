@@ -490,6 +490,11 @@ def test_a_step_that_a_scaler_found_infinite_changes_nothing() -> None:
         assert torch.equal(p, q)
 
 
+def test_a_framework_that_asks_is_not_told_that_gradients_cannot_be_clipped() -> None:
+    """As Lightning asks: an optimizer that unscales gradients by itself would have to be given them unclipped."""
+    assert not getattr(EKFAC(mlp()), "_step_supports_amp_scaling", False)
+
+
 def test_a_refused_scaler_is_forgotten() -> None:
     model = mlp()
     opt = EKFAC(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -87,3 +89,20 @@ class Base:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model; where that is under way, as of one that holds its own optimizer, copy the rest of it now."""
+    new = copy.deepcopy(model, memo)
+    if "_modules" in vars(new):
+        return new
+    vars(new).update({name: copy.deepcopy(value, memo) for name, value in vars(model).items()})
+    for name, child in model._modules.items():
+        if child is not None and name not in new._modules:
+            new._modules[name] = copied(child, memo)
+    return new
+
+
+def asked_by(kind: type) -> bool:
+    """Tell whether the property that calls this is read within a method of such an object."""
+    return isinstance(sys._getframe(2).f_locals.get("self"), kind)

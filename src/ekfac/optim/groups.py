@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing_extensions import Self
 from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.optim import options
+from ekfac.optim.base import copied
 from ekfac.optim.engine import Engine
 from ekfac.optim.options import FLAT, GROUPS, LARGEST, RULE_OPTIONS
 from ekfac.optim.statistics import ownership
@@ -188,7 +188,8 @@ class Grouped(torch.optim.Optimizer):
         return groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        model = copy.deepcopy(self.model, memo)
+        new = memo[id(self)] = object.__new__(type(self))  # which the model may hold
+        model = copied(self.model, memo)
         parameters = dict(model.named_parameters())
         groups = []
         for index, group in enumerate(self.param_groups):
@@ -197,10 +198,9 @@ class Grouped(torch.optim.Optimizer):
                 function = self._damping_functions[index]
                 settings["damping"] = function.settings if isinstance(function, Adaptation) else function
             groups.append({"params": [parameters[name] for name in group["param_names"]], **settings})
-        new = type(self)(model, params=groups, **self._arguments)
+        new.__init__(model, params=groups, **self._arguments)  # type: ignore[misc]
         new.engine.attach_scaler(self.engine.options.grad_scaler)
         new.load_state_dict(self.state_dict())
-        memo[id(self)] = new
         return new
 
     def _check_damping_within_layers(self, blocks: list[Block]) -> None:

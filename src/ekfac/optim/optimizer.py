@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim.base import Base
+from ekfac.optim.base import Base, asked_by
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
@@ -166,11 +166,11 @@ class Optimizer(Base, Joinable, Grouped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself; it
-        # would divide ``.grad`` but not what was captured, and s would be too large by the square of its scale.
-        # And where others take the step too, it is they together who decide whether it is skipped.
+        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself: s
+        # would be too large by the square of its scale. And processes decide together whether a step is skipped.
+        # Whoever else asks, as Lightning does, wants to know whether gradients cannot be clipped; and they can.
         options = self.engine.options
-        return options.grad_scaler is None or options.processes.size > 1
+        return asked_by(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
 
     def _apply_scaler(self) -> None:
         """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
@@ -219,12 +219,12 @@ class Optimizer(Base, Joinable, Grouped):
         clips = self.kl_clip.bound is not None
         if self.engine.shares():
             average.enter_step()
-            return Rates(groups, self._group_of, (), (), 0.0, average.called, tuple(averaged), clips)
+            own = average.called, average.mended.found
+            return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, t)
         at_once, shows = tuple(average.averaged), average.takes_all
-        addresses = tuple(map(ADDRESS, at_once)), tuple(map(ADDRESS, average.in_step))
-        everything = tuple(fixed), self.step_size, shows, addresses
-        return Rates(groups, self._group_of, everything, at_once, average.weight, None, (), clips, shows)
+        everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
+        return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
         """Make steps of directions, of the length that is allowed, and take them."""
@@ -245,7 +245,7 @@ class Optimizer(Base, Joinable, Grouped):
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         averaged = rates.averaged
         if rates.called is not None:
-            shared = Shared(inputs.gradients, inputs.called)
+            shared = Shared(inputs.gradients, inputs.called, inputs.mended)
             self.average.begin_step(rates.candidates, self.engine.schedule.applied_steps, shared)
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing_extensions import Self
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
 from ekfac.optim import options
-from ekfac.optim.base import Base
+from ekfac.optim.base import Base, copied
 from ekfac.optim.distributed.processes import DEFAULT
 from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
@@ -167,7 +166,7 @@ class Preconditioner(Base):
         keep_own(self.engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = type(self)(copy.deepcopy(self.model, memo), **self._arguments)
+        new = memo[id(self)] = object.__new__(type(self))  # which the model may hold
+        new.__init__(copied(self.model, memo), **self._arguments)  # type: ignore[misc]
         new.load_state_dict(self.state_dict())
-        memo[id(self)] = new
         return new

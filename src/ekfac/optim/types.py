@@ -177,6 +177,7 @@ class Rates:
         averaged: Parameters whose average takes the step in.
         average_weight: The weight of the newest ones in it.
         called: How the model was called since the last step, where processes have yet to agree on it.
+        mended: There, whether this one has found that somebody changes weights between steps.
         candidates: There, the parameters whose average takes the step in if any process has their gradient.
         keeps_gradients: Whether the update reads what was preconditioned.
         shows: Whether ``averaged`` are all that have an average, so that the update may show it.
@@ -188,6 +189,7 @@ class Rates:
     averaged: tuple[nn.Parameter, ...] = ()
     average_weight: float | Tensor = 0.0
     called: int | None = None
+    mended: bool = False
     candidates: tuple[nn.Parameter, ...] = ()
     keeps_gradients: bool = True
     shows: bool = False
@@ -204,10 +206,12 @@ class Shared:
     Attributes:
         gradients: The parameters of which any of them has a gradient.
         called: How the model was called, by the one that has come furthest.
+        mended: Whether any has found that somebody changes weights between steps.
     """
 
     gradients: Collection[nn.Parameter]
     called: int
+    mended: bool = False
 
 
 @dataclass
@@ -237,6 +241,7 @@ class StepInputs:
         weights: What a step changes, where that is not the parameter itself: of complex ones the real numbers, and the
             whole of sharded ones that this process owns.
         called: How the model was called since the last step, by whichever process has come furthest.
+        mended: Whether any process has found that somebody changes weights between steps.
         unseen: Covered blocks of which no process has statistics, where several take the step.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
     """
@@ -262,6 +267,7 @@ class StepInputs:
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     called: int = 0
+    mended: bool = False
     unseen: set[Block] = field(default_factory=set)
     small: bool = False
 

@@ -22,6 +22,7 @@ pytestmark = [
 ON_TWO = (
     "ways_of_sharding", "accumulated", "recomputed", "unused", "joined_with_nothing_set",
     "a_rank_without_batch_and_nothing_set", "running_statistics", "wrapped", "other_models", "offloaded",
+    "weights_that_somebody_changes", "parts_alone",
 )  # fmt: skip
 ON_FOUR = ("ways_of_sharding", "a_rank_without_batch_and_nothing_set", "part_of_the_ranks")
 
@@ -107,6 +108,20 @@ def test_running_statistics_are_saved_as_the_first_rank_has_them(two: Ends) -> N
     assert_equal(first["saved"], second["saved"])
     for end in (first, second):
         assert_near(end["resumed"], end["went on"])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "without a batch"])
+def test_ranks_find_together_that_somebody_changes_weights(layout: str, two: Ends) -> None:
+    """Also where one of them alone can tell."""
+    first, second = (end[layout] for end in of(two, "weights_that_somebody_changes"))
+    assert first["averaged"][0] > 0 == first["averaged"][-1]
+    assert_equal(first, second)
+
+
+def test_ranks_find_together_that_only_parts_are_called(two: Ends) -> None:
+    first, second = of(two, "parts_alone")
+    assert first["averaged"][5] > 0 == first["averaged"][-1]
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "compiled"])

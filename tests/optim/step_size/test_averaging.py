@@ -63,7 +63,7 @@ def test_the_model_shows_the_average_of_the_weights_that_it_would_have() -> None
         new = {n: before[n] + (z[n] - before[n]) / 0.1 if t and "running" in n else z[n] for n in z}
         expected = {n: z[n] if t == 0 else expected[n] + c * (new[n] - expected[n]) for n in z}
         before = z
-        assert close(shown(model), expected)
+        assert close(shown(model), expected, 1e-8)
     assert not close(shown(model), shown(twin), 1e-4)
 
 
@@ -371,7 +371,34 @@ def test_weights_that_somebody_mends_after_every_step_are_trained_as_they_were_m
     assert not other.average.offsets
 
 
-def test_weights_that_are_exchanged_for_evaluation_or_put_back_are_averaged_all_the_same() -> None:
+@pytest.mark.parametrize(("every", "begin"), [(2, 0), (5, 0), (10, 0), (2, 41), (5, 41), (7, 41), (10, 41)])
+def test_weights_that_somebody_changes_every_few_steps_are_trained_on_from_there(every: int, begin: int) -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    for t, batch in enumerate(batches(25 if begin == 0 else 100)):
+        train(model, opt, batch)
+        if t % every == 1 and t >= begin:
+            weight, averaged = model[0].weight, bool(opt.average.offsets)
+            weight.data.clamp_(-0.1, 0.1)
+            clamped = weight.detach().clone()
+            model(batch[0])
+            if not (averaged and opt.average.offsets):  # those that are trained are clamped too
+                assert torch.equal(weight, clamped)
+    assert not opt.average.offsets
+
+
+def test_weights_that_are_clamped_from_the_first_step_on_are_trained_so_at_once() -> None:
+    model, twin = network(), network()
+    opt, plain = ekfac.EKFAC(model), ekfac.EKFAC(twin, step_size=StepSize(average=False))
+    for t, batch in enumerate(batches(5)):
+        for one, its in ((model, opt), (twin, plain)):
+            train(one, its, batch)
+            one[0].weight.data.clamp_(-0.1, 0.1)
+        assert bool(opt.average.offsets) == (t < 2)
+    assert (model[0].weight - twin[0].weight).abs().max() < plain.param_groups[0]["lr"]
+
+
+def test_weights_that_are_exchanged_for_evaluation_or_loaded_once_are_averaged_all_the_same() -> None:
     model = network()
     opt = ekfac.EKFAC(model)
     best = copy.deepcopy(model.state_dict())
@@ -379,9 +406,21 @@ def test_weights_that_are_exchanged_for_evaluation_or_put_back_are_averaged_all_
         train(model, opt, batch)
         kept = copy.deepcopy(model.state_dict())
         model.load_state_dict(best)
-        if t % 4:
+        if t != 4:
             model.load_state_dict(kept)
     assert opt.average.offsets.keys() == set(model.parameters())
+
+
+def test_a_training_that_is_loaded_is_not_taken_for_weights_that_somebody_changes() -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    saved = None
+    for batch in batches(16):
+        train(model, opt, batch)
+        saved = saved or copy.deepcopy((model.state_dict(), opt.state_dict()))
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(copy.deepcopy(saved[1]))
+    assert opt.average.offsets
 
 
 def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:

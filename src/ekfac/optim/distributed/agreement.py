@@ -91,6 +91,7 @@ class RollCall:
         finite: Whether all gradients are.
         examples: Whether any rank has captured examples.
         called: How the model was called, by the rank that has come furthest.
+        mended: Whether any rank has found that somebody changes weights between steps.
         sent: How many buckets of statistics were sent during the backward pass, by the same measure.
         passes: How many backward passes have brought statistics, by the same measure.
         holders: The first rank that has a gradient of each parameter; None where there is none.
@@ -107,6 +108,7 @@ class RollCall:
     finite: bool
     examples: bool
     called: int
+    mended: bool
     sent: int
     passes: int
     holders: list[int | None]
@@ -133,6 +135,7 @@ def roll_call(
     places: list[float],
     largest: list[float],
     called: int,
+    mended: bool,
     sent: int,
     passes: int,
 ) -> RollCall:
@@ -152,6 +155,7 @@ def roll_call(
         places: When the statistics of that block came here, as a number in their order.
         largest: Numbers, none of them NaN where gradients are finite, of which the most is wanted.
         called: How the model was called here since the last step: a larger number for one that has come further.
+        mended: Whether somebody was found here to change weights between steps.
         sent: How many buckets of statistics were sent from here during the backward pass.
         passes: How many backward passes have brought statistics here.
     """
@@ -163,6 +167,7 @@ def roll_call(
         float(finite),
         -float(examples),
         -float(called),
+        -float(mended),
         -float(sent),
         -float(passes),
     ]
@@ -174,7 +179,7 @@ def roll_call(
     mine += [-place for place in places]
     mine += [-x if finite else 0.0 for x in largest]
     found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
-    count, known = len(gradients), 8
+    count, known = len(gradients), 9
     holders, complete, changed, near, somewhere, when = (
         found[known + i * count : known + (i + 1) * count] for i in range(6)
     )
@@ -184,8 +189,9 @@ def roll_call(
         finite=bool(found[3]),
         examples=bool(found[4]),
         called=-int(found[5]),
-        sent=-int(found[6]),
-        passes=-int(found[7]),
+        mended=bool(found[6]),
+        sent=-int(found[7]),
+        passes=-int(found[8]),
         holders=[int(h) if h < size else None for h in holders],
         complete=[bool(c) for c in complete],
         touched=[bool(t) for t in changed],

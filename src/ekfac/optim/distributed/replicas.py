@@ -88,7 +88,7 @@ class Replicas:
             n = float(collector.apart)
             inputs = StepInputs({}, collector.calls, collector.sums, n, 0.0, *due, size, batches)
             made_real(inputs, engine.partition.complex)
-        call = self._call(inputs, finite, rates.called or 0)
+        call = self._call(inputs, finite, rates)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
             return None
@@ -132,7 +132,7 @@ class Replicas:
         if self.processes.size > 1:
             self._engine.collector.overlap.connect(partition.device)
 
-    def _call(self, inputs: StepInputs, finite: bool, called: int) -> RollCall:
+    def _call(self, inputs: StepInputs, finite: bool, rates: Rates) -> RollCall:
         """Agree on the step, and learn how others' warm refreshes went."""
         engine, partition = self._engine, self._engine.partition
         if self._flags:  # of the last step, on a GPU
@@ -164,7 +164,8 @@ class Replicas:
             seen=[p in seen for p in partition.offered],
             places=[places.get(p, 0.0) for p in partition.offered],
             largest=self.shards.largest(inputs, partition.device),
-            called=called,
+            called=rates.called or 0,
+            mended=rates.mended,
             sent=len(overlap.sent),
             passes=overlap.passes,
         )
@@ -177,7 +178,7 @@ class Replicas:
                 f"taken {engine.schedule.applied_steps} steps and trains {len(partition.parameters)} parameters. "
                 + REMEDY
             )
-        inputs.called = call.called
+        inputs.called, inputs.mended = call.called, call.mended
         somewhere = {p for p, was in zip(partition.offered, call.seen, strict=True) if was}
         inputs.unseen = {block for block in partition.covered if block.key not in somewhere}
         known = dict(zip(partition.offered, call.near, strict=True))

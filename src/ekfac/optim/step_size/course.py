@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Answer
-from ekfac.optim.step_size.mended import EVERY, Mended
+from ekfac.optim.step_size.mended import Mended
 from ekfac.optim.step_size.pairs import Pairs, pieces
 from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
 from ekfac.optim.types import Shared
@@ -58,8 +58,10 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
-        #: Who changes weights, after which step that is looked at, and how many steps in a row had gradients at x.
-        self.mended, self._looks_after, self._at_average = Mended(answer), -1, 0
+        #: Finds who changes weights; how many steps in a row had gradients at x.
+        self.mended, self._at_average = Mended(answer), 0
+        #: Whether this process trains alone; whether the average ends at the next forward, as all have agreed.
+        self._alone, self._ends = True, False
         self._model = weakref.ref(model)
         #: d = z - x of what this process holds of parameters, and of running statistics by their module.
         self.offsets: dict[nn.Parameter, Tensor] = {}
@@ -134,10 +136,12 @@ class WeightAverage:
     @torch.no_grad()
     def _to_training(self, frozen: bool = False) -> None:
         self.training = True
+        self.mended.compare()
+        if self._ends or (self._alone and self.mended.found):
+            self._go_on_from_shown()
         if self._pairs is None or self._sharded or not self._pairs.hold():
             self._pair()
         assert self._pairs is not None
-        self.mended.compare()
         self.resting = set() if frozen else self._pairs.frozen.copy()
         if moved := (self._waking() if self.resting else self.offsets):
             model, parameters = self.model, self._pairs.parameters if moved is self.offsets else list(moved)
@@ -151,6 +155,10 @@ class WeightAverage:
             for buffers in self._buffers_at(places):
                 buffers.to_training()
                 self.shown |= buffers.shown
+
+    def _go_on_from_shown(self) -> None:
+        """Go on without an average, from what is there: x."""
+        self.offsets, self.statistics, self.possible, self._ends, self._pairs = {}, {}, False, False, None
 
     def _pair(self) -> None:
         """List parameters and offsets, but for what has another shape by now and stays as it is."""
@@ -220,9 +228,9 @@ class WeightAverage:
             shared: What all processes know of the step, where others take it too.
         """
         self._possible_now = self.possible
-        self._looks_after = t if shared is None and t % EVERY < 2 else -1
+        self._alone = shared is None
         pairs, usual = self._pairs, shared is None and self.possible and self.training
-        usual = usual and not (self.resting or self.mended.found)
+        usual = usual and not self.resting
         usual = usual and all(p.grad is not None for p in parameters)
         if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:
             self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
@@ -237,16 +245,16 @@ class WeightAverage:
             self._possible_now = self.called != NOT_CALLED
         if not self._possible_now:
             return
-        if shared is None:
-            if self.training:
-                self._at_average = 0
-            elif self.possible and any(p.grad is not None for p in wanted):
-                self._at_average += 1
-            if self.mended.found or self._at_average > PATIENCE:  # go on from what is there
-                self.offsets, self._pairs, self._possible_now = {}, None, False
-                return
+        if self.training if shared is None else shared.called != NOT_CALLED:
+            self._at_average = 0
+        elif self.possible and any(p.grad is not None if shared is None else p in shared.gradients for p in wanted):
+            self._at_average += 1
+        self._ends = self._at_average > PATIENCE or (shared is not None and shared.mended)
         if not self.training:
             self._to_training()
+            if self.possible is False:
+                self._possible_now = False
+                return
         for p in self.offsets.keys() - wanted.keys():  # which go on from z
             del self.offsets[p]
             self._pairs = None
@@ -324,8 +332,8 @@ class WeightAverage:
         if moved and not shown:
             torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
-        if done and self._looks_after >= 0:
-            self.mended.look(self._looks_after, self.averaged)
+        if done and self.mended.looks:
+            self.mended.look(self.averaged)
 
     def adopt(
         self,
@@ -339,4 +347,5 @@ class WeightAverage:
         self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
         self._pairs, self._buffers, self._places = None, [], ()
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
-        self._sharded = any_sharded(offsets)
+        self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
+        self.mended.forget()
