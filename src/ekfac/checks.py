@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,6 +27,12 @@ def shown(value: Any) -> str:
             return f"<{type(value).__name__} of {len(value)}>"
     text = repr(value)
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names as a message shows them: not more than a few."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:

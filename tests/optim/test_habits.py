@@ -294,6 +294,45 @@ def test_layers_with_many_rows_are_left_alone_between_statistics() -> None:
     assert sum(quiet) >= 10
 
 
+class Bare(nn.Module):
+    """Has parameters, and no layer; the model itself is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Parameter(torch.ones(5, 3))
+
+    def energy(self) -> Tensor:
+        return F.cross_entropy(X @ self.field, Y)
+
+
+def test_parameters_of_no_layer_need_no_call_of_the_model() -> None:
+    opt = EKFAC(model := Bare(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        opt.zero_grad()
+        loss = model.energy()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0] and opt.stats()["steps"] == 20
+
+
+@pytest.mark.parametrize("options", [{"scaling": "running"}, {"batch": ekfac.Batch(reduction="sum")}])
+def test_nobody_guesses_how_many_examples_they_have(options: dict[str, Any]) -> None:
+    opt = EKFAC(model := Bare(), **options)
+    model.energy().backward()
+    with pytest.raises(RuntimeError, match="no captured examples"):
+        opt.step()
+
+
+def test_forms_of_a_model_that_run_no_hooks_are_told_apart() -> None:
+    model = mlp()
+    opt = EKFAC(model)
+    F.cross_entropy(torch.jit.trace(model, X)(X), Y).backward()
+    with pytest.raises(RuntimeError, match=r"as model\(x\): not a copy, a traced or exported form, nor layer.forward"):
+        opt.step()
+
+
 # --- what a guard notices ---------------------------------------------------------------------------------------------
 
 

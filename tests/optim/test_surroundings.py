@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ekfac
 from ekfac import EKFAC, KFAC
+from ekfac.optim.methods import rules
 
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "default": EKFAC,
@@ -43,6 +44,12 @@ class Recurrent(nn.Module):
 
 def _dense() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8, **CPU), nn.Tanh(), nn.Linear(8, 3, **CPU))
+
+
+def _alike() -> nn.Module:
+    """Layers of one shape, which are handled together."""
+    layers = [nn.Linear(6, 6, **CPU) for _ in range(3)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())), nn.Linear(6, 3, **CPU))
 
 
 def _convolutions() -> nn.Module:
@@ -82,6 +89,7 @@ def _defaults(device: str | None = None, dtype: torch.dtype = torch.float32) -> 
 
 def _course(make: Callable[[], nn.Module], kind: str) -> Tensor:
     """Train, save, load, train, and ask for everything that can be asked."""
+    rules._REMAINING.clear()  # what earlier trainings left there would spare this one the computation
     torch.manual_seed(0)
     model = make()
     opt = KINDS[kind](model)
@@ -99,7 +107,7 @@ def _course(make: Callable[[], nn.Module], kind: str) -> Tensor:
 # A model on a CPU under torch.set_default_device("cuda"), say; here it is "meta", as no GPU need be there.
 # Sequences that end at unlike times have no gradient per example.
 AROUND = [
-    *((kind, make, "meta", torch.float32) for make in (_dense, _convolutions) for kind in KINDS),
+    *((kind, make, "meta", torch.float32) for make in (_dense, _alike, _convolutions) for kind in KINDS),
     *((kind, Recurrent, "meta", torch.float32) for kind in KINDS if kind != "per_example"),
     *((kind, _dense, None, dtype) for dtype in (torch.float64, torch.bfloat16) for kind in KINDS),
 ]

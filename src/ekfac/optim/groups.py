@@ -126,12 +126,15 @@ class Grouped(torch.optim.Optimizer):
 
     @staticmethod
     def _follow(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
-        """Return what puts the parameters that the model now has into the groups, where they are not there yet."""
+        """Return what puts the parameters that the model now has into the groups, and their names."""
 
         def replace(new: dict[nn.Parameter, nn.Parameter]) -> None:
             if (grouped := me()) is not None:
+                names = {p: name for name, p in grouped.model.named_parameters()}
                 for group in grouped.param_groups:
                     group["params"] = [new.get(p, p) for p in group["params"]]
+                    known = zip(group["params"], group["param_names"], strict=True)
+                    group["param_names"] = [names.get(p, name) for p, name in known]
                 grouped._indexed = ()
 
         return replace
@@ -188,9 +191,15 @@ class Grouped(torch.optim.Optimizer):
         return groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self.engine.collector.follow()
         new = memo[id(self)] = object.__new__(type(self))  # which the model may hold
         model = copied(self.model, memo)
         parameters = dict(model.named_parameters())
+        if gone := [name for group in self.param_groups for name in group["param_names"] if name not in parameters]:
+            raise RuntimeError(
+                f"parameters {checks.listed(gone)} are no longer part of the model, so {type(self).__name__} cannot be "
+                "copied: construct another one of the model as it is"
+            )
         groups = []
         for index, group in enumerate(self.param_groups):
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -69,7 +69,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.state = states = States()
         self.engine = make_engine(self._all_parameters(), states)
         states.follow(self.engine)
-        self.engine.collector.on_replaced = self._follow(weakref.ref(self))
+        self.engine.collector.on_changed = self._follow(weakref.ref(self))
         engine = weakref.proxy(self.engine)
         self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.answer(value))
         forwards = self.engine.collector.capture.forwards

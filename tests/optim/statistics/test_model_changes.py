@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,40 @@ def test_a_parametrization_and_a_layer_that_is_gone_are_picked_up(kind: str) -> 
     train(model, opt, 2)
     opt.state_dict()
     assert opt.stats()["steps"] == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_longer_part_of_the_model_is_named_once(kind: str) -> None:
+    """Its layer may be used outside the model, where nobody would train it."""
+    model = network()
+    opt = KINDS[kind](model)
+    train(model, opt, 2)
+    model[3] = nn.Identity()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(model, opt, 3)
+    said = [str(warning.message) for warning in told if "no longer" in str(warning.message)]
+    assert len(said) == 1 and said[0].startswith("parameters 3.weight, 3.bias are no longer part of the model")
+    opt.state_dict()
+    if isinstance(opt, torch.optim.Optimizer):
+        with pytest.raises(RuntimeError, match=r"parameters 3\.weight, 3\.bias .* cannot be copied: construct another"):
+            copy.deepcopy(opt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_a_later_parametrization_can_be_saved_and_copied(kind: str) -> None:
+    """What the layer had learnt before belongs to no block that the model has now."""
+    model = network()
+    opt = KINDS[kind](model)
+    train(model, opt, 2)
+    parametrize.register_parametrization(model[3], "weight", Doubled())
+    train(model, opt, 2)
+    new = copy.deepcopy(opt)
+    new.load_state_dict(opt.state_dict())
+    for one in (opt, new):
+        train(one.model, one, 3)
+    for p, q in zip(model.parameters(), new.model.parameters(), strict=True):
+        assert p is not q and torch.equal(p, q)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,6 +85,11 @@ class Forwards:
         ours = not isinstance(threading.current_thread(), threading._DummyThread)
         return ours and threading.get_ident() not in self._paused
 
+    @property
+    def any_reached(self) -> bool:
+        """Whether a backward pass has come to one."""
+        return any(record.reached for record in self.records)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Capture nothing of this thread."""

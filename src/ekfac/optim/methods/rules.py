@@ -159,7 +159,7 @@ def by_block(function: Callable[..., tuple[Number, ...]], count: Number, *number
         return function(count, *numbers)
     columns = [number.tolist() for number in (count, *numbers) if isinstance(number, Tensor)]
     found = [function(*each) for each in zip(*columns, strict=True)]
-    return [torch.tensor(column, dtype=torch.float64) for column in zip(*found, strict=True)]
+    return [torch.tensor(column, dtype=torch.float64, device=count.device) for column in zip(*found, strict=True)]
 
 
 def square_of(x: Tensor) -> Number:
@@ -205,7 +205,8 @@ def remaining(beta: Number, count: Number, root: bool = False) -> Number:
     if key not in _REMAINING:
         if len(_REMAINING) > 100:
             _REMAINING.clear()
-        power: float = (beta ** torch.tensor(count, dtype=torch.float64)).item()  # to the last bit as on the device
+        there = torch.tensor(count, dtype=torch.float64, device="cpu")
+        power: float = (beta**there).item()  # to the last bit as on the device
         _REMAINING[key] = math.sqrt(max(1 - power, 1 - beta)) if root else max(1 - power, 1 - beta)
     return _REMAINING[key]
 

@@ -64,12 +64,12 @@ def _block_of(covered: bool, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
-    """Return the state of frozen blocks, by the names of their parameters."""
+    """Return the state of frozen blocks, by the names of their parameters; not of those that the model has lost."""
     names = engine.partition.names
     return [
         {**_block_of(covered, (names[p] for p in key)), "state": dict(state)}
         for (covered, key), state in whole.put_away.items()
-        if all(p in names for p in key)  # the model may have lost it
+        if engine.partition.block_with((covered, key)) is not None
     ]
 
 
@@ -248,12 +248,8 @@ def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapp
         refuse(where, f"covered={covered!r}, parameters={listed!r} is no block of this model")
     assert isinstance(listed, list) and isinstance(covered, bool)
     key = covered, tuple(names[n] for n in listed)
-    if key in now:
-        return now[key]
-    for block in partition.blocks_of(key[1], frozen=True, silent=() if covered else key[1]):
-        if members(block) == key:
-            return block
-    return refuse(where, f"{', '.join(listed)} are no block of this optimizer; {LAYOUT}")
+    block = now.get(key) or partition.block_with(key)
+    return block or refuse(where, f"{', '.join(listed)} are no block of this optimizer; {LAYOUT}")
 
 
 def is_blank(saved: Mapping[str, Any]) -> bool:

@@ -67,8 +67,8 @@ class Collector:
         self._partition = partition
         self._stacks, self._schedule, self.executor = stacks, schedule, executor
         self._moved = moved
-        #: Told the new parameter for every old one where the model is found to have others.
-        self.on_replaced: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
+        #: Told, where the model is found to have changed, the new parameter for every one that was replaced.
+        self.on_changed: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
         self.fingerprints = Fingerprints(options, method)
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
@@ -118,14 +118,16 @@ class Collector:
         self.samples = {b: s for b, s in self.samples.items() if b in known}
 
     def follow(self) -> None:
-        """Go on with what ``fully_shard``, say, has put in the place of the parameters that were offered."""
-        if not self._partition.is_replaced():
-            return
-        new = self._partition.replace()
-        self.drop()
-        self.fingerprints.unverified.clear()
-        self.on_replaced(new)
-        self.set_parameters([new[p] for p in self._partition.offered])
+        """Go on with the model as it is now, and with what ``fully_shard``, say, has put in its parameters' place."""
+        if self._partition.is_replaced():
+            new = self._partition.replace()
+            self.drop()
+            self.fingerprints.unverified.clear()
+            self.on_changed(new)
+            self.set_parameters([new[p] for p in self._partition.offered])
+        elif not (self._partition.is_frozen() or self._partition.is_current() or self._partition.is_exchanged()):
+            self.set_parameters(self.offered)
+            self.on_changed({})
 
     @property
     def offered(self) -> list[nn.Parameter]:
@@ -152,8 +154,6 @@ class Collector:
         self.follow()
         if self._partition.is_frozen():
             return False
-        if not self._partition.is_current() and not self._partition.is_exchanged():
-            self.set_parameters(self.offered)
         if self._partition.problem:  # which the step will tell
             return False
         if self.capture.forwards.busy_elsewhere():  # what another thread has under way is its own affair
@@ -305,8 +305,10 @@ class Collector:
         self.capture.finish()
         self.apart = self.capture.separate_examples or self.apart
         n, mean = float(self.capture.examples or self.apart), 1.0
+        if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
+            n = 1.0  # nothing reads it
         if n == 0 and processes == 1:
-            refuse_unless_empty(self.capture.forwards.records, gradients.values())
+            refuse_unless_empty(self.capture.forwards.any_reached, gradients.values())
             self.drop()
             return None
         unheard = covered.keys() - self.capture.fired

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.capture.hooks import Mutable, remove_hooks
-from ekfac.curvature.capture.records import Record
 from ekfac.curvature.real import as_real, gradient_of
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, held, is_sharded, local
@@ -30,9 +29,10 @@ from ekfac.optim.types import BlockStep, Rates, StepInputs
 FEW = 1024
 #: What is wrong where there are gradients but nothing was captured.
 NO_EXAMPLES = (
-    "step() found gradients but no captured examples. Call the model that was given to the optimizer (not a copy), "
-    "with gradients on, outside paused(); zero_grad() after backward also drops what was captured. Where gradients "
-    "come from elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
+    "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
+    "paused(); zero_grad() after backward also drops what was captured. Where gradients come from elsewhere "
+    "(torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 
@@ -52,9 +52,8 @@ def made_real(inputs: StepInputs, parameters: Iterable[nn.Parameter]) -> StepInp
     return inputs
 
 
-def refuse_unless_empty(records: Iterable[Record], gradients: Iterable[Tensor]) -> None:
+def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor]) -> None:
     """Raise, as no example was captured; but not after a batch of none, whose gradients are zero or NaN."""
-    reached = any(record.reached for record in records)
     if not reached or any(bool((g.isfinite() & (g != 0)).any()) for g in gradients):
         raise RuntimeError(NO_EXAMPLES)
 

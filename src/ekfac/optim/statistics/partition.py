@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ekfac import checks
 from ekfac.curvature.blocks import Block, find_blocks
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, resharded, units
 from ekfac.optim.options import Coverage
+from ekfac.optim.statistics.roster import Roster
 from ekfac.optim.types import BlockState
 
 #: What a dict holds.
@@ -104,9 +106,7 @@ class Partition:
         self.kind = ""
         #: Why no step can be taken: the model has other parameters than when it was given.
         self.problem = ""
-        #: Names and shapes of all that have been parameters of the model, and whether all are trained.
-        self._seen: dict[nn.Parameter, tuple[str, torch.Size]] = {}
-        self._all_trained = True
+        self._roster = Roster(model)
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +132,12 @@ class Partition:
             silent = () if frozen else self.silent
         return blocks_under(self._coverage, self.model, parameters, silent, frozen)
 
+    def block_with(self, key: Members) -> Block | None:
+        """Return the block of these parameters as it is, or would be if none were frozen."""
+        covered, parameters = key
+        blocks = self.blocks_of(parameters, frozen=True, silent=() if covered else parameters)
+        return {members(block): block for block in blocks}.get(key)
+
     def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
         """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
         offered = list(parameters)
@@ -141,7 +147,7 @@ class Partition:
             return self._assign(offered)
 
     def _assign(self, offered: list[nn.Parameter]) -> Assigned:
-        self._compare(offered)
+        self.problem = self._roster.compare(offered)
         before = {members(b): (b.dtype, b.shape) for b in self.blocks}, self.kind
         blocks, new = [], set()
         for block in self.blocks_of(offered):
@@ -190,25 +196,11 @@ class Partition:
             self._convert()
         return Assigned(new, recast, kind not in ("", self.kind))
 
-    def _compare(self, offered: list[nn.Parameter]) -> None:
-        """Find out whether the model still has the parameters that are trained, and no others."""
-        now = {p: (name, p.shape) for name, p in self.model.named_parameters()}
-        if not self._seen:
-            self._seen, self._all_trained = now, set(now) <= set(offered)
-        lost = {self._seen[p][0] for p in offered if p in self._seen and p not in now}
-        fresh = [n for p, (n, _) in now.items() if p not in self._seen and p.requires_grad and p not in set(offered)]
-        replaced = [name for name in fresh if name in lost]
-        added = [name for name in fresh if self._all_trained and name not in lost]
-        other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
-        changes = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
-        self.problem = "; ".join(f"parameters {', '.join(names)} {what}" for what, names in changes.items() if names)
-        self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
-
     def give_up_on(self, silent: list[Block]) -> None:
         """Give layers that have gradients but were never called the diagonal method, with a warning."""
         warnings.warn(
-            "these layers have gradients but their forward was never called, so they get the diagonal method: "
-            + ", ".join(b.name for b in silent),
+            "these layers have gradients although layer(x) was never called, so they get the diagonal method: "
+            + checks.listed([b.name for b in silent]),
             RuntimeWarning,
             stacklevel=3,
         )
@@ -254,7 +246,7 @@ class Partition:
             raise RuntimeError(f"parameter '{missing[0]}' is gone from the model: construct this anew")
         self.owners.forget()
         self.states.clear()
-        self.blocks, self._known, self.silent, self._seen = [], {}, set(), {}
+        self.blocks, self._known, self.silent, self._roster = [], {}, set(), Roster(self.model)
         return {p: now[name] for p, name in names.items()}
 
     def is_exchanged(self) -> bool:

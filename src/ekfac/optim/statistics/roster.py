@@ -1,0 +1,51 @@
+"""Whether a model still has the parameters that its optimizer was given, and no others."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from ekfac import checks
+
+
+class Roster:
+    """Notices what has changed, and names it.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        #: Names and shapes of all that have been parameters of the model, and whether all are trained.
+        self._seen: dict[nn.Parameter, tuple[str, torch.Size]] = {}
+        self._all_trained = True
+        #: Those that the model has lost, as far as somebody was told.
+        self._gone: list[str] = []
+
+    def compare(self, offered: list[nn.Parameter]) -> str:
+        """Return why no step can be taken, if so; warn where offered parameters are gone, with none in their place."""
+        now = {p: (name, p.shape) for name, p in self._model.named_parameters()}
+        if not self._seen:
+            self._seen, self._all_trained = now, set(now) <= set(offered)
+        lost = [self._seen[p][0] for p in offered if p in self._seen and p not in now]
+        fresh = [n for p, (n, _) in now.items() if p not in self._seen and p.requires_grad and p not in set(offered)]
+        replaced = [name for name in fresh if name in lost]
+        added = [name for name in fresh if self._all_trained and name not in lost]
+        other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
+        self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
+        self._tell([name for name in lost if name not in replaced])
+        changes = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
+        return "; ".join(f"parameters {checks.listed(names)} {what}" for what, names in changes.items() if names)
+
+    def _tell(self, gone: list[str]) -> None:
+        if gone and gone != self._gone:
+            warnings.warn(
+                f"parameters {checks.listed(gone)} are no longer part of the model, and are not trained any more. If "
+                "they are used outside it, construct another optimizer, of a module that holds them too",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._gone = gone
