@@ -55,7 +55,7 @@ class Roster:
 
 
 def warn_at_first(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) -> None:
-    """Warn, in the first step, of what is not seen otherwise."""
+    """Tell, in the first step, what is not seen otherwise."""
     for text in (low_coverage(blocks), not_private(parameters)):
         if text:
             warnings.warn(text, UserWarning, stacklevel=3)
