@@ -95,7 +95,7 @@ class Grouped(torch.optim.Optimizer):
         group["params"] = [(names[p], p) for p in parameters]
         return group
 
-    def _suit_derivatives(self) -> None:
+    def _suit_derivatives(self, groups: Iterable[dict[str, Any]]) -> None:
         """Set what suits losses with derivatives where nobody has asked for anything: no decay, and the rule's betas.
 
         A decay pulls the solution of an equation to zero.
@@ -103,15 +103,19 @@ class Grouped(torch.optim.Optimizer):
         rule, changed = self.engine.elementwise.rule, set[nn.Parameter]()
         old: Any = self.defaults.get("betas")
         new = rule.of_derivatives
-        for group in self.param_groups:
-            if group["cautious_decay"]:
+        for group in groups:
+            if group["cautious_decay"] and group["weight_decay"] == self.defaults["weight_decay"]:
                 group["weight_decay"] = 0.0
             if new is not None and not group.get("betas_named", True) and group["betas"] == old:
                 group["betas"] = new
                 changed.update(group["params"])
-        for block in self.engine.partition.blocks:
-            state: Any = self.engine.partition.states.get(block.key)
-            if new is not None and state is not None and block.key in changed:
+        if new is None:
+            return
+        partition = self.engine.partition
+        states: list[tuple[nn.Parameter, Any]] = [(b.key, partition.states.get(b.key)) for b in partition.blocks]
+        states += [(parameters[0], state) for (_, parameters), state in partition.put_away.items()]
+        for p, state in states:
+            if state is not None and p in changed:
                 rule.change_betas(state, old, new)
 
     def _as_function(self, damping: Any) -> Any:
@@ -156,6 +160,8 @@ class Grouped(torch.optim.Optimizer):
             raise
         self.engine.collector.set_parameters(self._all_parameters())
         ownership.register(self.engine.collector)
+        if self.engine.schedule.derivatives:
+            self._suit_derivatives(self.param_groups[index:])
 
     def _saved_groups(self, given: Any) -> list[dict[str, Any]]:
         """Return the groups of a checkpoint, checked, with what versions before did not have."""

@@ -132,7 +132,7 @@ class Optimizer(Base, Joinable, Grouped):
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
             if engine.schedule.derivatives and not known:
-                self._suit_derivatives()
+                self._suit_derivatives(self.param_groups)
         return loss
 
     def _only_to_initialise(self) -> bool:
@@ -221,7 +221,7 @@ class Optimizer(Base, Joinable, Grouped):
             average.enter_step()
             own = average.called, average.mended.found
             return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
-        average.begin_step(averaged, t)
+        average.begin_step(averaged, self._group_of, t)
         at_once, shows = tuple(average.averaged), average.takes_all
         everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
@@ -246,7 +246,7 @@ class Optimizer(Base, Joinable, Grouped):
         averaged = rates.averaged
         if rates.called is not None:
             shared = Shared(inputs.gradients, inputs.called, inputs.mended)
-            self.average.begin_step(rates.candidates, self.engine.schedule.applied_steps, shared)
+            self.average.begin_step(rates.candidates, (), self.engine.schedule.applied_steps, shared)
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:
             offsets = {p: self.average.offsets[p] for p in averaged}

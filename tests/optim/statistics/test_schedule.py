@@ -123,6 +123,44 @@ def test_the_mean_of_a_loss_with_derivatives_is_longer_unless_betas_are_set(
     assert again.param_groups[0]["betas"] == left
 
 
+@pytest.mark.parametrize("own", [{}, {"betas": (0.9, 0.95), "weight_decay": 0.1}])
+@pytest.mark.parametrize("loss", [slopes, values])
+def test_a_group_that_is_added_later_has_what_suits_the_loss_too(
+    loss: Callable[[nn.Module], Tensor], own: dict[str, Any]
+) -> None:
+    model: Any = network()
+    opt = EKFAC(model, params=model[0].parameters())
+    train(model, opt, loss, 3)
+    opt.add_param_group({"params": model[2].parameters(), **own})
+    suits = {"betas": LONG, "weight_decay": 0.0} if loss is slopes else {"betas": (0.95, 0.95), "weight_decay": 0.3}
+    usual = {name: opt.param_groups[0][name] for name in suits}
+    assert usual == suits
+    assert {name: opt.param_groups[1][name] for name in usual} == {**usual, **own}
+    train(model, opt, loss, 3)
+    assert opt.stats()["steps"] == 6
+
+
+def test_a_decay_that_somebody_has_written_into_a_group_stays() -> None:
+    model = network()
+    opt = EKFAC(model)
+    opt.param_groups[0]["weight_decay"] = 0.1
+    train(model, opt, slopes, 3)
+    assert opt.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_the_mean_of_a_layer_that_is_frozen_meanwhile_is_longer_too() -> None:
+    model: Any = network()
+    opt = EKFAC(model)
+    train(model, opt, values, 6)
+    mean = opt.state[model[2].weight]["m"].clone() / (1 - 0.95**6)
+    model[2].requires_grad_(False)
+    train(model, opt, slopes, 2)
+    model[2].requires_grad_(True)
+    values(model)  # the forward brings the state back
+    state = opt.state[model[2].weight]
+    torch.testing.assert_close(state["m"] / (1 - 0.98**6), mean)
+
+
 @pytest.mark.parametrize(
     ("loss", "options", "rate"),
     [

@@ -436,6 +436,29 @@ def test_a_layer_that_is_frozen_stays_what_it_was_shown_to_be() -> None:
         assert torch.equal(model[0].weight, frozen)
 
 
+@pytest.mark.parametrize("begin", [0, 1, 8])
+@pytest.mark.parametrize("when", ["before the forward", "between two"])
+def test_a_frozen_layer_that_has_an_old_gradient_is_neither_stepped_nor_averaged(begin: int, when: str) -> None:
+    model = network()
+    opt = ekfac.EKFAC(model)
+    steps = batches(begin + 8)
+    for batch in steps[:begin]:
+        train(model, opt, batch)
+    frozen = model[0].weight.detach().clone()
+    for p in model[0].parameters():
+        p.grad = torch.ones_like(p)
+    for x, y in steps[begin:]:
+        for p in model[1:].parameters():
+            p.grad = None
+        if when == "between two":
+            F.cross_entropy(model(x), y).backward()
+        model[0].requires_grad_(False)
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        assert torch.equal(model[0].weight, frozen)
+    assert (model[0].weight in opt.average.offsets) == (begin > 0)
+
+
 def test_a_layer_that_is_thawed_goes_on_from_where_it_was_frozen() -> None:
     """What it had learnt and its average had not taken in yet is not lost; it was, at every turn of such a training."""
     ends = []
@@ -552,6 +575,51 @@ def test_a_model_that_is_frozen_for_good_shows_its_average() -> None:
     student = nn.Linear(3, 3).double()
     F.mse_loss(student(model(batches(1)[0][0])), torch.zeros(16, 3, dtype=torch.float64)).backward()
     assert all(torch.equal(shown(model)[n], before[n]) for n in before if "running" not in n)
+
+
+def shared_norms(opts: int, affine: bool, freeze: bool = False) -> dict[str, Tensor]:
+    """Train a network whose body and head have an optimizer each, or one together; return what it shows."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=affine), nn.Tanh())
+    head = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5, affine=affine), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(body, head).double()
+    body[1].requires_grad_(not freeze)
+    parts = [model] if opts == 1 else [head, body]
+    optimizers = [ekfac.EKFAC(model, params=part.parameters(), weight_decay=0.0) for part in parts]
+    for t, (x, y) in enumerate(batches(14)):
+        for opt in optimizers:
+            opt.zero_grad()
+        if t == 7:
+            body[1].requires_grad_(True)
+        F.cross_entropy(model(x), y).backward()
+        for opt in optimizers:
+            opt.step()
+    return shown(model)
+
+
+@pytest.mark.parametrize(("affine", "freeze"), [(True, False), (True, True), (False, False)])
+def test_two_optimizers_of_one_model_average_its_norms_as_one_does(affine: bool, freeze: bool) -> None:
+    one, two = (shared_norms(opts, affine, freeze) for opts in (1, 2))
+    assert close(one, two, 1e-7)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_statistics_of_norms_whose_weights_are_not_averaged_are_the_modules_own(later: bool) -> None:
+    """They belong to the weights that are shown, which are those that are trained."""
+    model = network()
+    model.insert(3, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double())
+    found = []
+    for one, average in ((copy.deepcopy(model), None), (model, False)):
+        groups = [{"params": part.parameters(), "weight_decay": 0.0} for part in (one[:3], one[3:])]
+        opt = ekfac.EKFAC(one, params=groups, step_size=StepSize(average=average))
+        for t, batch in enumerate(batches(16)):
+            if t == 8 * later:
+                opt.param_groups[0]["lr"] = 0.01
+            train(one, opt, batch)
+        found.append(shown(one))
+    for name, value in found[0].items():
+        same = bool((value - found[1][name]).abs().max() < 1e-8)
+        assert same == (not name.startswith("3.") and not name.startswith("4.")), name
 
 
 def test_training_in_evaluation_mode_is_averaged_too() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,15 @@ from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Answer
 from ekfac.optim.step_size.mended import Mended
 from ekfac.optim.step_size.pairs import Pairs, pieces
-from ekfac.optim.step_size.running_statistics import STATISTICS, Buffers, Place, batches_of, buffers_at, norms_of
+from ekfac.optim.step_size.running_statistics import (
+    STATISTICS,
+    VARIANCE,
+    Buffers,
+    Place,
+    batches_of,
+    buffers_at,
+    norms_of,
+)
 from ekfac.optim.types import Shared
 
 #: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
@@ -27,6 +35,9 @@ POWER = 8
 PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
+
+#: Who averages the statistics of each norm: several optimizers may have a part of one model each.
+_TAKEN_BY: weakref.WeakKeyDictionary[nn.Module, weakref.ref[WeightAverage]] = weakref.WeakKeyDictionary()
 
 
 class WeightAverage:
@@ -40,12 +51,12 @@ class WeightAverage:
     is frozen it holds x throughout, and d waits for it to be thawed.
 
     A model that is trained by other methods than its forward has no such moment, and is not averaged; nor is it from
-    when on it is. Neither are a model whose weights somebody changes after every step (see :class:`Mended`), and
+    when on it is. Neither are a model whose weights somebody changes again and again (see :class:`Mended`), and
     parameters in half precision.
 
     Running statistics of batch-norm belong to the weights that they were taken with, so x has its own: the average,
     with the same weights c, of what each batch had. The modules' own, which lag behind by some ten batches and begin
-    with 0 and 1, are those of z.
+    with 0 and 1, are those of z. Norms whose weights are trained and not averaged keep their own.
 
     Where ranks hold pieces of parameters, each averages its own. What was gathered from pieces is let go before they
     change.
@@ -219,11 +230,14 @@ class WeightAverage:
             self._to_training()
 
     @torch.no_grad()
-    def begin_step(self, parameters: Sequence[nn.Parameter], t: int, shared: Shared | None = None) -> None:
+    def begin_step(
+        self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, shared: Shared | None = None
+    ) -> None:
         """Make sure that the parameters hold z; nothing is decided, as the step may yet be refused.
 
         Args:
             parameters: Those that are to be averaged.
+            trained: Those that the step may move. Frozen ones, which it does not, may have an old gradient.
             t: How many steps there were before.
             shared: What all processes know of the step, where others take it too.
         """
@@ -231,12 +245,13 @@ class WeightAverage:
         self._alone = shared is None
         pairs, usual = self._pairs, shared is None and self.possible and self.training
         usual = usual and not self.resting
-        usual = usual and all(p.grad is not None for p in parameters)
+        usual = usual and all(p.grad is not None and p.requires_grad for p in parameters)
         if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:
             self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
             self.weight, self._at_average = (POWER + 1) / (t + POWER + 1), 0
             return
-        wanted = dict.fromkeys(parameters)
+        wanted = set(parameters)
+        given = shared.gradients if shared else {p for p in parameters if p.grad is not None and p in trained}
         self.averaged, self.in_step, self.takes_all, self.weight = [], [], False, 0.0
         if not (wanted or self.offsets):
             return
@@ -247,7 +262,7 @@ class WeightAverage:
             return
         if self.training if shared is None else shared.called != NOT_CALLED:
             self._at_average = 0
-        elif self.possible and any(p.grad is not None if shared is None else p in shared.gradients for p in wanted):
+        elif self.possible and not wanted.isdisjoint(given):
             self._at_average += 1
         self._ends = self._at_average > PATIENCE or (shared is not None and shared.mended)
         if not self.training:
@@ -255,11 +270,12 @@ class WeightAverage:
             if self.possible is False:
                 self._possible_now = False
                 return
-        for p in self.offsets.keys() - wanted.keys():  # which go on from z
-            del self.offsets[p]
-            self._pairs = None
-        full = [p for p in wanted if p.dtype.to_real() in (torch.float32, torch.float64)]
-        self.averaged = [p for p in full if (p.grad is not None if shared is None else p in shared.gradients)]
+        if gone := self.offsets.keys() - wanted:  # which go on from z, as do the statistics of their norms
+            self.offsets, self._pairs = {p: d for p, d in self.offsets.items() if p in wanted}, None
+            for norm in {m for m, _ in self.statistics if not gone.isdisjoint(m.parameters(recurse=False))}:
+                self.leave(norm)
+        full = [p for p in parameters if p.dtype.to_real() in (torch.float32, torch.float64)]
+        self.averaged = [p for p in full if p in given]
         self.weight = (POWER + 1) / (t + POWER + 1)
         for p in self.averaged:
             if p not in self.offsets:
@@ -318,7 +334,8 @@ class WeightAverage:
             seen = {module: batches_of(module) - before for module, before in norms.items()}
             self._calls = {module: max(1, batches // max(1, forwards)) for module, batches in seen.items()}
         if norms and len(self.shown) < len(STATISTICS) * sum([module.training for module in norms]):
-            new = [(m, name) for m in norms if m.training for name in STATISTICS if (m, name) not in self.shown]
+            taken = [m for m in norms if m.training and (m, VARIANCE) not in self.statistics and self._takes(m)]
+            new = [(m, name) for m in taken for name in STATISTICS]
             self.statistics.update((place, torch.zeros_like(getattr(*place))) for place in new)
         if self.shown:
             for buffers in self._buffers_at(list(self.shown)):
@@ -334,6 +351,24 @@ class WeightAverage:
         self.training = False
         if done and self.mended.looks:
             self.mended.look(self.averaged)
+
+    def _takes(self, norm: nn.Module) -> bool:
+        """Tell whether to average a norm's statistics: if its weights are, or none is trained and nobody else does."""
+        own = [] if self._sharded else [p for p in norm.parameters(recurse=False) if p.requires_grad]
+        other = _TAKEN_BY.get(norm, lambda: None)()
+        others = other is not None and other is not self and (norm, VARIANCE) in other.statistics
+        if self.offsets.keys().isdisjoint(own) if own else others:
+            return False
+        if other is not None and others:
+            other.leave(norm)
+        _TAKEN_BY[norm] = weakref.ref(self)
+        return True
+
+    def leave(self, norm: nn.Module) -> None:
+        """Leave a norm's statistics as they are."""
+        for name in STATISTICS:
+            self.statistics.pop((norm, name), None)
+            self.shown.pop((norm, name), None)
 
     def adopt(
         self,
