@@ -140,3 +140,21 @@ def test_stable_baselines(kind: str) -> None:
     assert not opt.engine.collector.fingerprints.unverified
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_opacus_makes_no_step_private() -> None:
+    """It clips and adds noise to gradients, of which statistics are not made."""
+    opacus = pytest.importorskip("opacus", reason="opacus is not installed")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    x = torch.randn(64, 4)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16)
+    opt = ekfac.EKFAC(net)
+    model, optimizer, batches = opacus.PrivacyEngine(accountant="rdp").make_private(
+        module=net, optimizer=opt, data_loader=data, noise_multiplier=0.5, max_grad_norm=1.0
+    )
+    inputs, labels = next(iter(batches))
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    with pytest.warns(UserWarning, match="not differentially private"):
+        optimizer.step()
+    assert opt.stats()["steps"] == 1

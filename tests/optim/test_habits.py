@@ -333,6 +333,19 @@ def test_forms_of_a_model_that_run_no_hooks_are_told_apart() -> None:
         opt.step()
 
 
+def test_it_says_that_steps_are_not_private_where_opacus_is_at_work() -> None:
+    """Opacus marks the parameters; tests/integrations has it itself."""
+    model = mlp()
+    for p in model.parameters():
+        p.grad_sample = None
+    opt = EKFAC(model)
+    with pytest.warns(UserWarning, match="not differentially private.*such as torch's AdamW"):
+        usual(model, opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        usual(model, opt)
+
+
 # --- what a guard notices ---------------------------------------------------------------------------------------------
 
 

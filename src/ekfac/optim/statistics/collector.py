@@ -6,7 +6,6 @@ calls better they are kept for it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.layers.base import Call
-from ekfac.curvature.summary import low_coverage
 from ekfac.optim.distributed.overlap import Overlap
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
@@ -33,6 +31,7 @@ from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch, made_real, refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
+from ekfac.optim.statistics.roster import warn_at_first
 from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
@@ -84,7 +83,7 @@ class Collector:
         self._by_rows: dict[Block, bool] = {}  # what may_use_rows has told
         self.separate = False  #: Whether this step's statistics come from ``statistics()``, not the training loss.
         self.apart = 0  #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
-        self._told_coverage = False  # if it is low
+        self._told = False  # what the first step tells
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
         me = weakref.proxy(self)  # whom the capture must not keep alive
@@ -299,9 +298,9 @@ class Collector:
         if {g.layout for g in gradients.values()} != {torch.strided}:
             refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
-        if not self._told_coverage and (text := low_coverage(self._partition.blocks)):
-            warnings.warn(text, UserWarning, stacklevel=2)
-        self._told_coverage = True
+        if not self._told:
+            warn_at_first(self._partition.blocks, self._partition.parameters)
+        self._told = True
         self.capture.finish()
         self.apart = self.capture.separate_examples or self.apart
         n, mean = float(self.capture.examples or self.apart), 1.0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from ekfac import checks
+from ekfac.curvature.blocks import Block
+from ekfac.curvature.summary import low_coverage
 
 
 class Roster:
@@ -49,3 +52,21 @@ class Roster:
                 stacklevel=3,
             )
         self._gone = gone
+
+
+def warn_at_first(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) -> None:
+    """Tell, in the first step, what is not seen otherwise."""
+    for text in (low_coverage(blocks), not_private(parameters)):
+        if text:
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def not_private(parameters: Iterable[nn.Parameter]) -> str | None:
+    """Tell what opacus does not see to, where it takes the gradients of examples: it marks every parameter."""
+    if not any(hasattr(p, "grad_sample") for p in parameters):
+        return None
+    return (
+        "opacus takes the gradients of single examples of this model. Its clipping and noise reach .grad alone, but "
+        "statistics here are those of the examples themselves: these steps are not differentially private. If they "
+        "have to be, train with an optimizer that reads .grad alone, such as torch's AdamW"
+    )
