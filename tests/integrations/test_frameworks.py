@@ -123,6 +123,38 @@ def test_lightning(precision: str, clip: float | None, tmp_path: Path) -> None:
     assert module.losses[-1] < 0.8 * module.losses[0]
 
 
+def test_lightning_averages_weights(tmp_path: Path) -> None:
+    """It ends with forwards alone, for batch-norm, and one more step on gradients that were used."""
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return ekfac.EKFAC(self)
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    y = (x[:, 0] > 0).long()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=10, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
+        callbacks=StochasticWeightAveraging(1e-2), gradient_clip_val=1.0, default_root_dir=tmp_path,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="gradients that the last step used"):
+        trainer.fit(module, data)
+    module.eval()
+    assert nn.functional.cross_entropy(module.net(x), y) < 0.3
+
+
 @pytest.mark.parametrize("kind", ["PPO", "A2C", "DQN"])
 def test_stable_baselines(kind: str) -> None:
     baselines = pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")

@@ -253,6 +253,30 @@ def test_gradients_put_there_by_hand_do_count() -> None:
     assert_same(*models)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("forwards", [0, 3])
+def test_gradients_that_the_last_step_used_are_told_and_change_nothing(clip: bool, forwards: int) -> None:
+    """Lightning's averaging of weights ends with forwards alone, and one more step."""
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    opt = EKFAC(model)
+    for _ in range(3):
+        usual(model, opt)
+    before = weights(model)
+    for _ in range(forwards):
+        loss_of(model)
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.warns(RuntimeWarning, match="gradients that the last step used"):
+        opt.step()
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    with pytest.raises(RuntimeError, match="no captured examples"):
+        opt.step()
+    usual(model, opt)
+    assert opt.stats()["steps"] == 4
+
+
 def test_a_layer_called_by_itself_is_captured_when_a_gradient_comes_to_it() -> None:
     """Its examples are those of its own input."""
     model = mlp()

@@ -217,6 +217,7 @@ class Engine:
     def finish(self, rates: Rates) -> None:
         """End a step: count it, let go of what was captured, and refresh the bases that are due, warm."""
         due = dict(self.schedule.advance())
+        self.collector.watch.used = self.collector.watch.newest
         self.collector.drop()
         if due and self.shares():
             self.replicas.refresh(due, rates)

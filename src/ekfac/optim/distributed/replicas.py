@@ -30,9 +30,10 @@ from ekfac.optim.distributed.agreement import (
 )
 from ekfac.optim.distributed.shards import Shards, is_sharded, local
 from ekfac.optim.distributed.states import keep_own, make_contiguous
-from ekfac.optim.statistics.gradients import NO_EXAMPLES, largest_magnitudes, made_real
+from ekfac.optim.statistics.gradients import largest_magnitudes, made_real
 from ekfac.optim.statistics.partition import members
 from ekfac.optim.statistics.refresh import iterated_numbers
+from ekfac.optim.statistics.refused import NO_EXAMPLES
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.types import Direction, Rates, StepInputs
 

@@ -28,9 +28,10 @@ from ekfac.optim.statistics import ownership
 from ekfac.optim.statistics.averages import take_in
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
-from ekfac.optim.statistics.gradients import GradientWatch, made_real, refuse_sparse, refuse_unless_empty
+from ekfac.optim.statistics.gradients import GradientWatch, made_real
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.reach import Reach
+from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.roster import warn_at_first
 from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
@@ -307,7 +308,8 @@ class Collector:
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
             n = 1.0  # nothing reads it
         if n == 0 and processes == 1:
-            refuse_unless_empty(self.capture.forwards.any_reached, gradients.values())
+            used = self.watch.used_before(gradients)
+            refuse_unless_empty(self.capture.forwards.any_reached, gradients.values(), used)
             self.drop()
             return None
         unheard = covered.keys() - self.capture.fired

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +26,6 @@ from ekfac.optim.types import BlockStep, Rates, StepInputs
 
 #: So few numbers are worth no other way to their norm.
 FEW = 1024
-#: What is wrong where there are gradients but nothing was captured.
-NO_EXAMPLES = (
-    "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
-    "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
-    "paused(); zero_grad() after backward also drops what was captured. Where gradients come from elsewhere "
-    "(torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
-    "with opt.statistics(): loss_fn(model(x), y).backward()"
-)
-
-
-def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> NoReturn:
-    """Raise, as a gradient is sparse; names its parameter."""
-    name, layout = next((names[p], g.layout) for p, g in gradients.items() if g.layout != torch.strided)
-    raise ValueError(
-        f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, as of nn.Embedding(..., sparse=False)"
-    )
 
 
 def made_real(inputs: StepInputs, parameters: Iterable[nn.Parameter]) -> StepInputs:
@@ -50,12 +33,6 @@ def made_real(inputs: StepInputs, parameters: Iterable[nn.Parameter]) -> StepInp
     inputs.gradients.update({p: gradient_of(p) for p in parameters if p in inputs.gradients})
     inputs.weights.update({p: as_real(p.detach()) for p in parameters})
     return inputs
-
-
-def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor]) -> None:
-    """Raise, as no example was captured; but not after a batch of none, whose gradients are zero or NaN."""
-    if not reached or any(bool((g.isfinite() & (g != 0)).any()) for g in gradients):
-        raise RuntimeError(NO_EXAMPLES)
 
 
 class GradientWatch:
@@ -77,6 +54,9 @@ class GradientWatch:
         self.single_pass = False
         self.nothing_there = True
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
+        #: Largest magnitudes that the last backward pass has left, and the last one whose gradients a step has used.
+        self.newest: tuple[list[nn.Parameter], list[Tensor]] = [], []
+        self.used = self.newest
         self._task = -1
         self._come = -1  # the pass that has been looked at
         self.parameters: list[nn.Parameter] = []
@@ -206,10 +186,21 @@ class GradientWatch:
         grads = [p.grad for p in live if p.grad is not None]
         sizes = largest_magnitudes([local(g) for g in real] if self._sharded else real)
         self._left = {p: (size, g, g._version) for p, size, g in zip(live, sizes, grads, strict=True)}
+        self.newest = live, sizes
         if self.lengths_wanted or self._sharded:
             self._lengths = lengths_of(live)
         if not self._sharded:
             self._fingerprints.note()
+
+    def used_before(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Tell whether these are gradients that the last step has used, all of them or clipped alike; reads them."""
+        parameters, before = self.used
+        if not before or gradients.keys() != set(parameters):
+            return False
+        now = largest_magnitudes([gradients[p].abs() if p.is_complex() else gradients[p] for p in parameters])
+        pairs = [(float(a), float(b)) for a, b in zip(now, before, strict=True)]
+        ratios = [a / b for a, b in pairs if b > 0]
+        return bool(ratios) and max(ratios) < 1 + 1e-3 and max(ratios) < (1 + 1e-3) * min(ratios)
 
     def touched(self, parameter: nn.Parameter) -> bool:
         """Tell whether a gradient has been changed in place or replaced since backward left it."""

@@ -1,0 +1,47 @@
+"""Gradients that a step cannot take, and what is said of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+#: What is wrong where there are gradients but nothing was captured.
+NO_EXAMPLES = (
+    "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
+    "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
+    "paused(); zero_grad() after backward also drops what was captured. Where gradients come from elsewhere "
+    "(torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "with opt.statistics(): loss_fn(model(x), y).backward()"
+)
+
+#: What is wrong where these are the last step's.
+USED = (
+    "step() found the gradients that the last step used, and no backward pass since: nothing was changed. Call "
+    "zero_grad() and backward() before every step; Lightning's StochasticWeightAveraging takes such a step at its end"
+)
+
+
+def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> NoReturn:
+    """Raise, as a gradient is sparse; names its parameter."""
+    name, layout = next((names[p], g.layout) for p, g in gradients.items() if g.layout != torch.strided)
+    raise ValueError(
+        f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, as of nn.Embedding(..., sparse=False)"
+    )
+
+
+def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) -> None:
+    """Raise, as no example was captured; but not after a batch of none, whose gradients are zero or NaN.
+
+    Args:
+        reached: Whether a backward pass has come to the model.
+        gradients: All that are there.
+        used: Whether they are those of the last step; there is only a warning then.
+    """
+    if used:
+        warnings.warn(USED, RuntimeWarning, stacklevel=5)
+    elif not reached or any(bool((g.isfinite() & (g != 0)).any()) for g in gradients):
+        raise RuntimeError(NO_EXAMPLES)
