@@ -184,6 +184,19 @@ def test_a_run_that_fails_is_recorded_and_tried_again_next_time(tmp_path, capsys
     assert "run more of the suite" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_task_without_its_data_is_left_out_once_and_the_others_are_run(tmp_path, capsys, monkeypatch, workers):
+    monkeypatch.setenv("EKFAC_DATA", str(tmp_path / "empty"))
+    tasks = tiny()["tasks"] | {"relu-autoencoder": {"steps": 4}}
+    file = write(tmp_path, tasks=dict(sorted(tasks.items())), methods={"adamw": {"lr": [0.01, 0.02]}}, seeds=[0])
+    words = ["run", str(file), "--out", str(tmp_path / "out"), "--device", "cpu", "--schedules", "cosine"]
+    assert main([*words, "--workers", workers]) == 1
+    said = capsys.readouterr().out
+    assert said.count("left out: task relu-autoencoder: dataset fashion-mnist needs") == 1
+    found = lines(tmp_path / "out")
+    assert {(r["task"], r["status"]) for r in found} == {("tabular", "finished")}
+
+
 def test_a_run_whose_loss_is_not_finite_is_recorded_as_diverged(tmp_path):
     file = write(tmp_path, methods={"adamw": {"lr": [1e-3]}, "sgd": {"lr": [1e30]}}, seeds=[0])
     assert main(["run", str(file), "--out", str(tmp_path / "out"), "--device", "cpu", "--schedules", "cosine"]) == 0

@@ -106,7 +106,7 @@ def report_command(out: str, say: Callable[[str], None] = print) -> int:
 
 def _end(made: int, failed: int, left: int, say: Callable[[str], None]) -> int:
     text = f"{made} runs made"
-    text += f", {failed} of them failed" if failed else ""
+    text += f", {failed} failed" if failed else ""
     text += f"; {left} or more still due: the same command goes on" if left else "; nothing is due"
     say(text)
     return 1 if failed else 3 if left else 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ekfac.lab.data.files import data_folder
+from ekfac.lab.data.files import DataError, data_folder
 from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.registry import LabError
 from ekfac.lab.rivals import MissingPackage
@@ -34,7 +34,7 @@ class Outcome:
 
     Attributes:
         made: Runs that were made.
-        failed: Those among them that ended with an error.
+        failed: Those among them that ended with an error, and tasks whose data are missing.
         left: Runs that are still due; more may follow once they are made.
     """
 
@@ -141,13 +141,16 @@ class _Line:
         self.records, self.wanted, self.deadline, self.workers, self.say = records, wanted, deadline, workers, say
         self.away: set[str] = set()
         self.tried: set[str] = set()
+        self.without_data: set[str] = set()
         self.made = self.failures = 0
 
     def take(self) -> Job | None:
         """Return the next run, or ``None`` if there is none now."""
         left = self.deadline - time.time()
         for job in self.wanted(self.records):
-            if job.key not in self.away | self.tried and self._seconds(job) < left:
+            if job.key in self.away | self.tried or job.plan in self.without_data:
+                continue
+            if self._seconds(job) < left:
                 self.away.add(job.key)
                 return job
         return None
@@ -164,6 +167,12 @@ class _Line:
         self.tried.add(job.key)
         if record is None:
             self.say(f"dropped, out of time: {job.key}")
+            return
+        if record["status"] == "no data":
+            if job.plan not in self.without_data:
+                self.failures += 1
+                self.say(f"left out: task {job.plan}: {record['error']}")
+            self.without_data.add(job.plan)
             return
         record |= {
             "task": job.plan,
@@ -198,11 +207,16 @@ def _side_by_side(line: _Line, workers: int, data_dir: Path, device: torch.devic
 
 
 def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> dict[str, Any] | None:
-    """Make one run; an error becomes a record of it, and a passed deadline ``None``."""
+    """Make one run; an error becomes a record of it, and a passed deadline ``None``.
+
+    Without its data no run of the task can be made, so that is said once, and is no record.
+    """
     try:
         return train(job, data_dir, device, deadline)
     except OutOfTime:
         return None
+    except DataError as error:
+        return {"key": job.key, "status": "no data", "error": str(error)}
     except Exception as error:
         # One run that fails, for lack of memory say, must not end the others.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
