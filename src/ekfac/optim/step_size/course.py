@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -311,6 +311,15 @@ class WeightAverage:
             torch._foreach_add_(offsets := [self.offsets[p] for p in averaged], self._listed(averaged))
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
+
+    def put_back(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take back a step that is undone, of which the average has taken something in.
+
+        Args:
+            offsets: What they were before it.
+        """
+        for p, d in self.offsets.items():
+            d.copy_(offsets[p] if p in offsets else torch.zeros_like(d))
 
     @torch.no_grad()
     def end_step(self, done: bool | None, ok: Tensor | None, shown: bool = False) -> None:
