@@ -38,6 +38,8 @@ CHAINS = {
     "fsdp, whole, alone, hsdp": ("fsdp", "whole", "alone", "hsdp"),
     "whole, fsdp, alone, whole": ("whole", "fsdp", "alone", "whole"),
 }
+#: From whose model a layer is taken, and after how many steps.
+GONE = (("nothing set", 0), ("nothing set", 2), ("default, bounded", 2))
 SAVED = ("nothing set", "default, bounded", "per_example, warm", "kfac")
 
 
@@ -301,6 +303,28 @@ def state_of_one_rank(rank: int, world: int) -> Result:
     base.one_step(model, opt)
     state = opt.state_dict()
     return {"said": said, "model": whole(model), "steps": state["ekfac"]["applied_steps"]}
+
+
+# --- a layer that is gone -----------------------------------------------------------------------------------------
+
+
+def without_a_layer(method: str, at: int, **group: Any) -> dict[str, torch.Tensor]:
+    """Take a layer out of the model after some steps, and save and load the state after the next."""
+    model = network()
+    kind, own = METHODS[method]
+    opt = kind(model, **own, **group)
+    for step in range(4):
+        if step == at:
+            model[4] = nn.Identity()
+        base.one_step(model, opt)
+        if step == at:
+            opt.load_state_dict(opt.state_dict())
+    return whole(model)
+
+
+@scenario
+def a_layer_that_is_gone(rank: int, world: int) -> Result:
+    return {f"{method}, {at}": without_a_layer(method, at) for method, at in GONE}
 
 
 # --- a rank that dies ---------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Replicas:
         if self._checked != (self.processes.size, partition.offered):
             structure = structure_of(partition.names, partition.offered)
             check_structure(self.processes, structure, partition.device)
-            self.shards.learn({p: partition.names[p] for p in partition.offered})
+            self.shards.learn(partition.offered_names())
             self._checked = self.processes.size, partition.offered
         if self.processes.size > 1:
             self._engine.collector.overlap.connect(partition.device)

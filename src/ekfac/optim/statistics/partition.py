@@ -138,6 +138,10 @@ class Partition:
         blocks = self.blocks_of(parameters, frozen=True, silent=() if covered else parameters)
         return {members(block): block for block in blocks}.get(key)
 
+    def offered_names(self) -> dict[nn.Parameter, str]:
+        """Return the names of what was offered; numbers, on all ranks the same, for what the model has lost."""
+        return {p: self.names.get(p, f"(lost, number {i})") for i, p in enumerate(self.offered)}
+
     def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
         """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
         offered = list(parameters)
