@@ -188,6 +188,19 @@ def test_what_is_no_longer_part_of_the_model_is_named_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_parametrization_is_known_to_who_saves_before_the_next_step(kind: str) -> None:
+    model = network()
+    opt = KINDS[kind](model)
+    train(model, opt, 2)
+    parametrize.register_parametrization(model[3], "weight", Doubled())
+    assert "3.parametrizations.weight.original" in opt.state_dict()["ekfac"]["parameters"]
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    new = copy.deepcopy(opt)
+    train(new.model, new, 1)
+    assert new.stats()["steps"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_a_later_parametrization_can_be_saved_and_copied(kind: str) -> None:
     """What the layer had learnt before belongs to no block that the model has now."""
     model = network()
