@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,25 @@ def without_a_layer(method: str, at: int, **group: Any) -> dict[str, torch.Tenso
 @scenario
 def a_layer_that_is_gone(rank: int, world: int) -> Result:
     return {f"{method}, {at}": without_a_layer(method, at) for method, at in GONE}
+
+
+# --- gradients that the last step has used ------------------------------------------------------------------------
+
+
+@scenario
+def used_gradients(rank: int, world: int) -> Result:
+    """All take one more step without a backward pass, and one where one of them has other gradients."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    base.one_step(model, opt)
+    before = whole(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt.step()
+    found = {"before": before, "after": whole(model), "told": [str(warning.message) for warning in told]}
+    if rank == 1:
+        model[3].weight.grad = torch.randn_like(model[3].weight)
+    return {**found, "said": error_of(opt.step)}
 
 
 # --- a rank that dies ---------------------------------------------------------------------------------------------
