@@ -386,10 +386,13 @@ class WeightAverage:
         possible: bool | None,
         trains_in_eval: bool,
         training: bool,
+        alternates: bool,
+        resting: set[nn.Parameter],
     ) -> None:
         """Go on from what a checkpoint has, in place of what is there."""
         self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
         self._pairs, self._buffers, self._places = None, [], ()
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
+        self.alternates, self.resting, self._was_frozen = alternates, resting, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
         self.mended.forget()
