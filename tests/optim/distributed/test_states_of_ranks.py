@@ -154,6 +154,7 @@ def test_state_dict_on_one_rank_says_who_is_missing(four: Ends) -> None:
 # --- a layer that is gone -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:parameters .* are no longer part of the model")
 @pytest.mark.parametrize(("method", "at"), worker.GONE)
 def test_ranks_save_the_state_of_a_model_that_has_lost_a_layer(method: str, at: int, two: Ends) -> None:
     for end in of(two, "a_layer_that_is_gone"):
