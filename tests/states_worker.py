@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ CHAINS = {
     "fsdp, whole, alone, hsdp": ("fsdp", "whole", "alone", "hsdp"),
     "whole, fsdp, alone, whole": ("whole", "fsdp", "alone", "whole"),
 }
+#: From whose model a layer is taken, and after how many steps.
+GONE = (("nothing set", 0), ("nothing set", 2), ("default, bounded", 2))
 SAVED = ("nothing set", "default, bounded", "per_example, warm", "kfac")
 
 
@@ -301,6 +304,47 @@ def state_of_one_rank(rank: int, world: int) -> Result:
     base.one_step(model, opt)
     state = opt.state_dict()
     return {"said": said, "model": whole(model), "steps": state["ekfac"]["applied_steps"]}
+
+
+# --- a layer that is gone -----------------------------------------------------------------------------------------
+
+
+def without_a_layer(method: str, at: int, **group: Any) -> dict[str, torch.Tensor]:
+    """Take a layer out of the model after some steps, and save and load the state after the next."""
+    model = network()
+    kind, own = METHODS[method]
+    opt = kind(model, **own, **group)
+    for step in range(4):
+        if step == at:
+            model[4] = nn.Identity()
+        base.one_step(model, opt)
+        if step == at:
+            opt.load_state_dict(opt.state_dict())
+    return whole(model)
+
+
+@scenario
+def a_layer_that_is_gone(rank: int, world: int) -> Result:
+    return {f"{method}, {at}": without_a_layer(method, at) for method, at in GONE}
+
+
+# --- gradients that the last step has used ------------------------------------------------------------------------
+
+
+@scenario
+def used_gradients(rank: int, world: int) -> Result:
+    """All take one more step without a backward pass, and one where one of them has other gradients."""
+    model = network()
+    opt = ekfac.EKFAC(model)
+    base.one_step(model, opt)
+    before = whole(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt.step()
+    found = {"before": before, "after": whole(model), "told": [str(warning.message) for warning in told]}
+    if rank == 1:
+        model[3].weight.grad = torch.randn_like(model[3].weight)
+    return {**found, "said": error_of(opt.step)}
 
 
 # --- a rank that dies ---------------------------------------------------------------------------------------------

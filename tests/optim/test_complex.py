@@ -380,3 +380,16 @@ def test_a_fourier_neural_operator_learns_faster_than_by_adamw() -> None:
     rates = (0.001, 0.003, 0.01)
     best = min(end(lambda m, lr=lr: torch.optim.AdamW(m.parameters(), lr=lr)) for lr in rates)
     assert end(ekfac.EKFAC) < 0.8 * best
+
+
+def test_complex_gradients_that_the_last_step_used_are_known() -> None:
+    model = Network()
+    opt = ekfac.EKFAC(model)
+    for one in batches(2):
+        opt.zero_grad()
+        backward(model, one)
+        opt.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(RuntimeWarning, match="gradients that the last step used"):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -109,8 +109,9 @@ class Grouped(torch.optim.Optimizer):
             if new is not None and not group.get("betas_named", True) and group["betas"] == old:
                 group["betas"] = new
                 changed.update(group["params"])
-        if new is None:
+        if new is None or not changed:
             return
+        self.engine.executor.join()  # a refresh may be carrying means into a new basis
         partition = self.engine.partition
         states: list[tuple[nn.Parameter, Any]] = [(b.key, partition.states.get(b.key)) for b in partition.blocks]
         states += [(parameters[0], state) for (_, parameters), state in partition.put_away.items()]

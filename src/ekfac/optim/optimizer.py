@@ -162,7 +162,7 @@ class Optimizer(Base, Joinable, Grouped):
             )
         if not adaptation.due(self.engine.schedule.applied_steps):
             return None
-        return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"])
+        return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"], self.average)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -222,7 +222,7 @@ class Optimizer(Base, Joinable, Grouped):
             own = average.called, average.mended.found
             return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, self._group_of, t)
-        at_once, shows = tuple(average.averaged), average.takes_all
+        at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None  # which looks at z
         everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 

@@ -145,6 +145,7 @@ class Preconditioner(Base):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything, keyed by parameter name, as plain data; with several processes, all must call this."""
+        self.engine.collector.follow()
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
         names = self.engine.partition.names
@@ -152,6 +153,7 @@ class Preconditioner(Base):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; all of it is checked first, as by :class:`EKFAC`."""
+        self.engine.collector.follow()
         state_dict = checkpoint.as_named_here(self.engine, state_dict)
         saved = checkpoint.check(self.engine, state_dict)
         parameters = {name: p for p, name in self.engine.partition.names.items()}

@@ -248,3 +248,26 @@ def test_the_update_leaves_the_average_in_the_parameters(model: str, monkeypatch
             found.append(training)
     for one, two in zip(found[0].shown, found[1].shown, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def test_damping_learns_from_the_weights_that_are_trained_and_not_from_their_average() -> None:
+    learnt = {}
+    with emulated():
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            model: Any = MODELS["mlp"]().to(device)
+            damping, averaged = ekfac.AdaptiveDamping(start=1e-1, every=1), ekfac.StepSize(average=True)
+            opt = ekfac.EKFAC(model, lr=0.05, scaling="running", damping=damping, step_size=averaged)
+            x, y = (t.to(device) for t in model.batch(torch.Generator().manual_seed(0), 32))
+
+            def closure(model: Any = model, opt: Any = opt, x: Any = x, y: Any = y) -> Any:
+                opt.zero_grad()
+                loss = cross_entropy(model(x.float()), y)
+                loss.backward()
+                return loss
+
+            learnt[device] = []
+            for _ in range(12):
+                opt.step(closure)
+                learnt[device].append(opt.stats()["reduction_ratio"])
+    assert learnt["cuda"] == pytest.approx(learnt["cpu"], rel=1e-2)

@@ -65,6 +65,21 @@ def test_what_an_optimizer_leaves_is_not_used_before_its_refresh_is_done() -> No
         torch.zeros(3, device="cuda").add_(1)
 
 
+def test_a_mean_that_is_to_be_longer_waits_for_the_refresh() -> None:
+    """Where a loss has derivatives of the network inside from some step on."""
+    with emulated():
+        training = Training("mlp", "cuda", {"refresh_every": 4})
+        for t in range(19):
+            training.step(t)
+        x, _ = training.model.batch(torch.Generator().manual_seed(0), 8)
+        x = x.cuda().requires_grad_()
+        training.opt.zero_grad()
+        (slope,) = torch.autograd.grad(training.model(x).sum(), x, create_graph=True)
+        slope.square().mean().backward()
+        training.opt.step()
+        assert training.opt.param_groups[0]["betas"] == (0.98, 0.95)
+
+
 def test_a_model_that_is_cast_waits_for_the_refresh() -> None:
     with emulated():
         training = refreshing(20)

@@ -39,7 +39,9 @@ def four(folder: Path) -> Ends:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, four: Ends) -> Ends:
-    return run_in(folder, "two", 2, ("second_stretch", "dcp_loads", "dcp_full"))
+    return run_in(
+        folder, "two", 2, ("second_stretch", "dcp_loads", "dcp_full", "a_layer_that_is_gone", "used_gradients")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,26 @@ def test_state_dict_on_one_rank_says_who_is_missing(four: Ends) -> None:
     for end in (first, *others):  # and they are in step afterwards
         assert end["steps"] == 2
         assert_near(end["model"], first["model"])
+
+
+# --- a layer that is gone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:parameters .* are no longer part of the model")
+@pytest.mark.parametrize(("method", "at"), worker.GONE)
+def test_ranks_save_the_state_of_a_model_that_has_lost_a_layer(method: str, at: int, two: Ends) -> None:
+    for end in of(two, "a_layer_that_is_gone"):
+        assert_near(end[f"{method}, {at}"], worker.without_a_layer(method, at, process_group=None))
+
+
+# --- gradients that the last step has used ------------------------------------------------------------------------
+
+
+def test_ranks_are_told_of_gradients_that_the_last_step_has_used(two: Ends) -> None:
+    for end in of(two, "used_gradients"):
+        assert any("gradients that the last step used" in text for text in end["told"])
+        assert all(torch.equal(end["before"][name], after) for name, after in end["after"].items())
+        assert "no captured examples" in end["said"]
 
 
 # --- a rank that dies ---------------------------------------------------------------------------------------------

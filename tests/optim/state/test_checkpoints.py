@@ -269,7 +269,7 @@ def test_a_template_of_the_state_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("steps", [1, 60])
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("name", ["nothing set", "momentum", "per_example", "kfac"])
+@pytest.mark.parametrize("name", ["nothing set", "a norm with a rate of its own", "momentum", "per_example", "kfac"])
 def test_a_checkpoint_of_torchs_is_loaded_before_the_first_step(
     name: str, flat: bool, steps: int, tmp_path: Path
 ) -> None:
@@ -283,6 +283,9 @@ def test_a_checkpoint_of_torchs_is_loaded_before_the_first_step(
 
     kinds = {
         "nothing set": lambda m: ekfac.EKFAC(m),
+        "a norm with a rate of its own": lambda m: ekfac.EKFAC(
+            m, params=[{"params": m[1].parameters(), "lr": 0.01}, {"params": [*m[0].parameters(), *m[3].parameters()]}]
+        ),
         "momentum": lambda m: ekfac.EKFAC(m, lr=0.01, scaling="running", momentum=0.9),
         "per_example": lambda m: ekfac.EKFAC(m, lr=0.01, scaling="per_example"),
         "kfac": lambda m: ekfac.KFAC(m, lr=0.01),

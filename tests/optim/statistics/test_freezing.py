@@ -44,6 +44,31 @@ def test_a_layer_that_is_frozen_for_a_while_gets_its_state_back() -> None:
     assert opt.state[model[0].weight]["count"] == 6
 
 
+def test_a_layer_that_is_frozen_between_the_batches_of_one_step_is_left_alone() -> None:
+    """One that is so wide that its calls are kept for the step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 2))
+    opt, x = EKFAC(model), torch.randn(4, 300)
+    for _ in range(2):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    known = opt.state[model[0].weight]["A"].clone()
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    assert opt.engine.collector.calls
+    model[0].requires_grad_(False)
+    model(x).square().mean().backward()
+    opt.step()
+    opt.load_state_dict(opt.state_dict())
+    model[0].requires_grad_(True)
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    assert torch.equal(opt.state[model[0].weight]["A"], known)
+    opt.step()
+    assert opt.stats()["steps"] == 4
+
+
 @pytest.mark.parametrize("kind", [EKFAC, KFAC])
 def test_a_layer_that_was_frozen_at_first_is_trained_once_it_is_not(kind: Any) -> None:
     model = mlp()

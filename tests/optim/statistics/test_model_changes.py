@@ -179,10 +179,25 @@ def test_what_is_no_longer_part_of_the_model_is_named_once(kind: str) -> None:
         train(model, opt, 3)
     said = [str(warning.message) for warning in told if "no longer" in str(warning.message)]
     assert len(said) == 1 and said[0].startswith("parameters 3.weight, 3.bias are no longer part of the model")
-    opt.state_dict()
+    opt.load_state_dict(opt.state_dict())
+    train(model, opt, 1)
+    assert opt.stats()["steps"] == 6
     if isinstance(opt, torch.optim.Optimizer):
         with pytest.raises(RuntimeError, match=r"parameters 3\.weight, 3\.bias .* cannot be copied: construct another"):
             copy.deepcopy(opt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parametrization_is_known_to_who_saves_before_the_next_step(kind: str) -> None:
+    model = network()
+    opt = KINDS[kind](model)
+    train(model, opt, 2)
+    parametrize.register_parametrization(model[3], "weight", Doubled())
+    assert "3.parametrizations.weight.original" in opt.state_dict()["ekfac"]["parameters"]
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    new = copy.deepcopy(opt)
+    train(new.model, new, 1)
+    assert new.stats()["steps"] == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -149,6 +149,21 @@ def test_a_step_that_is_undone_leaves_weights_and_momentum_as_they_were() -> Non
     assert all(not opt.state[p]["momentum_buffer"].any() for p in model.parameters())
 
 
+def test_a_step_that_is_undone_leaves_the_average_as_it_was() -> None:
+    """It would lie on the other side of the weights, as far away as the step had gone."""
+    model = network()
+    opt = EKFAC(model, lr=0.02, damping=AdaptiveDamping(start=1e-1, every=1), average=True)
+    closure = tanh_closure(model, opt, *batch(0))
+    for _ in range(30):
+        opt.step(closure)
+    before, undone = copy.deepcopy(model.state_dict()), opt.stats()["undone_steps"]
+    opt.param_groups[0]["lr"] = 1e4
+    opt.step(closure)
+    assert opt.stats()["undone_steps"] == undone + 1
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(p, before[name], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.over_a_second
 @pytest.mark.parametrize("n", [1, 2])
 def test_tiny_batches_do_not_throw_damping_about(n: int) -> None:

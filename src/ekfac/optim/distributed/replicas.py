@@ -33,7 +33,7 @@ from ekfac.optim.distributed.states import keep_own, make_contiguous
 from ekfac.optim.statistics.gradients import largest_magnitudes, made_real
 from ekfac.optim.statistics.partition import members
 from ekfac.optim.statistics.refresh import iterated_numbers
-from ekfac.optim.statistics.refused import NO_EXAMPLES
+from ekfac.optim.statistics.refused import refuse_unless_used
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.types import Direction, Rates, StepInputs
 
@@ -73,7 +73,7 @@ class Replicas:
 
     def step(self, rates: Rates, apply: Apply) -> bool | None:
         """Take a step together with all other processes; returns what :meth:`Engine.step` does."""
-        engine, collector = self._engine, self._engine.collector
+        engine, collector, partition = self._engine, self._engine.collector, self._engine.partition
         self._check_model()
         inputs, finite = None, True
         try:
@@ -86,15 +86,16 @@ class Replicas:
         if inputs is None:
             due, size = engine.schedule.due(), self.processes.size
             batches = size // collector.capture.mesh.size
-            n = float(collector.apart)
-            inputs = StepInputs({}, collector.calls, collector.sums, n, 0.0, *due, size, batches)
+            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.apart), 0.0, *due, size, batches)
             made_real(inputs, engine.partition.complex)
         call = self._call(inputs, finite, rates)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
             return None
         if not call.examples:
-            raise RuntimeError(NO_EXAMPLES)
+            refuse_unless_used(self.processes, collector.watch.used_before(inputs.gradients), partition.device)
+            collector.drop()
+            return None
         if not call.finite:
             engine.skip()
             self.look_ahead()
@@ -128,7 +129,7 @@ class Replicas:
         if self._checked != (self.processes.size, partition.offered):
             structure = structure_of(partition.names, partition.offered)
             check_structure(self.processes, structure, partition.device)
-            self.shards.learn({p: partition.names[p] for p in partition.offered})
+            self.shards.learn(partition.offered_names())
             self._checked = self.processes.size, partition.offered
         if self.processes.size > 1:
             self._engine.collector.overlap.connect(partition.device)

@@ -84,7 +84,7 @@ def whole_state(engine: Engine) -> WholeState:
     engine.replicas.together()
     partition, owners, processes = engine.partition, engine.partition.owners, engine.options.processes
     refresher, watch = engine.refresher, engine.collector.watch
-    names = partition.names
+    names = partition.offered_names()
     places: dict[Any, Any] = {("", (p,)): partition.states.get(p) for p in partition.offered}
     places |= {(covered, key): state for (covered, key), state in partition.put_away.items()}
     mine = {

@@ -87,9 +87,8 @@ def load_average(
 
     def take() -> None:
         possible = flags["possible"] if saved else None
-        average.adopt(offsets, statistics, possible, flags["trains_in_eval"], flags["training"])
-        average.alternates = flags["alternates"]
-        average.resting = {parameters[name] for name in resting}
+        ways = flags["trains_in_eval"], flags["training"], flags["alternates"]
+        average.adopt(offsets, statistics, possible, *ways, {parameters[name] for name in resting})
 
     return take
 

@@ -179,7 +179,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
         saved: What :func:`check` returned.
         state_of: The state of every parameter.
     """
-    names = engine.partition.names
+    names = engine.partition.offered_names()
     if is_blank(saved):
         state_of = {}
     state_of = {p: filled(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
@@ -205,7 +205,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
         block = _block_named(engine, f"'put_away', entry {place}", entry, now)
         away = _mapping(f"'put_away', block '{block.name}'", entry.get("state"))
         found.setdefault(members(block), (block, filled(away)))
-    firsts = {block.key for block, _ in found.values()}
+    firsts = {block.key for block, _ in found.values()} | (names.keys() - partition.names.keys())
     for p, state in state_of.items():
         if p not in firsts and (more := [str(n) for n, v in state.items() if n != "momentum_buffer" and v is not None]):
             refuse(f"parameter '{names[p]}'", f"has {', '.join(more)}, but no block has it first; {LAYOUT}")

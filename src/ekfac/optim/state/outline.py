@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.real import real_shape
 from ekfac.curvature.statistics import FactorSums
+from ekfac.optim.distributed.shards import any_sharded
 from ekfac.optim.distributed.states import make_contiguous
 from ekfac.optim.engine import Engine
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
@@ -101,7 +102,14 @@ def outline_average(
     statistics = {
         f"{modules[module]}.{name}": torch.zeros_like(getattr(module, name))
         for module in norms_of(model)
+        if any_sharded(names) or _goes_with(module, offsets, names)
         for name in STATISTICS
     }
     flags = dict.fromkeys(("possible", "trains_in_eval", "training", "alternates"), False)
     return {**flags, "offsets": offsets, "statistics": statistics, "entries": 0}
+
+
+def _goes_with(norm: nn.Module, offsets: Collection[str], names: Mapping[nn.Parameter, str]) -> bool:
+    """Tell whether a norm's statistics are averaged: not where its weights are trained, and are not."""
+    own = [names[p] for p in norm.parameters(recurse=False) if p.requires_grad and p in names]
+    return not own or any(name in offsets for name in own)

@@ -29,7 +29,7 @@ from ekfac.optim.statistics.averages import take_in
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.gradients import GradientWatch, made_real
-from ekfac.optim.statistics.partition import Partition, members
+from ekfac.optim.statistics.partition import Partition, members, only
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.roster import warn_at_first
@@ -114,8 +114,8 @@ class Collector:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
         self._by_rows, known = {}, set(self._partition.blocks)
-        self.sums = {b: s for b, s in self.sums.items() if b in known}
-        self.samples = {b: s for b, s in self.samples.items() if b in known}
+        self.sums, self.calls = only(known, self.sums), only(known, self.calls)
+        self.samples = only(known, self.samples)
 
     def follow(self) -> None:
         """Go on with the model as it is now, and with what ``fully_shard``, say, has put in its parameters' place."""

@@ -197,7 +197,7 @@ class GradientWatch:
         parameters, before = self.used
         if not before or gradients.keys() != set(parameters):
             return False
-        now = largest_magnitudes([gradients[p].abs() if p.is_complex() else gradients[p] for p in parameters])
+        now = largest_magnitudes([held(gradients[p]) for p in parameters])
         pairs = [(float(a), float(b)) for a, b in zip(now, before, strict=True)]
         ratios = [a / b for a, b in pairs if b > 0]
         return bool(ratios) and max(ratios) < 1 + 1e-3 and max(ratios) < (1 + 1e-3) * min(ratios)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ VALUES = operator.methodcaller("values")
 #: A part of a network whose bases are refreshed together has at least so many numbers in its factors.
 PART = 2**21
 
+T = TypeVar("T")
 Members = tuple[bool, tuple[nn.Parameter, ...]]
 #: State that is counted in float64 whatever the dtype of the block.
 COUNTS = ("count", "examples")
@@ -137,6 +138,10 @@ class Partition:
         covered, parameters = key
         blocks = self.blocks_of(parameters, frozen=True, silent=() if covered else parameters)
         return {members(block): block for block in blocks}.get(key)
+
+    def offered_names(self) -> dict[nn.Parameter, str]:
+        """Return the names of what was offered; numbers, on all ranks the same, for what the model has lost."""
+        return {p: self.names.get(p, f"(lost, number {i})") for i, p in enumerate(self.offered)}
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
         """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
@@ -366,6 +371,11 @@ class Layout:
 def members(block: Block) -> Members:
     """Return what makes a block the same as one before."""
     return block.covered, tuple(block.parameters.values())
+
+
+def only(blocks: Collection[Block], found: Mapping[Block, T]) -> dict[Block, T]:
+    """Return what there is of some blocks."""
+    return {block: of for block, of in found.items() if block in blocks}
 
 
 def fits(block: Block, state: Mapping[str, Any]) -> bool:

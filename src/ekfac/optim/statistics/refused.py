@@ -9,6 +9,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from ekfac.optim.distributed.processes import Processes
+
 #: What is wrong where there are gradients but nothing was captured.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
@@ -45,3 +47,10 @@ def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) 
         warnings.warn(USED, RuntimeWarning, stacklevel=5)
     elif not reached or any(bool((g.isfinite() & (g != 0)).any()) for g in gradients):
         raise RuntimeError(NO_EXAMPLES)
+
+
+def refuse_unless_used(processes: Processes, used: bool, device: torch.device) -> None:
+    """Raise, on all processes, as none has captured an example; but warn where all have the last step's gradients."""
+    if not processes.least(torch.tensor(float(used), device=device)):
+        raise RuntimeError(NO_EXAMPLES)
+    warnings.warn(USED, RuntimeWarning, stacklevel=5)

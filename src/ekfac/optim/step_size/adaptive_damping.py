@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ekfac import checks
 from ekfac.curvature.real import as_real, gradient_of
 from ekfac.optim.engine import Engine
+from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.types import StepInputs
 
 #: Ratios above the first let damping fall, ratios below the second let it rise.
@@ -177,12 +178,21 @@ class Comparison:
         engine: The engine whose parameters are updated.
         closure: Computes the loss.
         maximize: Whether it is a rise of the loss that is sought.
+        average: The average of the weights.
     """
 
-    def __init__(self, adaptation: Adaptation, engine: Engine, closure: Callable[[], Any], maximize: bool) -> None:
+    def __init__(
+        self,
+        adaptation: Adaptation,
+        engine: Engine,
+        closure: Callable[[], Any],
+        maximize: bool,
+        average: WeightAverage,
+    ) -> None:
         self._adaptation = adaptation
         self._engine = engine
         self._closure = closure
+        self._average = average
         self._sign = -1.0 if maximize else 1.0
         device = engine.partition.device
         self._devices = [device] if device.type == "cuda" else []
@@ -207,6 +217,7 @@ class Comparison:
         self._theta = {p: as_real(p.detach()).clone() for p in live.gradients}
         self._velocity = {p: None if (v := self._velocity_of(p)) is None else v.clone() for p in live.gradients}
         self._examples = engine.collector.capture.examples
+        self._offsets = {p: d.clone() for p, d in self._average.offsets.items()}
 
     def after(self) -> None:
         """Evaluate the loss again, and let damping learn unless rounding hides the change; it may undo the step."""
@@ -228,12 +239,13 @@ class Comparison:
         return found
 
     def _undo(self) -> None:
-        """Put parameters and their momentum back as they were; what was learnt of the curvature stays."""
+        """Put parameters, momentum and average back as they were; what was learnt of the curvature stays."""
         for p, theta in self._theta.items():
             as_real(p).copy_(theta)
             now, before = self._velocity_of(p), self._velocity[p]
             if now is not None:
                 now.copy_(torch.zeros_like(now) if before is None else before)
+        self._average.put_back(self._offsets)
 
     def _over_processes(self, numbers: list[float]) -> list[float]:
         """Return means over processes, so that all learn the same."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -312,6 +312,15 @@ class WeightAverage:
             remaining = 1 - weight if ok is None else 1 - weight * ok
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
+    def put_back(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take back a step that is undone, of which the average has taken something in.
+
+        Args:
+            offsets: What they were before it.
+        """
+        for p, d in self.offsets.items():
+            d.copy_(offsets[p] if p in offsets else torch.zeros_like(d))
+
     @torch.no_grad()
     def end_step(self, done: bool | None, ok: Tensor | None, shown: bool = False) -> None:
         """Take the new running statistics into their average, d <- (1 - c) (z - x), and show everything.
@@ -377,10 +386,13 @@ class WeightAverage:
         possible: bool | None,
         trains_in_eval: bool,
         training: bool,
+        alternates: bool,
+        resting: set[nn.Parameter],
     ) -> None:
         """Go on from what a checkpoint has, in place of what is there."""
         self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
         self._pairs, self._buffers, self._places = None, [], ()
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
+        self.alternates, self.resting, self._was_frozen = alternates, resting, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
         self.mended.forget()
