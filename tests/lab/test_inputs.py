@@ -10,6 +10,7 @@ import pytest
 from ekfac import sealed
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.search.plan import read_plan
 from ekfac.lab.search.sweep import Where, sweep
 from ekfac.lab.settings import read_settings
 from ekfac.lab.show.figures import make
@@ -29,6 +30,27 @@ def test_settings_that_yaml_cannot_make_are_one_line(text: str, tmp_path: Path) 
     with pytest.raises(LabError, match=r"settings\.yaml") as caught:
         read_settings(tmp_path / "settings.yaml")
     assert "\n" not in str(caught.value)
+
+
+def test_settings_say_where_they_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("task: tiny\nlr: [0.1\nepochs: 3\n")
+    with pytest.raises(LabError, match=r"settings\.yaml cannot be read: line 3, column \d+: expected"):
+        read_settings(tmp_path / "settings.yaml")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_files_that_other_systems_wrote_are_read(encoding: str, newline: str, tmp_path: Path) -> None:
+    """With a byte order mark, CRLF, or in UTF-16, as Windows writes them."""
+
+    def file(name: str, text: str) -> Path:
+        (tmp_path / name).write_bytes(text.replace("\n", newline).encode(encoding))
+        return tmp_path / name
+
+    assert read_settings(file("s.yaml", "task: tiny\nlr: 1e-2\n# über\n")) == {"task": "tiny", "lr": 0.01}
+    assert config.read(file("c.json", '{\n"about": "für alle"}')) == {"about": "für alle"}
+    (one,) = read_plan(file("p.json", '[\n{"task": "classifier", "optimizer": "sgd"}]'))
+    assert (one.task, one.optimizer) == ("classifier", "sgd")
 
 
 def test_a_configuration_too_deep_to_be_read_is_one_line(tmp_path: Path) -> None:

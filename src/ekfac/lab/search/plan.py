@@ -48,7 +48,7 @@ def read_plan(file: str | Path) -> list[TrainConfig]:
         LabError: If the file cannot be read, a setting is wrong, or it names a plugin that is not loaded.
     """
     try:
-        rows = json.loads(Path(file).read_text())
+        rows = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise LabError(f"plan {file} cannot be read: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
