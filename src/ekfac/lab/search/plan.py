@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from ekfac import sealed
-from ekfac.lab.boundary import Stopped, exit_code, interrupted, plainly, stoppable, writing
+from ekfac.lab.boundary import Stopped, exit_code, interrupted, outermost, plainly, stoppable, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import key
@@ -267,4 +267,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outermost(main))
