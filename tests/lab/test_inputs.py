@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ekfac import sealed
-from ekfac.lab.config import TrainConfig
+from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.search.plan import read_plan
 from ekfac.lab.search.sweep import Where, sweep
@@ -16,6 +16,7 @@ from ekfac.lab.settings import read_settings
 from ekfac.lab.show.figures import make
 from ekfac.lab.suite import config
 from ekfac.lab.suite.records import Records
+from ekfac.lab.training.runs import PROCESSES, machine
 from fuzz.inputs import databases, measures
 from fuzz.studies import PLUGIN
 from lab.suite.cases import record
@@ -51,6 +52,26 @@ def test_files_that_other_systems_wrote_are_read(encoding: str, newline: str, tm
     assert config.read(file("c.json", '{\n"about": "für alle"}')) == {"about": "für alle"}
     (one,) = read_plan(file("p.json", '[\n{"task": "classifier", "optimizer": "sgd"}]'))
     assert (one.task, one.optimizer) == ("classifier", "sgd")
+
+
+def test_an_option_nested_too_deeply_is_text() -> None:
+    for text in ("-" * 20_000 + "1", "[" * 5_000):
+        assert parse_options([f"name={text}"]) == {"name": text}
+
+
+def test_a_plugin_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    with pytest.raises(LabError, match=r"leaves\.py' failed on import: SystemExit: 3"):
+        load_plugin(str(tmp_path / "leaves.py"))
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "0", "1.5"])
+def test_a_number_of_processes_that_is_none_is_one_line(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROCESSES, text)
+    with pytest.raises(LabError, match=f"EKFAC_PROCESSES must be a whole number .*, not '{text}'"):
+        machine()
+    monkeypatch.setenv(PROCESSES, "")
+    assert machine()["processes"] == 1
 
 
 def test_a_configuration_too_deep_to_be_read_is_one_line(tmp_path: Path) -> None:
