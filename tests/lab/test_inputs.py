@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ekfac import sealed
+from ekfac.lab import reproduce
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.search.plan import read_plan
@@ -15,7 +16,7 @@ from ekfac.lab.search.sweep import Where, sweep
 from ekfac.lab.settings import read_settings
 from ekfac.lab.show.figures import make
 from ekfac.lab.suite import config
-from ekfac.lab.suite.records import Records
+from ekfac.lab.suite.records import Records, read_config
 from ekfac.lab.training.runs import PROCESSES, machine
 from fuzz.inputs import databases, measures
 from fuzz.studies import PLUGIN
@@ -72,6 +73,22 @@ def test_a_number_of_processes_that_is_none_is_one_line(text: str, monkeypatch: 
         machine()
     monkeypatch.setenv(PROCESSES, "")
     assert machine()["processes"] == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"config": {}}'])
+def test_a_folder_of_something_else_is_no_suite(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(LabError, match=r"holds no runs of the suite: its config\.json is of something else"):
+        read_config(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_in_reproduce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "afile").write_text("mine")
+    monkeypatch.setattr(reproduce, "reproduce", lambda names, out, *rest, **more: Path(out).mkdir(parents=True))
+    assert reproduce.main(["vgg11", "--budget", "1", "--out", str(tmp_path / "afile" / "x")]) == 2
+    assert capsys.readouterr().err == f"error: --out '{tmp_path}/afile/x' cannot be written: Not a directory\n"
 
 
 def test_a_configuration_too_deep_to_be_read_is_one_line(tmp_path: Path) -> None:
