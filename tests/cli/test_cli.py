@@ -1,5 +1,6 @@
 """The command: each verb end to end on tiny settings; every bad option is one clear line and exit status 2."""
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import started
 from ekfac.cli import main as cli
 from ekfac.cli.train import signature
 from ekfac.lab import train
+from ekfac.lab.boundary import outermost
 from ekfac.lab.optimizers import OPTIMIZERS
 from ekfac.lab.show import demo
 from ekfac.lab.training.run import load_run
@@ -78,6 +80,8 @@ BAD = [
     (["train", "classifier", "--dtype", "int4"], "unknown dtype 'int4'; known: float32"),
     (["train", "classifier", "--set", "momentum"], "--set takes name=value, not 'momentum'"),
     (["train", "classifier", "--set", "no_such=1"], "no_such"),
+    (["train", "classifier", "--optimizer", "adam", "--set", "betas=[0.9]"], "out of range (lr=0.001, betas=[0.9])"),
+    (["train", "classifier", "--optimizer", "adam", "--set", "capturable=true"], "adam has no option 'capturable'"),
     (["train", "classifier", "--optimizer", "sgd", "--sua"], "optimizer sgd has no option 'sua'"),
     (["train", "classifier", "--plugin", "missing.py"], "plugin 'missing.py' does not exist"),
     (["train", "classifier", "--resume"], "--resume needs the folder of the run: --out"),
@@ -94,6 +98,8 @@ ONLY_EKFAC = [
     (["summary"], "task"),
     (["summary", "gan"], "one of your own needs --plugin FILE.py"),
     (["figure", "gan"], "unknown figure 'gan'"),
+    (["figure", "rescaling", "--batch-size", "-3"], "batch_size must be at least 1, not -3"),
+    (["train", "classifier", "--seeds", "0,-1"], "seed must be between 0 and 2**32 - 1, not -1"),
     (["summary", "vgg11", "--width", "-1"], "width must be at least 1"),
     (["data", "fetch", "svhn"], "known: mnist-5k, mnist, cifar10"),
     (["data", "verify", "svhn"], "known: mnist-5k, mnist, cifar10"),
@@ -212,6 +218,47 @@ def test_ctrl_c_says_what_is_left(words, where, message, monkeypatch, capsys):
         "",
         "loading data\n",
     )
+
+
+FRONT_ENDS = {
+    "ekfac train": lambda *words: cli.run(["train", *words]),
+    "python -m ekfac.lab.train": lambda *words: train.main(words),
+}
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS.values(), ids=FRONT_ENDS)
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(front_end, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert outermost(lambda: front_end(*TINY, "--optimizer", "sgd")) == 141
+    monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_no_reader_that_left(monkeypatch):
+    def broken():
+        raise BrokenPipeError("a worker's")
+
+    with open(os.devnull, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(BrokenPipeError, match="a worker's"):
+            outermost(broken)
+
+
+@pytest.mark.usefixtures("a_file_and_a_run")
+def test_what_the_terminal_cannot_show_is_an_escape(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert outermost(lambda: run("note", "run", "1 ± 2")) == 0
+    assert stream.buffer.getvalue() == b"1 \\xb1 2\n"
+
+
+def test_a_name_that_is_no_text_is_bad_usage(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("train", *TINY, "--out", os.fsdecode(b"bad\xff")) == 2
+    assert capsys.readouterr().err.startswith("error: --out 'bad\\udcff' is no text") and not list(tmp_path.iterdir())
 
 
 def test_the_version(capsys):

@@ -262,6 +262,20 @@ def test_names_of_runs_stay_whole_in_a_terminal(
         shutil.rmtree("all")
 
 
+@pytest.mark.parametrize("columns", [40, 71])
+def test_a_narrow_terminal_cuts_no_name(
+    columns: int, recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shutil.copytree("a", "all/seeds/seed-number-0")
+    assert run("note", "all/seeds/seed-number-0", "a note") == 0 and run("ls", "all") == 0
+    lines = capsys.readouterr().out.splitlines()[3:]
+    assert "".join(line.split("  ")[0].strip() for line in lines) == "all/seeds/seed-number-0"
+    assert "finished" in lines[0]
+
+
 def test_seeds_that_were_not_begun_start_where_the_others_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ from ekfac.cli import suite as commands_suite
 from ekfac.cli import sweep as commands_search
 from ekfac.cli import train as commands_train
 from ekfac.cli.train import complete
-from ekfac.lab.boundary import exit_code, interrupted, plainly, stoppable, writing
+from ekfac.lab.boundary import UNREAD, exit_code, interrupted, is_unread, outermost, plainly, stoppable, writing
 from ekfac.lab.data import files
 from ekfac.lab.registry import LabError, load_plugin
 from ekfac.lab.show import display
@@ -140,6 +140,10 @@ class _Command(TyperCommand):
         except KeyboardInterrupt as stop:
             print(interrupted(stop), file=sys.stderr)
             raise typer.Exit(exit_code(stop)) from None
+        except BrokenPipeError:
+            if not is_unread():
+                raise
+            raise typer.Exit(UNREAD) from None
 
 
 for _one in (
@@ -176,7 +180,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> None:
     """Run the command line of this process and end with its exit status."""
     warnings.formatwarning = plainly
-    sys.exit(run())
+    sys.exit(outermost(run))
 
 
 if __name__ == "__main__":

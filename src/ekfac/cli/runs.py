@@ -63,12 +63,15 @@ def ls(
     used = [name for name in _COLUMNS if name not in ("tags", "note") or any(row[name] for row in rows)]
     if console.width < 120:
         used = [name for name in used if name not in ("setting", "validation_loss", "seconds")]
+    if console.width < 72:
+        used = ["run", "train_loss", "status"]  # more would be cut off
     table = Table(title=counted(len(rows), "run"), title_justify="left", box=None, pad_edge=False)
     longest = max((len(str(row["run"])) for row in rows), default=0)
+    room = min(console.width // 2, console.width - 24)  # beside a loss and a status
     for name in used:
         numeric = name in ("epoch", "train_loss", "validation_loss", "seconds")
         # A folder's name is there to be copied, in one piece if there is room.
-        whole = numeric or name == "status" or (name == "run" and longest <= console.width // 2)
+        whole = numeric or name == "status" or (name == "run" and longest <= room)
         table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(Text(_cell(row, name)) for name in used))

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ekfac.cli.sweep import parse_values
-from ekfac.lab.config import TrainConfig
+from ekfac.lab.config import TrainConfig, check_seed
 from ekfac.lab.data.datasets import DATASETS
 from ekfac.lab.labels import counted
 from ekfac.lab.optimizers import OPTIMIZERS
@@ -74,6 +74,8 @@ def _train(**values: Any) -> None:
         raise LabError("--seed and --seeds cannot both be given")
     if len(set(seeds)) < len(seeds):
         raise LabError(f"--seeds names one twice: {values['seeds']}")
+    for seed in seeds:
+        check_seed(seed)
     tags = Tags(tuple(values["tag"]), values["note"])
     if tags != Tags() and values["out"] is None:
         raise LabError("--tag and --note are written into the run's folder: --out names it")

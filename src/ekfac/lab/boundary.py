@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,6 +18,40 @@ from ekfac.lab.registry import LabError
 
 # The options that name a file or folder to write.
 OUTPUTS = ("out", "measures", "write_plan", "data_dir")
+# What a shell says of a command whose reader has gone: 128 and the number of SIGPIPE.
+UNREAD = 141
+
+
+def outermost(command: Callable[[], int]) -> int:
+    """Run a command and return its exit status; 141 without a word where nobody reads on, as in ``| head``.
+
+    What the terminal's encoding lacks is written as an escape, as it is on standard error.
+    """
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread():
+            raise
+        return UNREAD
+    return status
+
+
+def is_unread() -> bool:
+    """Tell whether the reader of standard output has gone; what is left to be written then goes nowhere."""
+    number = sys.stdout.fileno()
+    if hasattr(select, "poll"):
+        look = select.poll()
+        look.register(number, 0)
+        if not look.poll(0):
+            return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+    return True
 
 
 @contextmanager
@@ -26,8 +62,11 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
         values: The command's options by name.
 
     Raises:
-        LabError: Instead of an OSError that is about a file, and where memory has run out.
+        LabError: Instead of an OSError that is about a file, where memory has run out, and for a name that is no text.
     """
+    for name in OUTPUTS:
+        if not _is_text(values.get(name)):
+            raise LabError(f"--{name.replace('_', '-')} {str(values[name])!r} is no text in UTF-8; choose another name")
     try:
         yield
     except OSError as error:
@@ -38,6 +77,11 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         raise LabError(f"out of memory: {(str(error).splitlines() or ['no more is to be had'])[0]}") from error
+
+
+def _is_text(name: object) -> bool:
+    # Bytes of a command line that are no text become lone surrogates, which TensorBoard and pages cannot write.
+    return not isinstance(name, str) or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -128,8 +128,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value <= sys.float_info.max:
                 raise LabError(f"{name} must be a positive number, not {value}")
-        if not 0 <= self.seed < 2**32:
-            raise LabError(f"seed must be between 0 and 2**32 - 1, not {self.seed}")
+        check_seed(self.seed)
         if self.dtype not in DTYPES:
             raise LabError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
 
@@ -154,6 +153,16 @@ class TrainConfig:
         for plugin in self.plugins:
             words += ["--plugin", portable(plugin)]
         return shlex.join(words)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that numpy would not take.
+
+    Raises:
+        LabError: If it is none.
+    """
+    if not 0 <= seed < 2**32:
+        raise LabError(f"seed must be between 0 and 2**32 - 1, not {seed}")
 
 
 def _check_kind(name: str, value: Any) -> None:
@@ -198,6 +207,6 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
         try:
             options[name] = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
             json.dumps(options[name])
-        except (ValueError, SyntaxError, TypeError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two: nested too deeply
             options[name] = text
     return options

@@ -73,8 +73,11 @@ def build_optimizer(name: str, model: nn.Module, options: Mapping[str, Any]) -> 
     check_options(name, options)
     try:
         return OPTIMIZERS.get(name).build(model, **options)
-    except (TypeError, ValueError) as error:
-        raise LabError(f"optimizer {name}: {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        # Optimizers of others do not always say which value they cannot do with.
+        named = any(option in str(error) for option in options)
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise LabError(f"optimizer {name}: {error}{'' if named or not given else f' ({given})'}") from error
 
 
 def check_options(name: str, options: Iterable[str]) -> None:
@@ -103,7 +106,9 @@ def of_parameters(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Train
     def build(model: nn.Module, **options: Any) -> Trains:
         return optimizer([p for p in model.parameters() if p.requires_grad], **options)
 
-    build.__signature__ = inspect.signature(optimizer)  # type: ignore[attr-defined]
+    signature = inspect.signature(optimizer)
+    listed = [p for p in signature.parameters.values() if p.name not in ("capturable", "differentiable")]
+    build.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
     return build
 
 

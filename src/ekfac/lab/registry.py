@@ -86,7 +86,7 @@ def load_plugin(where: str) -> None:
             importlib.import_module(where)
     except LabError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LabError(f"plugin {where!r} failed on import: {type(error).__name__}: {error}") from error
     _loaded.append(key)
 

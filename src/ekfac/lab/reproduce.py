@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ekfac import sealed
-from ekfac.lab.boundary import exit_code, interrupted, stoppable
+from ekfac.lab.boundary import exit_code, interrupted, outermost, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import counted, method
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count = time_again(values.out, values.data_dir, _say)
             _say(f"{counted(count, 'kind')} of runs timed in {time.time() - start:.0f} s")
             return 0
-        with stoppable():
+        with writing(vars(values)), stoppable():
             runs, left = reproduce(
                 values.names,
                 values.out,
@@ -191,4 +191,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outermost(main))

@@ -22,11 +22,10 @@ def read_settings(file: str | Path) -> dict[str, Any]:
     except ImportError:
         raise LabError("--config needs PyYAML: pip install 'ekfac[lab]'") from None
     try:
-        found = _numbers(yaml.safe_load(Path(file).read_text()))
+        found = _numbers(yaml.safe_load(Path(file).read_bytes()))  # which says its encoding, whatever the locale
     except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:
         # Its constructors, of dates and numbers say, raise whatever comes.
-        shown = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LabError(f"config {file} cannot be read: {shown}") from error
+        raise LabError(f"config {file} cannot be read: {_reason(error)}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise LabError(f"config {file} must be a mapping of settings: 'lr: 0.01'")
     settings = {name.replace("-", "_"): value for name, value in found.items()}
@@ -42,6 +41,14 @@ def read_settings(file: str | Path) -> dict[str, Any]:
     if "options" in settings:
         settings["options"] = {str(name): value for name, value in options.items()}
     return settings
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line what is wrong with a file, and where."""
+    problem, place = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem and place is not None:
+        return f"line {place.line + 1}, column {place.column + 1}: {problem}"
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _numbers(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TextIO
 
-from ekfac.lab.boundary import exit_code, interrupted, signal_name, stoppable, writing
+from ekfac.lab.boundary import exit_code, interrupted, outermost, signal_name, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.labels import counted, describe
 from ekfac.lab.registry import LabError
@@ -189,4 +189,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(outermost(main))

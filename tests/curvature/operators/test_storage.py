@@ -140,3 +140,22 @@ def test_on_the_gpu(approximation: str, estimate: str, tmp_path: Path) -> None:
     torch.testing.assert_close(back.solve(v, 0.1), there.solve(v, 0.1))
     assert there.to("cpu").device.type == "cpu"
     assert there.sample(2, damping=0.1)["0.weight"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("path", ["", ".", "folder", "folder/"])
+def test_a_folder_is_no_name_of_a_file(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with pytest.raises(ValueError, match=f"path='{path}' must be a file's name, not a folder's"):
+        small().save(path)
+    assert [file.name for file in tmp_path.rglob("*")] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["meta", pytest.param("cuda:0", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is there"))],
+)
+def test_a_device_that_is_not_there_is_named(device: str, tmp_path: Path) -> None:
+    small().save(tmp_path / "g")
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be used: "):
+        Curvature.load(tmp_path / "g", device=device)

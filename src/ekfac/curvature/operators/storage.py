@@ -42,8 +42,11 @@ def save(
 
     Raises:
         OSError: If the file cannot be written; what was there before is still there.
+        ValueError: If the path is a folder's.
     """
     checks.instance("path", path, (str, os.PathLike), "a file's name")
+    if not os.path.basename(path) or os.path.isdir(path):
+        raise ValueError(f"path={os.fspath(path)!r} must be a file's name, not a folder's")
     module = _safetensors()
     names = {kind: name for name, kind in KINDS.items()}
     tensors: dict[str, Tensor] = {}
@@ -83,10 +86,15 @@ def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str,
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or not such a file.
+        ValueError: If it is damaged, or not such a file, or the device is not there.
     """
     checks.instance("path", path, (str, os.PathLike), "a file's name")
     checks.device("device", device)
+    try:
+        torch.zeros(1, device=device).tolist()  # the meta device has no numbers
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"device={str(device)!r} cannot be used: {reason}") from error
     module = _safetensors()
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {os.fspath(path)!r}")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from ekfac import sealed
-from ekfac.lab.boundary import Stopped, exit_code, interrupted, plainly, stoppable, writing
+from ekfac.lab.boundary import Stopped, exit_code, interrupted, outermost, plainly, stoppable, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import key
@@ -48,7 +48,7 @@ def read_plan(file: str | Path) -> list[TrainConfig]:
         LabError: If the file cannot be read, a setting is wrong, or it names a plugin that is not loaded.
     """
     try:
-        rows = json.loads(Path(file).read_text())
+        rows = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise LabError(f"plan {file} cannot be read: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -267,4 +267,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outermost(main))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ekfac.lab.boundary import writing
+from ekfac.lab.boundary import outermost, writing
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config
 from ekfac.lab.suite.records import Records, owned, read_config, write_config
@@ -164,4 +164,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outermost(main))

@@ -165,7 +165,7 @@ def read(where: str | Path) -> dict[str, Any]:
     """
     file = CONFIGS / f"{where}.json" if str(where) in builtin() else Path(where)
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise LabError(
             f"configuration {str(where)!r} is neither a file nor one of the library's: {', '.join(builtin())}"

@@ -48,7 +48,7 @@ def _pictures(found: Sequence[Results], place: Path) -> dict[str, list[tuple[str
 
 def _replace(file: Path, text: str) -> None:
     part = file.with_name(file.name + ".part")
-    part.write_text(text)
+    part.write_text(text, "utf-8")
     part.replace(file)
 
 

@@ -133,8 +133,10 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bool]:
     file = folder / CONFIG
     try:
         found, _ = sealed.loads(file.read_bytes())
-        return found["configuration"], found["quick"]
+        if not isinstance(found, dict) or not {"configuration", "quick"} <= found.keys():
+            raise LabError(f"{folder} holds no runs of the suite: its {CONFIG} is of something else")
+        return found["configuration"], bool(found["quick"])
     except FileNotFoundError:
         raise LabError(f"{folder} holds no runs of the suite: there is no {CONFIG}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{file} cannot be read: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise LabError(f"{file} cannot be read: {error}") from error

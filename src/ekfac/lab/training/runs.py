@@ -88,9 +88,16 @@ def machine() -> dict[str, Any]:
         "processor": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "processes": int(os.environ.get(PROCESSES, "1")),
+        "processes": _processes(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _processes() -> int:
+    text = os.environ.get(PROCESSES) or "1"
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise LabError(f"{PROCESSES} must be a whole number of runs that share the machine, not {text!r}")
+    return int(text)
 
 
 def versions() -> dict[str, str | None]:
