@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ekfac.optim.preconditioner import Preconditioner
     from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EKFAC",
