@@ -329,12 +329,34 @@ class Bare(nn.Module):
         return F.cross_entropy(X @ self.field, Y)
 
 
+class Fitted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.ones(16, 2)), nn.Parameter(torch.ones(2, 5))
+
+    def forward(self) -> Tensor:
+        return self.left @ self.right
+
+
 def test_parameters_of_no_layer_need_no_call_of_the_model() -> None:
     opt = EKFAC(model := Bare(), lr=0.1)
     losses = []
     for _ in range(20):
         opt.zero_grad()
         loss = model.energy()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0] and opt.stats()["steps"] == 20
+
+
+def test_parameters_of_no_layer_need_no_input_of_the_model() -> None:
+    """As of splats, or of anything that is fitted to one target."""
+    opt = EKFAC(model := Fitted(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        opt.zero_grad()
+        loss = F.mse_loss(model(), X)
         loss.backward()
         opt.step()
         losses.append(loss.item())
