@@ -371,6 +371,19 @@ def test_nobody_guesses_how_many_examples_they_have(options: dict[str, Any]) -> 
         opt.step()
 
 
+def test_a_loss_with_derivatives_by_torch_func_is_told_of_another_way() -> None:
+    model = mlp()
+    opt = EKFAC(model)
+
+    def output(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    slopes = torch.func.vmap(torch.func.grad(output, argnums=1), (None, 0))(dict(model.named_parameters()), X)
+    slopes.square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(..., create_graph=True\) takes them, not torch.func"):
+        opt.step()
+
+
 def test_forms_of_a_model_that_run_no_hooks_are_told_apart() -> None:
     model = mlp()
     opt = EKFAC(model)
