@@ -329,6 +329,15 @@ class Bare(nn.Module):
         return F.cross_entropy(X @ self.field, Y)
 
 
+class Fitted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.ones(16, 2)), nn.Parameter(torch.ones(2, 5))
+
+    def forward(self) -> Tensor:
+        return self.left @ self.right
+
+
 def test_parameters_of_no_layer_need_no_call_of_the_model() -> None:
     opt = EKFAC(model := Bare(), lr=0.1)
     losses = []
@@ -341,11 +350,37 @@ def test_parameters_of_no_layer_need_no_call_of_the_model() -> None:
     assert losses[-1] < 0.95 * losses[0] and opt.stats()["steps"] == 20
 
 
+def test_parameters_of_no_layer_need_no_input_of_the_model() -> None:
+    """As of splats, or of anything that is fitted to one target."""
+    opt = EKFAC(model := Fitted(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        opt.zero_grad()
+        loss = F.mse_loss(model(), X)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0] and opt.stats()["steps"] == 20
+
+
 @pytest.mark.parametrize("options", [{"scaling": "running"}, {"batch": ekfac.Batch(reduction="sum")}])
 def test_nobody_guesses_how_many_examples_they_have(options: dict[str, Any]) -> None:
     opt = EKFAC(model := Bare(), **options)
     model.energy().backward()
     with pytest.raises(RuntimeError, match="no captured examples"):
+        opt.step()
+
+
+def test_a_loss_with_derivatives_by_torch_func_is_told_of_another_way() -> None:
+    model = mlp()
+    opt = EKFAC(model)
+
+    def output(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    slopes = torch.func.vmap(torch.func.grad(output, argnums=1), (None, 0))(dict(model.named_parameters()), X)
+    slopes.square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(..., create_graph=True\) takes them, not torch.func"):
         opt.step()
 
 

@@ -80,7 +80,11 @@ class Grouped(torch.optim.Optimizer):
             if not isinstance(p, Tensor):
                 raise TypeError(f"params holds {checks.shown(p)}, which is no parameter of the model")
             if p not in names:
-                raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
+                raise ValueError(
+                    f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model. Allowed: its "
+                    "parameters. Those of a loss or of another network are trained with it if the optimizer is given "
+                    "both: nn.ModuleList([model, loss])"
+                )
         if "weight_decay" in group:
             group.setdefault("decay_vectors", True)
             group.setdefault("cautious_decay", False)

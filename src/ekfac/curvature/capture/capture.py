@@ -348,7 +348,7 @@ class Capture:
                 self.separate_examples += record.examples()
         elif not record.reached:
             record.reached = True
-            self.examples += record.examples()
+            self.examples += record.examples(matters=bool(self._blocks) or self.exact_count)
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
         """Take the gradient of a call's output."""

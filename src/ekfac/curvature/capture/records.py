@@ -129,11 +129,17 @@ class Record:
         """Tell whether one example, without a dimension that counts them, is all that the model was given."""
         return self.n is not None and self.n > 1 and len(x) == self.n and self._counted.dims == x.dim()
 
-    def examples(self) -> int:
-        """Return N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss."""
+    def examples(self, matters: bool = True) -> int:
+        """Return N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss.
+
+        Args:
+            matters: Whether anything reads it; else what nobody can count is one.
+        """
         if self.inner:
             return 0
         n = self._counted.n if self.n is None else self.n
+        if n is None and not matters:
+            return 1
         if n is None:
             raise RuntimeError(
                 "the model's input has no tensor that counts examples, and no covered layer was called: tell how many "

@@ -182,7 +182,7 @@ class RecurrentLayer(LinearLayer):
     reading = RecurrentReading
     takes_half = False
     rough_in_half = True
-    unsupported_form = "dropout between its layers, so that no call can be computed again"
+    unsupported_form = "weights made of others, or dropout between its layers, so that no call can be computed again"
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False, part: str = "") -> None:
         self.part = part
@@ -190,8 +190,13 @@ class RecurrentLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether a call can be computed again: not where dropout between layers has drawn random numbers."""
-        return not (getattr(module, "dropout", 0) > 0 and getattr(module, "num_layers", 1) > 1)
+        """Tell whether a call can be computed again: not where dropout between layers has drawn random numbers.
+
+        Nor where what it multiplies with is no parameter of its own: made of others by weight norm, say, or dropped.
+        """
+        drops = getattr(module, "dropout", 0) > 0 and getattr(module, "num_layers", 1) > 1
+        names = [name for part in cls.parts(module).values() for name in part if module.bias or "weight" in name]
+        return not drops and all(name in module._parameters for name in names)
 
     @classmethod
     def parts(cls, module: nn.Module) -> Mapping[str, Sequence[str]]:

@@ -15,8 +15,9 @@ from ekfac.optim.distributed.processes import Processes
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
     "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
-    "paused(); zero_grad() after backward also drops what was captured. Where gradients come from elsewhere "
-    "(torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "paused(); zero_grad() after backward also drops what was captured. Derivatives of the model that a loss needs are "
+    "captured where torch.autograd.grad(..., create_graph=True) takes them, not torch.func. Where gradients come from "
+    "elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 
