@@ -44,6 +44,14 @@ def timeless(found):
     return {r["key"]: [{k: v for k, v in e.items() if k != "seconds"} for e in r["history"]] for r in found}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tests_share_the_processor():
+    """Let runs count as timed although other tests take time on the processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "ALONE", 0.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return a folder in which the tiny suite was run once."""
@@ -155,6 +163,18 @@ def test_side_by_side_gives_the_same_and_is_not_timed(made, tmp_path):
         assert main(["time", str(tmp_path), "--device", "cpu", "--methods", "adamw", "--schedules", "cosine"]) == 0
         assert len(lines(tmp_path)) == count
     assert lines(tmp_path)[-1]["timed"] and lines(tmp_path)[-1]["key"] in {r["key"] for r in found}
+
+
+def test_a_run_that_waited_for_its_processor_is_not_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "ALONE", 1e9)  # as if it had computed for next to none of its time
+    file = write(tmp_path, methods={"adamw": {"lr": [0.01]}}, seeds=[0])
+    words = ["run", str(file), "--out", str(tmp_path / "out"), "--device", "cpu", "--schedules", "cosine"]
+    assert main(words) == 0 and "so its own does not count" in capsys.readouterr().out
+    assert [r["timed"] for r in lines(tmp_path / "out")] == [False]
+    assert main(["time", str(tmp_path / "out"), "--device", "cpu"]) == 3  # still due
+    monkeypatch.setattr(runner, "ALONE", 0.0)
+    assert main(["time", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    assert [r["timed"] for r in lines(tmp_path / "out")] == [False, False, True]
 
 
 def test_out_of_time_drops_the_run_and_says_what_is_left(made, tmp_path, capsys):

@@ -26,6 +26,8 @@ from ekfac.lab.suite.selection import due, to_time
 from ekfac.lab.suite.training import OutOfTime, train
 
 Due = Callable[[Records], list[Job]]
+#: A run on a CPU that computes for a smaller part of its time shares the processor.
+ALONE = 0.9
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def run(
         records: What has been run, and where results go.
         data_dir: Folder of the data files.
         device: Device; by default a GPU where there is one.
-        workers: Runs side by side. Only runs made alone count as timed.
+        workers: Runs side by side. Only runs made alone, on a processor that nothing else uses, count as timed.
         budget: Seconds; when they are over, runs under way are dropped, and the same command goes on later.
         timing: Make each method's best run again, alone, for its time.
         say: Gets one line a run.
@@ -180,14 +182,23 @@ class _Line:
             "schedule": job.schedule,
             "rate": job.rate,
             "seed": job.seed,
-            "timed": self.workers == 1,
+            "timed": self.workers == 1 and not _disturbed(record),
             "workers": self.workers,
             "job": dict(job.settings),
         }
         self.records.add(record)
         self.made += 1
         self.failures += record["status"] == "failed"
-        self.say(tell(record))
+        self.say(tell(record) + (_DISTURBED if self.workers == 1 and _disturbed(record) else ""))
+
+
+_DISTURBED = "; other work took time on the processor, so its own does not count"
+
+
+def _disturbed(record: Mapping[str, Any]) -> bool:
+    """Tell whether a run on a CPU had to wait for its processor."""
+    computed = record.get("processor")
+    return computed is not None and computed < ALONE * record["wall"]
 
 
 def _side_by_side(line: _Line, workers: int, data_dir: Path, device: torch.device) -> None:

@@ -39,12 +39,13 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
 
     Returns:
         Its record, as plain data: ``status`` is ``"finished"`` or ``"diverged"``, ``history`` holds the measures at
-        evenly spread steps, with the seconds of training up to there (not of measuring).
+        evenly spread steps, with the seconds of training up to there (not of measuring). ``wall`` are all seconds,
+        ``processor`` those of computing in all threads, on a CPU.
 
     Raises:
         OutOfTime: If the deadline passes.
     """
-    began = time.monotonic()
+    began, computed = time.monotonic(), time.process_time()
     settings = job.settings
     problem = TASKS.get(settings["task"])(Context(data_dir, device, job.seed), **settings["settings"])
     steps = settings["steps"] or max(1, round(settings["epochs"] * _epoch(problem, settings["task"])))
@@ -68,6 +69,7 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
         "history": history,
         "stats": {name: value for name, value in stats.items() if math.isfinite(value)},
         "wall": round(time.monotonic() - began, 3),
+        "processor": round(time.process_time() - computed, 3) if device.type == "cpu" else None,
         "versions": versions(),
         "machine": machine(),
     }
