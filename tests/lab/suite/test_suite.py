@@ -44,6 +44,15 @@ def timeless(found):
     return {r["key"]: [{k: v for k, v in e.items() if k != "seconds"} for e in r["history"]] for r in found}
 
 
+def assert_alike(found, others):
+    """Check that runs of the same jobs measured the same, but for rounding: threads add in another order."""
+    found, others = timeless(found), timeless(others)
+    assert found.keys() <= others.keys()
+    for key, history in found.items():
+        for entry, other in zip(history, others[key], strict=True):
+            assert entry == pytest.approx(other, rel=1e-3)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def tests_share_the_processor():
     """Let runs count as timed although other tests take time on the processor."""
@@ -128,6 +137,7 @@ def test_report_has_table_profiles_pictures_and_numbers(made):
     assert cosine["table"]["tabular"]["schedule-free"] == constant["table"]["tabular"]["schedule-free"]
 
 
+@pytest.mark.rounding
 def test_killed_and_resumed_gives_the_uninterrupted_records(made, tmp_path):
     out = tmp_path / "cut"
     words = ["-m", "ekfac.lab.suite", "run", str(made / "tiny.json"), "--out", str(out)]
@@ -144,7 +154,8 @@ def test_killed_and_resumed_gives_the_uninterrupted_records(made, tmp_path):
     assert kept >= 2
     assert main([*words[2:], "--device", "cpu"]) == 0
     again = Records(out)
-    assert timeless(again.runs.values()) == timeless(lines(made / "out")) and len(again.runs) == RUNS
+    assert len(again.runs) == RUNS
+    assert_alike(again.runs.values(), lines(made / "out"))
 
 
 def test_side_by_side_gives_the_same_and_is_not_timed(made, tmp_path):
@@ -154,10 +165,7 @@ def test_side_by_side_gives_the_same_and_is_not_timed(made, tmp_path):
     assert done.returncode == 0, done.stderr
     found = lines(tmp_path)
     assert len(found) == 4 and not any(r["timed"] for r in found) and {r["workers"] for r in found} == {2}
-    whole = timeless(lines(made / "out"))
-    for key, history in timeless(found).items():
-        for entry, other in zip(history, whole[key], strict=True):
-            assert entry == pytest.approx(other, rel=1e-3)
+    assert_alike(found, lines(made / "out"))
     # Each method's best run is made again alone; then it is timed, and not made a third time.
     for count in (5, 5):
         assert main(["time", str(tmp_path), "--device", "cpu", "--methods", "adamw", "--schedules", "cosine"]) == 0
