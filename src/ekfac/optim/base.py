@@ -26,13 +26,13 @@ class Base:
     engine: Engine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raise where the model is missing, by an error that names it."""
+        """Refuse a call without a model, by an error that says so."""
         checks.constructs(cls.__name__, args, kwargs)
         checks.outside_inference_mode(f"{cls.__name__}()")
         return super().__new__(cls)
 
     def statistics(self) -> AbstractContextManager[None]:
-        """Take factors and s* from backward passes inside, not from the training loss; leave ``.grad`` alone.
+        """Take factors and s* from backward passes inside instead of the training loss; leave ``.grad`` alone.
 
         For the true Fisher: ``with opt.statistics(): sampled_loss.backward(retain_graph=True)``.
         """
@@ -62,7 +62,7 @@ class Base:
                 return numbers(block)
             if not (block.covered and engine.method.needs_examples):
                 return 0
-            return block.eigen_numbers() - sum(block.factor_numbers())  # the basis, for s* of this process's examples
+            return block.eigen_numbers() - sum(block.factor_numbers())  # a copy of the basis, to compute s* in
 
         return summarise(engine.partition.blocks, numbers, owners.of if owners.size > 1 else lambda block: None, here)
 
@@ -71,7 +71,7 @@ class Base:
         return exchange.curvature(self.engine)
 
     def seed(self, operator: Curvature) -> None:
-        """Start from a KFAC or EKFAC operator of the same model instead of from nothing."""
+        """Start from a KFAC or EKFAC operator of the same model."""
         exchange.seed(self.engine, operator)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Base:
 
 
 def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a model; where that is under way, as of one that holds its own optimizer, copy the rest of it now."""
+    """Copy a model; if a copy is already in progress (a model that holds its own optimizer), complete it now."""
     new = copy.deepcopy(model, memo)
     if "_modules" in vars(new):
         return new
@@ -104,5 +104,5 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def asked_by(kind: type) -> bool:
-    """Tell whether the property that calls this is read within a method of such an object."""
+    """Return whether the property that calls this is being read by a method of an object of class ``kind``."""
     return isinstance(sys._getframe(2).f_locals.get("self"), kind)

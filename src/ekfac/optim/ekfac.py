@@ -96,7 +96,7 @@ class EKFAC(Optimizer):
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
         process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default torch's default group, if there is one. With None, this process shares with no other.
+            By default torch's default group, if there is one. None keeps this process on its own.
         **old: Argument names of version 0.1, with a DeprecationWarning.
     """
 
@@ -164,7 +164,7 @@ class EKFAC(Optimizer):
             update["lr"] = usual_rate(width) if rule.warms_up else rule.lr
             warmup = usual_warmup(width) if rule.warms_up else None
         update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
-        # A decay that nobody has asked for leaves vectors and embeddings alone, and never pulls against a step.
+        # The default decay spares vectors and embeddings, and is cautious: it never opposes a step.
         update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
         if hasattr(rule, "betas"):
             update |= {"betas": tuple(rule.betas), "betas_named": betas is not None or isinstance(scaling, Rule)}

@@ -1,11 +1,11 @@
-"""From what the backward passes left to a direction for every parameter: Algorithm 1 without its last line.
+"""Algorithm 1 without its last line: from captured statistics and gradients to a direction for every parameter.
 
     batch -> capture -> factors -> basis -> scaling -> direction
              h, delta   A, B       U_A,U_B   s          U_B (g / s) U_A^T
 
-The engine has a partition (what is trained), a schedule (what is due when), a collector (what backward left), a
-refresher (how bases are renewed) and an executor (how the parts of a step are run). It owns no hyper-parameter of the
-update; EKFAC, KFAC and Preconditioner are built on it.
+The engine has a partition (what is trained), a schedule (what is due when), a collector (gradients and statistics of
+the last backward passes), a refresher (how bases are updated) and an executor (how the work of a step is run). It owns
+no hyper-parameter of the update; EKFAC, KFAC and Preconditioner are built on it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.skipped import SkippedSteps
 from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs, factors_of
 
-#: Gradients whose entries are all below this stay far from the limits of float32 in any basis, up to 10^8 of them.
+#: Up to 10^8 entries below this stay far from the limits of float32 in any orthonormal basis.
 SMALL = 1e10
-#: Does something with the directions of a step: (inputs, directions, rates).
+#: Applies the directions of a step: (inputs, directions, rates).
 Apply = Callable[[StepInputs, list[Direction], Rates], None]
 
 
@@ -47,13 +47,13 @@ class Engine:
     """Turns the gradients of a model into directions.
 
     Args:
-        model: The model; its forward counts examples.
-        parameters: Those that are trained.
+        model: The model; its forward pass shows the number of examples.
+        parameters: The parameters to train.
         options: Checked options.
-        method: What is done with blocks that a layer covers.
-        elementwise: What is done with the rest.
-        state: Where each block keeps its tensors, by parameter.
-        whole_steps: Whether the update of the parameters is part of :meth:`step`, so that a CUDA graph can hold it.
+        method: The method for blocks that a layer covers.
+        elementwise: The method for all other parameters.
+        state: The optimizer's state; each block's is under its first parameter.
+        whole_steps: Whether :meth:`step` includes the update of the parameters, so that a CUDA graph can record it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Engine:
         self.options = options
         self.method = method
         self.elementwise = elementwise
-        # What the parts are given never holds on to the engine itself: it goes as soon as nobody refers to it.
+        # No part holds a strong reference to the engine, so no cycle keeps it (and the model) alive.
         me = weakref.proxy(self)
         owners = Owners(options.processes, lambda block: me.method_of(block).numbers(block))
         self.partition = Partition(
@@ -87,21 +87,21 @@ class Engine:
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(me)
         self.skipped = SkippedSteps()
-        #: The state holds names alone (see ``checkpoint.outline``).
+        #: Whether the state is only a skeleton for torch.distributed.checkpoint to load into; see ``state/outline.py``.
         self.outlined = False
 
     def method_of(self, block: Block) -> Method[Any]:
-        """Return the method that serves a block."""
+        """Return the method of a block."""
         return self.method if block.covered else self.elementwise
 
     # --- the step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, rates: Rates, apply: Apply) -> bool | None:
-        """Do Algorithm 1 over all blocks, and hand the directions to ``apply``.
+        """Run Algorithm 1 over all blocks and pass the directions to ``apply``.
 
         Returns:
-            Whether it was done: False if a gradient is not finite, None if there is none.
+            True if the step was taken, False if a gradient is not finite, None if there are no gradients.
         """
         if self.shares():
             return self.replicas.step(rates, apply)
@@ -118,7 +118,7 @@ class Engine:
         self.collector.collect(inputs)
         if inputs.touched or self.collector.fingerprints.unverified:
             self.collector.verify(inputs)
-        # Factors and, where they are due, bases; then scalings and directions.
+        # Factors; bases, if due; then scalings and directions.
         if any(of.factors for of in inputs.sums.values()):
             self.collector.update_factors(inputs, inputs.sums)
             for of in inputs.sums.values():
@@ -130,7 +130,7 @@ class Engine:
         return True
 
     def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
-        """Do Algorithm 1's ComputeEigenBasis where due: U_A, S_A and U_B, S_B of the factors, in full or warm."""
+        """Run ComputeEigenBasis where due: U_A, S_A and U_B, S_B from the factors, solved in full or refreshed warm."""
         for block in blocks:
             if block in inputs.solves:
                 state = self.partition.states[block.key]
@@ -141,7 +141,7 @@ class Engine:
         self.warm_refresh({block: inputs.warm[block] for block in blocks if block in inputs.warm}, rates, inputs.ok)
 
     def precondition(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Do the second half of Algorithm 1: scalings and directions of blocks, none of which depends on another."""
+        """Run the second half of Algorithm 1, scalings and directions; blocks are independent of each other."""
 
         def kind(block: Block) -> Hashable:
             by_rows = block in inputs.calls and self.collector.may_use_rows(block)
@@ -153,11 +153,11 @@ class Engine:
         return [of_block[block] for block in blocks]
 
     def precondition_stack(self, stack: Stack, inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Do Algorithm 1 for one block, or for several of one shape."""
+        """Run the second half of Algorithm 1 for one block, or for several of one shape."""
         block, state = stack.first, stack.state
         method = self.executor.method(self.method if block.covered else self.elementwise, block)
 
-        # The gradient, or the rows that it is the product of where these are cheaper; in the basis.
+        # Project the gradient, or its factors h and delta if that is cheaper.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
         if rows is None:
             step = block_step(stack.blocks, inputs, rates, method.squares_penalty, method.bounds_gradients)
@@ -165,12 +165,12 @@ class Engine:
             step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok, small=inputs.small)
         method.project(block, state, step)
 
-        # The scaling, from the gradient or from each example's.
+        # Update the scaling, from the gradient or from per-example gradients.
         if block.covered and method.needs_examples:
             step.s_star = scaling_of_examples(self.collector, block, inputs, step)
         method.update_scaling(state, step)
 
-        # Rescaled, and back.
+        # Rescale and project back.
         P = method.project_back(method.rescale(block, state, step), step)
         if len(stack.blocks) > 1:
             self.stacks.hand_down(stack)
@@ -179,12 +179,12 @@ class Engine:
     # --- whether to go on -----------------------------------------------------------------------------------------
 
     def shares(self) -> bool:
-        """Tell whether other processes take part in this step."""
+        """Return whether other processes take part in this step."""
         running = dist.is_available() and dist.is_initialized()
         return (running or self.partition.owners.size > 1) and self.replicas.together()
 
     def check_finite(self, inputs: StepInputs) -> bool:
-        """Tell whether to go on: all gradients are finite, or a mask will see to it that nothing changes."""
+        """Return whether to continue: all gradients are finite, or a mask on the device (``ok``) guards every write."""
         waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
         self.collector.watch.sizes(inputs)
@@ -199,7 +199,7 @@ class Engine:
     # --- between steps --------------------------------------------------------------------------------------------
 
     def settle(self, wait: bool = False) -> bool:
-        """Learn whether the last step was skipped, and how its warm refreshes went; returns the former."""
+        """Read back the outcome of the last step and of its warm refreshes; return whether the step was skipped."""
         skipped = self.executor.settle()
         if skipped:
             self.schedule.applied_steps -= 1
@@ -209,13 +209,13 @@ class Engine:
         return skipped
 
     def skip(self) -> None:
-        """Leave everything as it is: a gradient is not finite."""
+        """Skip the step: a gradient is not finite."""
         self.skipped.count(self.schedule.applied_steps)
         self.collector.drop()
 
     @torch.no_grad()
     def finish(self, rates: Rates) -> None:
-        """End a step: count it, let go of what was captured, and refresh the bases that are due, warm."""
+        """End a step: count it, drop what was captured, and start the warm refreshes that are due."""
         due = dict(self.schedule.advance())
         self.collector.watch.used = self.collector.watch.newest
         self.collector.drop()
@@ -228,23 +228,23 @@ class Engine:
             self.replicas.look_ahead()
 
     def warm_refresh(self, due: Mapping[Block, tuple[int, int]], rates: Rates, ok: Tensor | None = None) -> None:
-        """Bring bases nearer to their factors' own, each side by so many iterations."""
+        """Refresh bases by orthogonal iteration; ``due`` holds the number of iterations of each block's A and B."""
         for together in self.refresher.renewals(self.stacks, due, rates):
             self.method.warm_refresh(together, self.refresher, ok)
 
     def _moved(self) -> None:
-        """Have another executor where the model was moved to another kind of device."""
-        self.settle(wait=True)  # what the last one has not told yet
+        """Replace the executor, as after the model was moved to another device."""
+        self.settle(wait=True)  # read back what the old one still has
         self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
 
     def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Take the scaler to unscale by what is captured from now on."""
+        """Unscale all statistics captured from now on by this scaler."""
         self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
-        self._moved()  # whether steps are recorded depends on it
+        self._moved()  # the choice of executor depends on the scaler
 
     def close(self) -> None:
-        """Remove all hooks from the model and let go of what was captured."""
+        """Remove all hooks from the model and free what was captured."""
         self.executor.join()
         self.executor.close()
         self.collector.close()

@@ -1,6 +1,6 @@
-"""How the parts of a step are run: one after the other, on any device.
+"""Runs the work of a step eagerly and in order, on any device.
 
-:mod:`ekfac.optim.cuda` runs the same parts faster on a GPU, with the same results.
+:mod:`ekfac.optim.cuda` runs the same work faster on a GPU, with the same results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ekfac.optim.methods.base import Method
     from ekfac.optim.types import Rates, StepInputs
 
-#: Products of fewer multiplications are not worth another way than the usual one.
+#: Products with fewer multiplications than this gain nothing from a faster library.
 WIDE = 2**21
 
 
@@ -32,7 +32,7 @@ class Part(Protocol):
 
     @property
     def multiplications(self) -> int:
-        """How many the largest products of one of them take."""
+        """The multiplications in the largest matrix product of one block."""
 
 
 T = TypeVar("T")
@@ -42,51 +42,51 @@ P = TypeVar("P", bound=Part)
 class Answer:
     """A tensor that the host will read."""
 
-    #: Whether it may not be there yet.
+    #: Whether the value may not have arrived yet.
     late = False
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
     def ready(self, wait: bool) -> bool:
-        """Tell whether it is there; with ``wait``, make sure that it is."""
+        """Return whether the value has arrived; with ``wait``, block until it has."""
         return True
 
 
 class Executor:
-    """Runs everything at once and in order.
+    """Runs everything immediately and in order.
 
     Args:
         options: The engine's options.
-        whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
+        whole_steps: Whether a step includes the update of the parameters.
     """
 
-    #: Whether it can replay what it has run before.
+    #: Whether whole steps can be replayed as CUDA graphs.
     can_replay = False
-    #: Whether there are places for what backward leaves.
+    #: Whether there are static buffers for what backward leaves.
     keeps = False
-    #: Whether it is better taken in by the step than when it comes, as every call costs more than what it computes.
+    #: Whether to process captured tensors in the step, all at once, because launches cost more than the arithmetic.
     waits = False
-    #: 1 on the device, or 0 if the last step changed nothing; None where that is known.
+    #: On the device, 0 if the last step was skipped, else 1; None if the host knows.
     last_mask: Tensor | None = None
-    #: Whether the last update has left the average in the parameters.
+    #: Whether the last update has left the weight average in the parameters.
     shown = False
-    #: The largest magnitude of all gradients of a step, where the host knows it.
+    #: The largest magnitude of all gradients of a step, if the host knows it.
     largest = math.inf
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
         self.whole_steps = whole_steps
         self._exact = options.refresh.deterministic
-        #: What is at places now; whoever puts it there knows it by a key.
+        #: What the static buffers hold now, by the key of whoever filled them.
         self.kept: dict[Hashable, Any] = {}
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
-        """Do a whole step by replaying an earlier one; False where it has to be computed."""
+        """Replay a recorded step; return False if the step has to be computed instead."""
         return False
 
     def prepare(self, method: Method[Any]) -> None:
-        """Begin what the first steps of a method would else wait for."""
+        """Start slow preparations (compiling kernels) ahead of a method's first steps."""
 
     def update(
         self,
@@ -99,33 +99,33 @@ class Executor:
         spared: Container[Tensor],
         shows: bool,
     ) -> bool:
-        """Update parameters and their average in one go; False, and nothing done, where that is not possible.
+        """Update parameters and their average in fused kernels; return False, having done nothing, if unsupported.
 
         Args:
             groups: The parameter groups.
-            lrs: Their rates.
+            lrs: The lr of each group.
             steps: The step of each parameter that has one.
-            inputs: The inputs.
-            offsets: z - x of parameters whose average takes the step in.
-            weight: What the newest weights count in it.
-            spared: The parameters that a default decay leaves alone.
-            shows: Leave the average in the parameters; :attr:`shown` tells that it was done.
+            inputs: The step's inputs.
+            offsets: z - x of parameters whose average includes this step.
+            weight: The weight of the newest parameters in the average.
+            spared: Parameters that the default decay spares.
+            shows: Leave the average in the parameters and set :attr:`shown`.
         """
         return False
 
     def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        """Return places, of these dtypes, where a replay will find copies of tensors; None where there is no room."""
+        """Return static buffers with copies of these tensors, for a replay; None if there is no room."""
         return None
 
     def method(self, method: Method[Any], block: Block) -> Method[Any]:
-        """Return what does the same as a method for a block like this one, faster where that is possible."""
+        """Return the fastest variant of a method for this block."""
         if block.multiplications < WIDE or self._exact:
             return method
         on_cpu = block.key.device.type == "cpu" and block.dtype == torch.float32
         return method.for_wide or method if on_cpu else method
 
     def parallel(self, function: Callable[[P], T], parts: Sequence[P]) -> list[T]:
-        """Call a function of each part, which do not depend on each other; returns what it returns, in their order."""
+        """Map a function over independent parts; return its results in order."""
         return [function(part) if part.multiplications < WIDE else self._wide(function, part) for part in parts]
 
     def _wide(self, function: Callable[[P], T], part: P) -> T:
@@ -133,7 +133,7 @@ class Executor:
             return function(part)
 
     def fast_products(self, multiplications: int) -> AbstractContextManager[None]:
-        """Have the fastest library that is as precise do the products inside, of so many multiplications."""
+        """Run matrix products inside with the fastest library of equal precision for products of this size."""
         return by_onednn() if multiplications >= WIDE and not self._exact and onednn_is_faster() else nullcontext()
 
     def call(
@@ -144,34 +144,34 @@ class Executor:
         *tensors: Tensor,
         fixed: Sequence[Tensor] = (),
     ) -> tuple[Any, ...]:
-        """Call a function of tensors that returns tensors, and what does not change from call to call.
+        """Call a function of tensors; subclasses may record it as a CUDA graph and replay it.
 
         Args:
-            what: What it does, for a warning.
-            key: All that it depends on besides the tensors.
-            function: The function.
+            what: What the function does, for a warning.
+            key: Everything that it depends on besides the tensors.
+            function: The function; what it returns besides tensors must be the same in every call.
             *tensors: Its arguments.
-            fixed: Other tensors that it reads and writes, where they are.
+            fixed: Further tensors that it reads and writes in place.
         """
         return function(*tensors)
 
     def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
-        """Run what is launched inside, on so many numbers, beside the next forward and backward pass."""
+        """Overlap the work inside, on tensors of this many numbers, with the next forward and backward pass."""
         return nullcontext()
 
     def join(self) -> None:
-        """Have what follows wait for what runs beside."""
+        """Make subsequent work wait for the overlapped work."""
 
     def settle(self) -> bool:
-        """Do so, and tell whether the last step is now known to have changed nothing; once."""
+        """Join; return, once, whether the last step turned out to have been skipped."""
         return False
 
     def check_finite(self, sizes: list[Tensor], wait: bool) -> tuple[bool, Tensor | None]:
-        """Tell whether to go on, and with which mask (None where the step is known to be good).
+        """Return whether to continue with the step, and its mask ``ok`` (None if the step is known to be finite).
 
         Args:
             sizes: The largest magnitude of every gradient.
-            wait: Find out now, not in the course of the step.
+            wait: Synchronise to find out now.
         """
         kinds = {(size.device, size.dtype) for size in sizes}
         found = [torch.stack([s for s in sizes if (s.device, s.dtype) == kind]).tolist() for kind in kinds]
@@ -181,13 +181,13 @@ class Executor:
         return good, None
 
     def answer(self, value: Tensor) -> Answer:
-        """Have the host read a tensor later."""
+        """Return a handle by which the host can read a tensor later."""
         return Answer(value)
 
     def close(self) -> None:
-        """Let go of everything that is kept to be replayed."""
+        """Free all recorded graphs and buffers."""
 
 
 def make_executor(options: EngineOptions, whole_steps: bool, parameters: Sequence[nn.Parameter]) -> Executor:
-    """Return the executor for parameters where they are."""
+    """Return the executor for the parameters' device."""
     return Executor(options, whole_steps)

@@ -1,4 +1,4 @@
-"""Parameter groups as torch has them, over a model's parameters, each with a damping of its own."""
+"""torch's parameter groups over a model's parameters, each with its own damping."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
-#: Options that are the same for the whole model, so that no group can have its own.
+#: Options that hold for the whole model and cannot be set by a group.
 SAME_FOR_ALL = {*FLAT, *GROUPS, *RULE_OPTIONS, "scaling", "damping_mode", "refresh_every", "grad_scaler"}
 
 
-#: Where the first group of a state dict has what is no parameter's; empty in use, but there, as
-#: torch.distributed.checkpoint keeps what stands in groups, and of a flattened state dict what stands in those in use.
+#: Key in the first group of a state dict for state that belongs to no parameter: torch.distributed.checkpoint keeps
+#: what is in groups. Live groups have it too, but empty: a flattened state dict keeps only keys that they have.
 EXTRA = "ekfac"
 
 
 class Grouped(torch.optim.Optimizer):
     """A torch optimizer over a model's parameters, whose damping can be a function of the step or adapt.
 
-    A group holds a number, so that checkpoints stay plain data; the function that it comes from is kept apart.
+    Groups hold the current damping as a number, so that checkpoints stay plain data; functions are kept elsewhere.
 
     Args:
         model: The model.
-        params: Groups over its parameters, or parameters that make one; all by default, also those that are frozen now.
-        defaults: The options of a group that does not set its own.
+        params: Groups over its parameters, or parameters that form one group; all, even frozen ones, by default.
+        defaults: Options of groups that do not set their own.
     """
 
     engine: Engine
@@ -52,7 +52,8 @@ class Grouped(torch.optim.Optimizer):
         self.model = model
         self._damping_functions: dict[int, Callable[[int], float]] = {}
         self._adaptation: Adaptation | None = None
-        #: The group of every parameter that is trained, those that a default decay spares, and what it was found for.
+        #: The group of every trained parameter, the parameters that the default decay spares, and the version of
+        #: partition and groups that both were computed for.
         self._group_of: dict[nn.Parameter, int] = {}
         self._spared: set[Tensor] = set()
         self._indexed: tuple[int, ...] = ()
@@ -71,7 +72,7 @@ class Grouped(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _named_group(self, group: dict[str, Any], defaults: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a group with names, checked, its damping function kept apart."""
+        """Check a group, name its parameters, and replace a damping function by its current value."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         given = group["params"]
         items = [given] if isinstance(given, Tensor) else list(given)
@@ -100,9 +101,9 @@ class Grouped(torch.optim.Optimizer):
         return group
 
     def _suit_derivatives(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Set what suits losses with derivatives where nobody has asked for anything: no decay, and the rule's betas.
+        """For losses with derivatives, replace defaults that the user has not set: no decay, and the rule's betas.
 
-        A decay pulls the solution of an equation to zero.
+        Weight decay would pull the solution of the equation towards zero.
         """
         rule, changed = self.engine.elementwise.rule, set[nn.Parameter]()
         old: Any = self.defaults.get("betas")
@@ -124,7 +125,7 @@ class Grouped(torch.optim.Optimizer):
                 rule.change_betas(state, old, new)
 
     def _as_function(self, damping: Any) -> Any:
-        """Return a damping that adapts as the function that all groups share; any other as it is."""
+        """Wrap an :class:`AdaptiveDamping` as the function that all groups share; return any other damping as it is."""
         if not isinstance(damping, AdaptiveDamping):
             return damping
         if self._adaptation is None:
@@ -135,7 +136,7 @@ class Grouped(torch.optim.Optimizer):
 
     @staticmethod
     def _follow(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
-        """Return what puts the parameters that the model now has into the groups, and their names."""
+        """Return a callback that puts the model's replaced parameters, and their names, into the groups."""
 
         def replace(new: dict[nn.Parameter, nn.Parameter]) -> None:
             if (grouped := me()) is not None:
@@ -149,7 +150,7 @@ class Grouped(torch.optim.Optimizer):
         return replace
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the model, with options of their own; see torch's method of that name."""
+        """Train further parameters of the model, with options of their own, as in torch."""
         if not hasattr(self, "engine"):
             super().add_param_group(param_group)
             return
@@ -169,7 +170,7 @@ class Grouped(torch.optim.Optimizer):
             self._suit_derivatives(self.param_groups[index:])
 
     def _saved_groups(self, given: Any) -> list[dict[str, Any]]:
-        """Return the groups of a checkpoint, checked, with what versions before did not have."""
+        """Check the groups of a checkpoint, and add options that older versions did not have."""
         if not isinstance(given, list) or not all(isinstance(group, Mapping) for group in given):
             raise ValueError(f"state_dict, 'param_groups': is of type {type(given).__name__}. Allowed: a list of dicts")
         theirs, mine = [group.get("params") for group in given], [group["params"] for group in self.param_groups]
@@ -179,7 +180,7 @@ class Grouped(torch.optim.Optimizer):
             sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
             raise ValueError(f"state_dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         missing = {name: value for name, value in self.param_groups[0].items() if name in self._group_defaults}
-        missing |= {"decay_vectors": True, "cautious_decay": False, "lr_named": False}  # as in versions before
+        missing |= {"decay_vectors": True, "cautious_decay": False, "lr_named": False}  # as in older versions
         if "betas_named" in self.defaults:
             missing["betas_named"] = True
         groups = []
@@ -203,7 +204,7 @@ class Grouped(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.engine.collector.follow()
-        new = memo[id(self)] = object.__new__(type(self))  # which the model may hold
+        new = memo[id(self)] = object.__new__(type(self))  # before the model is copied: it may refer to this
         model = copied(self.model, memo)
         parameters = dict(model.named_parameters())
         if gone := [name for group in self.param_groups for name in group["param_names"] if name not in parameters]:
@@ -233,7 +234,7 @@ class Grouped(torch.optim.Optimizer):
                 )
 
     def _index(self) -> None:
-        """Find the group of every parameter that is trained."""
+        """Find the group of every trained parameter."""
         partition = self.engine.partition
         trained = set(partition.parameters)
         self._group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"] if p in trained}
@@ -242,11 +243,11 @@ class Grouped(torch.optim.Optimizer):
         self._check_damping_within_layers(partition.blocks)
 
     def _adapts(self) -> Adaptation | None:
-        """Return what a group's damping adapts by, if any does."""
+        """Return the adaptive damping, if any group uses it."""
         return self._adaptation if self._adaptation in self._damping_functions.values() else None
 
     def _check_group(self, index: int) -> None:
-        """Write the current number of a damping function into its group, and check what stands there."""
+        """Update a group's damping from its function, and check the group's lr and damping."""
         group = self.param_groups[index]
         if index in self._damping_functions:
             applied = self.engine.schedule.applied_steps
@@ -257,10 +258,10 @@ class Grouped(torch.optim.Optimizer):
 
 
 def import_compiler() -> None:
-    """Import what torch's optimizers import at their first use, in a thread of its own.
+    """Import torch._dynamo, as torch's optimizers do at their first use, but in a separate thread.
 
-    An error on the way, which torch keeps, holds on to the frames of whoever imports: to the first optimizer of a
-    process, and to its model.
+    torch keeps an exception raised during this import. Its traceback would keep the importing frames alive, and with
+    them the first optimizer and its model.
     """
     if "torch._dynamo" not in sys.modules:
         thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
@@ -269,7 +270,7 @@ def import_compiler() -> None:
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Return torch's groups: dicts with "params"; or parameters, with names or without, which make one group."""
+    """Return a list of groups, dicts with "params"; plain or named parameters form a single group."""
     allowed = "Allowed: a list of dicts, each with 'params', or of parameters of the model"
     if isinstance(params, (Tensor, dict, str)) or not isinstance(params, Iterable):
         raise TypeError(f"params is of type {type(params).__name__}. {allowed}")
@@ -283,14 +284,12 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             shown = f"keys {list(item)}" if isinstance(item, dict) else f"type {type(item).__name__}"
             raise ValueError(f"params holds a group of {shown}. {allowed}")
         if fixed := sorted(SAME_FOR_ALL & set(item)):
-            raise ValueError(
-                f"params: a group cannot have a {fixed[0]} of its own, which is the same for the whole model"
-            )
+            raise ValueError(f"params: a group cannot set {fixed[0]}, which is the same for the whole model")
     return [dict(item) for item in items]
 
 
 def check_update_options(values: dict[str, Any]) -> None:
-    """Check what belongs to the update of the parameters, for the defaults and for every group."""
+    """Check the options of the update, of the defaults or of a group."""
     checks.number("lr", values["lr"], least=0, most=LARGEST)
     options.damping("damping", values["damping"])
     checks.number("momentum", values["momentum"], least=0, below=1)

@@ -1,4 +1,4 @@
-"""KFAC in inverse form: the rival that EKFAC is measured against, on the same engine."""
+"""KFAC in inverse form: the baseline for EKFAC, on the same engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KFAC(Optimizer):
         P = (B + \sqrt{\epsilon} / \pi \, I)^{-1} \, G \, (A + \pi \sqrt{\epsilon} \, I)^{-1}, \quad
         \pi = \sqrt{\frac{\operatorname{tr} A / \dim A}{\operatorname{tr} B / \dim B}}
 
-    Unless ``refresh`` is deterministic, a gradient more than 30 times as long as those before it is shortened to that.
+    Unless ``refresh`` is deterministic, a gradient more than 30 times as long as usual is clipped to that length.
     With ``pi_correction=False`` it equals ``EKFAC(scaling="kronecker", damping_mode="factored")``.
 
     Args:
@@ -61,7 +61,7 @@ class KFAC(Optimizer):
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
         process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default torch's default group, if there is one. With None, this process shares with no other.
+            By default torch's default group, if there is one. None keeps this process on its own.
         **old: Argument names of version 0.1, with a DeprecationWarning.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizers' step: directions from the engine, their length, and the update of the parameters."""
+"""The optimizers' step: take directions from the engine, bound their length, and update the parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ekfac.optim.step_size.max_change import bound_change
 from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
 
-#: What a group has that a recorded step has built into it.
+#: Group options that a recorded CUDA graph has baked in.
 BUILT_IN = ("momentum", "nesterov", "weight_decay", "decay_vectors", "cautious_decay", "decoupled_weight_decay")
 
 
@@ -43,11 +43,11 @@ class Optimizer(Base, Joinable, Grouped):
     Args:
         model: The model.
         params: torch's parameter groups over the model's parameters; all of them by default.
-        defaults: The options of a group that does not set its own.
-        make_engine: Makes the engine, of the trained parameters and ``optimizer.state``.
-        arguments: All arguments as they were given, for copies.
+        defaults: Options of groups that do not set their own.
+        make_engine: Makes the engine from the parameters and ``optimizer.state``.
+        arguments: All arguments as given, for copies.
         step_size: What bounds the length of a step.
-        course: What lr is multiplied by over the steps, in groups that no scheduler of torch's has in hand.
+        course: The built-in schedule of lr, for groups without a torch scheduler.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Optimizer(Base, Joinable, Grouped):
 
         Args:
             closure: Clears the gradients, computes the loss, calls backward and returns the loss. It is called first,
-                and once more after the update in steps from which an :class:`AdaptiveDamping` learns.
+                and again after the update if :class:`AdaptiveDamping` adapts in this step.
         """
         engine, comparison = self.engine, None
         if closure is None and not engine.collector.capture.examples and self._only_to_initialise():
@@ -108,7 +108,7 @@ class Optimizer(Base, Joinable, Grouped):
             with torch.enable_grad():
                 loss = closure()
         if adaptation is None:
-            engine.settle()  # not before the closure: it waits for the last step
+            engine.settle()  # after the closure, because it synchronises with the last step
         if hasattr(self, "found_inf"):
             self._apply_scaler()
         device = self.param_groups[0]["params"][0].device
@@ -119,7 +119,7 @@ class Optimizer(Base, Joinable, Grouped):
             try:
                 rates, engine.executor.shown = self._rates(), False
                 ok = engine.executor.last_mask if (done := engine.step(rates, self._apply)) else None
-                if rates.called is not None:  # others have a part in the update, and have done it now
+                if rates.called is not None:  # other processes contribute to the update; it is complete only here
                     self.average.after_update(self.average.in_update, self.average.weight, ok)
             except BaseException:
                 self.average.rest()
@@ -136,12 +136,12 @@ class Optimizer(Base, Joinable, Grouped):
         return loss
 
     def _only_to_initialise(self) -> bool:
-        """Tell whether torch.distributed.checkpoint calls, which takes a step of length 0 to have state made."""
+        """Detect the step with lr = 0 by which torch.distributed.checkpoint initialises an optimizer's state."""
         nothing = not self.engine.collector.capture.separate_examples
         return nothing and all(bool(group["lr"] == 0) for group in self.param_groups)
 
     def _outline(self) -> None:
-        """Make a state that another can be loaded into."""
+        """Make a skeleton state that a checkpoint can be loaded into."""
         self.engine.collector.follow()
         self._index()
         groups = [GroupRates(0.0, g["damping"], betas=g.get("betas")) for g in self.param_groups]
@@ -149,7 +149,7 @@ class Optimizer(Base, Joinable, Grouped):
         outline(self.engine, Rates(groups, self._group_of), with_momentum)
 
     def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:
-        """Prepare to compare this step's fall of the loss with the model's, where damping is to learn from it."""
+        """Prepare to compare the actual with the predicted decrease of the loss; None if damping does not adapt now."""
         if closure is None:
             raise ValueError(
                 "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
@@ -166,21 +166,21 @@ class Optimizer(Base, Joinable, Grouped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A scaler tells such optimizers what it has found, in attributes. So one that was not passed shows itself: s
-        # would be too large by the square of its scale. And processes decide together whether a step is skipped.
-        # Whoever else asks, as Lightning does, wants to know whether gradients cannot be clipped; and they can.
+        # If this is True, a GradScaler passes its findings to step() in attributes. This reveals a scaler that was not
+        # passed to us (s would be too large by the square of its scale), and lets processes skip a step together.
+        # Other callers, such as Lightning, take True to mean that gradients cannot be clipped; for them it is False.
         options = self.engine.options
         return asked_by(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
 
     def _apply_scaler(self) -> None:
-        """Unscale the gradients for a scaler that leaves it to the step; refuse one that was not passed."""
+        """Unscale the gradients if the scaler leaves that to the step; refuse a scaler that was not passed."""
         if self.engine.options.grad_scaler is not None:
             scale = getattr(self, "grad_scale", None)
-            if scale is not None:  # as the scaler does, which leaves no trace in their versions
+            if scale is not None:  # by the scaler's own function, which does not bump the tensors' versions
                 grads = [held(p.grad) for p in self._all_parameters() if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros_like(scale), 1 / scale)
             return
-        for name in ("found_inf", "grad_scale"):  # the scaler takes them back only after a step
+        for name in ("found_inf", "grad_scale"):  # the scaler deletes them only after a step that succeeds
             self.__dict__.pop(name, None)
         raise RuntimeError(
             "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
@@ -189,10 +189,10 @@ class Optimizer(Base, Joinable, Grouped):
         )
 
     def _rates(self) -> Rates:
-        """Return the numbers of this step, by group: lr as it has fallen, damping, L2 penalty and sign.
+        """Return the scheduled lr, damping, L2 penalty and sign of every group in this step.
 
-        The course of the rate is for groups that no scheduler has in hand. Where it is the built-in one, a rate that
-        somebody names has another, and is not averaged; an average that is asked for is for all groups.
+        The schedule applies to groups without a torch scheduler. The built-in one, with its weight averaging, does not
+        apply to groups with an lr of their own; averaging that was requested explicitly applies to all groups.
         """
         t, automatic, average = self.engine.schedule.applied_steps, self.course.automatic, self.average
         factor, factor_of_named = self.course.factor(t, self.engine.schedule.derivatives), self.course.named.factor(t)
@@ -205,7 +205,7 @@ class Optimizer(Base, Joinable, Grouped):
             lr = lr.reshape(()) if tensor else lr
             l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
             named = automatic and (g["lr_named"] or (tensor and lr.is_cuda) or bool(lr != self.defaults["lr"]))
-            scheduled = "initial_lr" in g  # where all of torch's schedulers note how a rate began
+            scheduled = "initial_lr" in g  # written by all torch schedulers
             times = 1.0 if scheduled else factor_of_named if named else factor
             lr = lr if times == 1.0 else lr * times
             if average.wanted or (average.wanted is None and automatic and not (named or scheduled)):
@@ -222,12 +222,13 @@ class Optimizer(Base, Joinable, Grouped):
             own = average.called, average.mended.found
             return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, self._group_of, t)
-        at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None  # which looks at z
+        # Adaptive damping evaluates the loss at z, so the update must leave z in the parameters.
+        at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None
         everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
-        """Make steps of directions, of the length that is allowed, and take them."""
+        """Bound the directions' length and update the parameters."""
         lrs, adapts = [group.lr for group in rates.groups], self.lr_fraction.start is not None
         if adapts:
             fraction = self.lr_fraction.take(directions, inputs.ok)
@@ -310,10 +311,10 @@ class Optimizer(Base, Joinable, Grouped):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, and under "ekfac" counters and the model's parameter names; all plain data.
+        """Return torch's state dict, with counters and the model's parameter names under "ekfac"; all plain data.
 
-        Where several processes train together each has a part of the state. All of them must call this, and all get
-        the whole; it can be loaded by any number of processes.
+        With several processes, each of which holds a part of the state, all must call this. Each gets the whole state,
+        which can be loaded by any number of processes.
         """
         self.engine.collector.follow()
         whole = whole_state(self.engine)
@@ -329,7 +330,7 @@ class Optimizer(Base, Joinable, Grouped):
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
         saved = super().state_dict()
         state = {}
-        if whole.states:  # of every parameter, as torch.distributed.checkpoint wants to have it
+        if whole.states:  # an entry for every parameter, as torch.distributed.checkpoint requires
             state = {index: whole.states.get(p, {}) for index, p in enumerate(self._all_parameters())}
         saved["param_groups"][0][EXTRA] = extra
         drop_outline(self.engine)
@@ -338,8 +339,8 @@ class Optimizer(Base, Joinable, Grouped):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
 
-        All of it is checked first: names, settings, and the shape, dtype and values of every entry. What cannot be this
-        optimizer's is refused, by an error that names the block and the entry, and nothing is changed.
+        Everything is checked first: names, settings, and the shape, dtype and values of every entry. If anything does
+        not fit, an error names the block and the entry, and nothing is changed.
         """
         self.engine.collector.follow()
         state_dict = checkpoint.as_named_here(self.engine, state_dict)
@@ -365,7 +366,7 @@ class Optimizer(Base, Joinable, Grouped):
         groups[0][EXTRA] = {}
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         checkpoint.adopt(self.engine, loaded)
-        self.state = states = States()  # torch has put a dict of its own there
+        self.state = states = States()  # torch's load_state_dict has replaced it by a plain dict
         states.update({p: of_parameter for p, of_parameter in loaded.states.items() if of_parameter})
         states.follow(self.engine)
         self.engine.partition.take_states(states)
@@ -378,13 +379,13 @@ class Optimizer(Base, Joinable, Grouped):
 
 
 def decay(weights: list[Tensor], steps: list[Tensor], amount: float | Tensor, cautious: bool) -> None:
-    """Make weights smaller as AdamW does, theta <- theta (1 - lr wd), before they take their steps.
+    """Apply AdamW's decoupled weight decay, theta <- theta (1 - lr wd), before the step.
 
     Args:
         weights: The weights.
-        steps: What is subtracted from them next, each in proportion.
+        steps: What is subtracted from them next, up to a positive factor.
         amount: lr wd.
-        cautious: Only where the step makes a weight smaller in any case (cautious weight decay, Chen et al., 2025).
+        cautious: Decay a weight only if the step shrinks it too (cautious weight decay, Chen et al., 2025).
     """
     if not weights:
         return

@@ -1,8 +1,8 @@
-"""The arguments of EKFAC, KFAC and Preconditioner: those that belong together in one object, checked when it is made.
+"""The arguments of EKFAC, KFAC and Preconditioner, grouped in dataclasses that check themselves.
 
-An argument of its own has what people set: lr, betas, weight_decay, damping, scaling, refresh_every. The rest is in
-:class:`StepSize`, :class:`Refresh`, :class:`Coverage`, :class:`Batch` and :class:`Numerics`. Names from before there
-were groups, ``trust=1.0`` for ``step_size=StepSize(max_change=1.0)``, are still taken, with a DeprecationWarning.
+Frequently used options are arguments of their own: lr, betas, weight_decay, damping, scaling, refresh_every. The rest
+is in :class:`StepSize`, :class:`Refresh`, :class:`Coverage`, :class:`Batch` and :class:`Numerics`. The flat names of
+version 0.1, such as ``trust=1.0`` for ``step_size=StepSize(max_change=1.0)``, still work, with a DeprecationWarning.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Damping = float | Callable[[int], float]
 
 #: epsilon of EKFAC and Preconditioner: a fraction of each factor's largest eigenvalue; docs/tuning.md has the evidence.
 DAMPING = 1e-8
-#: The largest rate, decay or damping: what is beyond leaves the range of float32 at the first product.
+#: The largest lr, decay or damping: anything larger overflows float32 in the first product.
 LARGEST = 1e30
 
 
 @dataclass(frozen=True, repr=False)
 class Group:
-    """Options that belong together; shown without those that are as usual."""
+    """Options that belong together; ``repr`` omits those at their defaults."""
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -104,8 +104,8 @@ class Coverage(Group):
     Attributes:
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
-        unsupported: "diagonal" trains parameters without a block by the diagonal method; "error" refuses them, and
-            weights that are also used outside their layers.
+        unsupported: "diagonal" trains parameters without a block by the diagonal method; "error" refuses them, as well
+            as weights that are also used outside their layers.
         max_factor_dim: A side wider than this is kept diagonal; None for no limit.
         sua: Treat the taps of a convolution as uncorrelated. None does so if it reads more than 512 numbers per
             position, because its factors would otherwise dominate the cost; never with sharing="reduce".
@@ -143,8 +143,8 @@ class Batch(Group):
     Attributes:
         reduction: "mean" or "sum": how the loss reduces over examples.
         dim: The dimension of the model's input that counts examples.
-        count: A function of the model's arguments that returns the number of examples, for inputs whose first tensor
-            does not show it. By default the first tensor sets it, or, without one, the first layer's input.
+        count: A function of the model's arguments that returns the number of examples, if the first tensor among them
+            does not show it. By default it is read off that tensor or, if there is none, the first layer's input.
     """
 
     reduction: str = "mean"
@@ -185,7 +185,7 @@ GROUPS: dict[str, type[Group]] = {
     "numerics": Numerics,
 }
 
-#: Names from before there were groups, where they differ from the field's.
+#: Flat names of version 0.1 that differ from the field's name.
 RENAMED = {
     "lr_fraction": "pace",
     "max_change": "trust",
@@ -194,15 +194,15 @@ RENAMED = {
     "dim": "batch_dim",
 }
 
-#: Every name from before there were groups, with its group and field.
+#: Every flat name of version 0.1, with its group and field.
 FLAT: dict[str, tuple[str, str]] = {
     RENAMED.get(f.name, f.name): (group, f.name) for group, kind in GROUPS.items() for f in fields(kind)
 }
 
-#: Names from before rules were objects, and the rules' own.
+#: Flat names of rule options in version 0.1, and the rules' field names.
 RULE_OPTIONS = {"scaling_decay": "decay", "on_refresh": "restart", "alpha": "alpha", "eps": "eps"}
 
-#: The paper's settings, where they differ from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
+#: The paper's settings that differ from the defaults: ``EKFAC(model, **PAPER)`` is its EKFAC-ra.
 PAPER: dict[str, Any] = {
     "scaling": "running",
     "lr": 0.01,
@@ -216,7 +216,7 @@ PAPER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine is told."""
+    """The engine's options."""
 
     refresh_every: int | None = None
     refresh: Refresh = Refresh()
@@ -239,20 +239,20 @@ class EngineOptions:
 
 
 def check_group(name: str, value: Any) -> None:
-    """Refuse what is not the group that an argument takes."""
+    """Require an argument to be an instance of its group."""
     if not isinstance(value, GROUPS[name]):
         kind = GROUPS[name].__name__
         raise TypeError(f"{name}={checks.shown(value)} must be a {kind}, e.g. {name}={kind}()")
 
 
 def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Put arguments with names from before there were groups into their groups, and warn of them.
+    """Put arguments with flat names into their groups, with a DeprecationWarning.
 
     Args:
-        who: The class that they were given to.
-        given: Its arguments, groups among them.
-        old: Arguments that it does not list.
-        known: All names that it lists.
+        who: The class being constructed, for messages.
+        given: Its arguments, including groups.
+        old: Keyword arguments that are not in its signature.
+        known: All names in its signature.
     """
     known = set(known)
     allowed = {name for name, (group, _) in FLAT.items() if group in known}
@@ -275,7 +275,7 @@ def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], k
 
 
 def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the arguments that belong to a group there; those of rules stay."""
+    """Move flat arguments into their groups; leave all others, such as options of rules."""
     found = {name: value for name, value in arguments.items() if name not in FLAT}
     for name in (n for n in arguments if n in FLAT):
         group, option = FLAT[name]
@@ -283,13 +283,13 @@ def into_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
         check_group(group, before)
         try:
             found[group] = replace(before, **{option: arguments[name]})
-        except (ValueError, TypeError) as error:  # which calls it by its name in the group
+        except (ValueError, TypeError) as error:  # it has the field's name; the caller used the flat one
             raise type(error)(str(error).replace(option, name)) from None
     return found
 
 
 def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without groups, as plain data: what differs from the defaults, by its name from before."""
+    """Return the arguments as plain data: every field of a group that is not at its default, by its flat name."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if not isinstance(value, Group):
@@ -302,7 +302,7 @@ def out_of_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def damping(name: str, value: Any, step: int = 0) -> float:
-    """Require a positive number, or a function of the step that gives one; return the number for ``step``."""
+    """Require a positive number, or a function of the step that returns one; return its value at ``step``."""
     if isinstance(value, type):
         raise ValueError(
             f"{name}={value!r} is a class. Allowed: a number > 0, a function of the step, AdaptiveDamping()"

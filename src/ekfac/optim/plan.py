@@ -1,4 +1,4 @@
-"""What an optimizer will take, in bytes and in arithmetic, before anything of it is there."""
+"""Predict an optimizer's memory and arithmetic before it is constructed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from ekfac.optim.options import Coverage, Refresh, check_group
 from ekfac.optim.statistics.partition import blocks_under
 from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVALS, LATER_BATCHES, LATER_INTERVALS, stretches
 
-#: Multiples of D^3 that a warm refresh of a side of D columns computes: the product A U, the QR decomposition by two
-#: products, a triangular factor and a triangular solve, one product that mends what is lost, the eigenvalues, and the
-#: turn from the old basis to the new one.
+#: Operations of a warm refresh of a D x D factor, in multiples of D^3: the product A U; a QR decomposition by two
+#: products, a Cholesky factor and a triangular solve; one correcting product; the eigenvalues; the change of basis.
 REFRESH = 13.0
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a block costs on top of the model's own passes: floating-point operations a step, on average.
+    """What a block costs on top of the model's own passes: average floating-point operations per step.
 
     Attributes:
-        statistics: Of taking batches into A and B.
-        refresh: Of renewing the bases, and of carrying the rule's state there.
-        projection: Of bringing the gradient into the basis and back.
+        statistics: To accumulate A and B.
+        refresh: To update the bases, and to carry the rule's state to the new ones.
+        projection: To project the gradient into the basis and back.
     """
 
     statistics: float = 0.0
@@ -46,7 +45,7 @@ class Price:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all three."""
         return self.statistics + self.refresh + self.projection
 
     def __add__(self, other: Price) -> Price:
@@ -60,10 +59,10 @@ class PlannedBlock:
     """One block of a plan.
 
     Attributes:
-        row: What ``summary`` says of it.
-        A: What is kept of A, and why where it is not whole.
-        B: The same of B.
-        price: What it costs; without statistics where no batch was given.
+        row: Its row in ``summary``.
+        A: How A is kept, and why if not whole.
+        B: The same for B.
+        price: Its cost; without statistics if no batch was given.
     """
 
     row: Row
@@ -74,12 +73,12 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks of a model with their bytes and their price; ``print`` it, or read ``blocks``.
+    """The blocks of a model with their memory and cost; ``print`` it, or read ``blocks``.
 
     Attributes:
-        blocks: One for each block.
+        blocks: One entry per block.
         summary: The table that ``opt.summary()`` will show.
-        model: Floating-point operations of the model's own forward and backward pass; None where no batch was given.
+        model: Floating-point operations of the model's own forward and backward pass; None if no batch was given.
         examples: The number of examples in the batch.
     """
 
@@ -95,17 +94,17 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of state and of a step's temporaries."""
+        """Bytes of state and of temporaries within a step."""
         return self.summary.peak
 
     @property
     def price(self) -> Price:
-        """What a step costs on average."""
+        """The average cost of a step."""
         return sum((block.price for block in self.blocks), Price())
 
     @property
     def share(self) -> float | None:
-        """Its arithmetic as a fraction of the model's own."""
+        """The cost of a step as a fraction of the model's own passes."""
         return None if not self.model else self.price.total / self.model
 
     def __str__(self) -> str:
@@ -135,7 +134,7 @@ def parts(price: Price) -> tuple[float, float, float]:
 
 
 def flops(number: float) -> str:
-    """Write a number of operations as a person would."""
+    """Format a number of operations with a unit prefix."""
     for unit in ("", "K", "M", "G", "T"):
         if number < 1000 or unit == "T":
             return f"{number:.3g} {unit}".rstrip()
@@ -153,11 +152,11 @@ def plan(
     coverage: Coverage = Coverage(),
     device: str | torch.device | None = None,
 ) -> Plan:
-    """Tell what ``EKFAC(model)`` would keep and compute, block by block, without making any of it.
+    """Predict what ``EKFAC(model)`` would store and compute, block by block.
 
-    Nothing is allocated: the model is run once on tensors without memory, to see its layers' shapes and its own
-    arithmetic. It may itself be on torch's "meta" device. Not counted are the average of the weights (as many numbers
-    as the model has), element-by-element work, and what a host takes to launch it.
+    Nothing is allocated: the model runs once on the "meta" device, to find its layers' shapes and its arithmetic. The
+    model itself may be on that device. Not counted are the weight average (as many numbers as the model has),
+    element-wise work, and launch overhead.
 
     Example:
         >>> import torch, ekfac
@@ -166,13 +165,13 @@ def plan(
 
     Args:
         model: The model.
-        batch: A batch as the model's forward takes it: a tensor, a tuple of arguments or a dict of named ones; real or
-            on the "meta" device. Without one, what depends on it is left out.
+        batch: A batch as passed to the model's forward: a tensor, a tuple of arguments or a dict of keyword arguments;
+            real or on the "meta" device. Without one, costs that depend on the batch are left out.
         scaling: As in :class:`~ekfac.EKFAC`.
-        refresh_every: As there.
-        refresh: As there.
-        coverage: As there.
-        device: Where it will be trained, on which the interval of refreshes depends; where the model is by default.
+        refresh_every: As in :class:`~ekfac.EKFAC`.
+        refresh: As in :class:`~ekfac.EKFAC`.
+        coverage: As in :class:`~ekfac.EKFAC`.
+        device: The device for training, which sets the refresh interval; by default the model's.
     """
     checks.model(model, there=False)
     check_group("refresh", refresh)
@@ -195,7 +194,7 @@ def plan(
 
 
 def kept(block: Block, side: str, coverage: Coverage) -> str:
-    """Say what is kept of one side of a block, and why where that is not all."""
+    """Describe how one side of a block is kept, and why if not whole."""
     if not block.covered:
         return block.why if side == "A" and block.why == COMPLEX else "-"
     diagonal, width = (block.diagonal_A, block.shape.inputs) if side == "A" else (block.diagonal_B, block.shape.out)
@@ -209,15 +208,15 @@ def kept(block: Block, side: str, coverage: Coverage) -> str:
 
 
 def price_of(block: Block, calls: Sequence[Call], n: int, every: int, refresh: Refresh, moments: int) -> Price:
-    """Return what a covered block costs a step.
+    """Return the average cost of a covered block per step.
 
     Args:
         block: The block.
-        calls: Its calls in one forward, on tensors without memory.
+        calls: Its calls in one forward pass, on the "meta" device.
         n: The number of examples.
-        every: The interval of refreshes.
-        refresh: How bases are renewed.
-        moments: How many means live in the basis.
+        every: The refresh interval.
+        refresh: How bases are updated.
+        moments: The number of running means kept in the basis.
     """
     s = block.shape
     A, B = 0 if block.diagonal_A else s.inputs, 0 if block.diagonal_B else s.out
@@ -238,7 +237,7 @@ def price_of(block: Block, calls: Sequence[Call], n: int, every: int, refresh: R
 
 
 def watched(model: nn.Module, blocks: Sequence[Block], batch: Any) -> tuple[dict[Block, list[Call]], float, int]:
-    """Run the model on tensors without memory: the calls of each block, all its arithmetic, and how many examples."""
+    """Run the model on the "meta" device; return each block's calls, the model's operations, and the batch size."""
     named = dict(batch) if isinstance(batch, Mapping) else {}
     args = batch if isinstance(batch, tuple) else () if named else (batch,)
     args, kwargs = without_memory(args), without_memory(named)
@@ -279,7 +278,7 @@ def watched(model: nn.Module, blocks: Sequence[Block], batch: Any) -> tuple[dict
 
 
 def without_memory(value: Any) -> Any:
-    """Return the same on torch's "meta" device."""
+    """Copy tensors, also nested ones, to the "meta" device."""
     if isinstance(value, Tensor):
         return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
     if isinstance(value, tuple | list):

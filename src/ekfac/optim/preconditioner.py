@@ -1,4 +1,4 @@
-"""EKFAC without the update: for use with any torch optimizer."""
+"""EKFAC's preconditioning without the update, for use with any torch optimizer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Preconditioner(Base):
         A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T, \quad
         g = U_B^T G U_A, \quad G \leftarrow U_B \, (m / \sqrt{s}) \, U_A^T
 
-    with m the running mean of g, as in :class:`EKFAC`'s default: a gradient of the size of Adam's steps, which has its
-    momentum already. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
+    with m the running mean of g, as in :class:`EKFAC`'s default: the result has the size of Adam's steps and already
+    includes momentum. With ``scaling="running", damping_mode="plain"`` the middle is the paper's g / (s + \epsilon).
 
     Example:
         >>> import torch, ekfac
@@ -62,7 +62,7 @@ class Preconditioner(Base):
         numerics: Memory and speed.
         grad_scaler: The ``torch.amp.GradScaler`` in use, so that statistics are unscaled.
         process_group: The ranks that train replicas of the model and share statistics; each owns some of the blocks.
-            By default torch's default group, if there is one. With None, this process shares with no other.
+            By default torch's default group, if there is one. None keeps this process on its own.
         **old: Argument names of version 0.1, with a DeprecationWarning.
     """
 
@@ -111,8 +111,8 @@ class Preconditioner(Base):
         """Replace every ``.grad`` by its preconditioned form, in place.
 
         Returns:
-            Whether it was done. If a gradient is not finite all are set to None, so that the optimizer that follows
-            leaves the parameters alone; on a GPU they are set to zero, as the host does not wait to know.
+            Whether it was done. If a gradient is not finite, all are set to None, so that the optimizer that follows
+            skips the parameters; on a GPU they are set to zero instead, which needs no synchronisation.
         """
         engine = self.engine
         engine.settle()
@@ -144,7 +144,7 @@ class Preconditioner(Base):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, keyed by parameter name, as plain data; with several processes, all must call this."""
+        """Return the whole state, by parameter name, as plain data; with several processes, all must call this."""
         self.engine.collector.follow()
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
@@ -168,7 +168,7 @@ class Preconditioner(Base):
         keep_own(self.engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = memo[id(self)] = object.__new__(type(self))  # which the model may hold
+        new = memo[id(self)] = object.__new__(type(self))  # before the model is copied: it may refer to this
         new.__init__(copied(self.model, memo), **self._arguments)  # type: ignore[misc]
         new.load_state_dict(self.state_dict())
         return new

@@ -1,7 +1,7 @@
-"""Blocks of one shape, handled as one: a network of twelve equal layers then takes a twelfth of the kernels.
+"""Blocks of one shape, handled as one: a network of twelve equal layers then launches a twelfth of the kernels.
 
-The tensors of such blocks lie one below the other in a shared one, along G. Each block's own state has views of them,
-so whoever reads, saves or changes the state of one block need not know.
+The states of such blocks are concatenated along G. Each block's own state holds views of the result, so code that
+reads, saves or changes the state of one block need not know.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.types import BlockStep, Direction
 
-#: Tensors of a block's state that belong to a parameter, not to the block.
+#: State that belongs to a parameter rather than the block, and is not stacked.
 APART = frozenset({"momentum_buffer"})
 
 
@@ -25,27 +25,27 @@ class Stack:
 
     Args:
         blocks: The blocks.
-        state: What the tensors are kept in: the block's own state if it is alone.
+        state: Holds the stacked tensors; the block's own state if there is only one.
     """
 
     def __init__(self, blocks: tuple[Block, ...], state: Any) -> None:
         self.blocks = blocks
-        #: It stands for all as far as their shape goes.
+        #: Represents all of them wherever only the shape matters.
         self.first = blocks[0]
         self.multiplications = blocks[0].multiplications
         self.state = state
-        #: The stacked tensors as they were handed down, and each block's views of them.
+        #: The stacked tensors of which the blocks have views, and those views.
         self._known: dict[str, Tensor] = {}
         self._views: list[dict[str, Tensor]] = [{} for _ in blocks]
 
     def parts(self, stacked: Tensor) -> list[Tensor]:
-        """Return what each block has of a stacked tensor, ``[G, ...]``, or of one with a number for each block."""
+        """Split a stacked tensor, ``[G, ...]`` or one number per block, into the blocks' parts."""
         return list(stacked.unbind() if stacked.dim() == 1 else stacked.split(len(stacked) // len(self.blocks)))
 
     def directions(
         self, P: Tensor, step: BlockStep, gradients: Mapping[nn.Parameter, Tensor], keeps_gradients: bool
     ) -> list[Direction]:
-        """Return each block's part of the preconditioned gradients."""
+        """Split the preconditioned gradients P into one direction per block."""
         G = step.gradient if keeps_gradients and isinstance(step.gradient, Tensor) else None
         Ps, Gs = [P], [G]
         if len(self.blocks) > 1:
@@ -58,7 +58,7 @@ class Stack:
         return found
 
     def gather(self, states: list[Any]) -> bool:
-        """Stack the blocks' tensors as they are now; False where the blocks have not got the same."""
+        """Stack the blocks' current tensors; return False if their names, shapes or dtypes differ."""
         names = tensors_in(states[0])
         if any(tensors_in(state) != names for state in states[1:]):
             return False
@@ -75,7 +75,7 @@ class Stack:
         return True
 
     def hand_down(self, states: list[Any]) -> None:
-        """Give each block its part of the stacked tensors that are new."""
+        """Give each block a view of its part of every new stacked tensor."""
         for name in tensors_in(self.state):
             stacked = self.state.__dict__[name]
             if self._known.get(name) is not stacked:
@@ -89,7 +89,7 @@ class Stacks:
 
     Args:
         partition: The blocks and their states.
-        stacked_by: Whether a block's method can take several at once.
+        stacked_by: Whether a block's method can handle several blocks at once.
     """
 
     def __init__(self, partition: Partition, stacked_by: Callable[[Block], bool]) -> None:
@@ -100,11 +100,11 @@ class Stacks:
         self._generation = -1
 
     def of(self, blocks: Iterable[Block], kind: Callable[[Block], Hashable]) -> list[Stack]:
-        """Return stacks that hold these blocks.
+        """Return stacks that together hold these blocks.
 
         Args:
             blocks: The blocks.
-            kind: What blocks must have in common besides their shape; None for one that must be alone.
+            kind: Blocks are stacked only if this is equal; None for a block that must not be stacked.
         """
         if self._generation != self._partition.generation:
             self._arrange()
@@ -126,7 +126,7 @@ class Stacks:
         return found
 
     def hand_down(self, stack: Stack) -> None:
-        """Give each block of a stack its part of what was made."""
+        """Give each block of a stack a view of its part of every new stacked tensor."""
         stack.hand_down(self.states(stack))
 
     def states(self, stack: Stack) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What passes between the parts of an optimizer: a step's inputs, its rates, a block's state, step and direction."""
+"""The data that the parts of an optimizer exchange: StepInputs, Rates, BlockState, BlockStep and Direction."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.samples import Sample
 from ekfac.optim.statistics.sums import BlockSums
 
-#: Where a tensor lies.
+#: The address of a tensor's data.
 ADDRESS = operator.methodcaller("data_ptr")
-#: Calls of a block that are kept for the step, by forward pass, each with its number of examples.
+#: A block's calls that are kept for the step: for each forward pass, the calls and the number of examples.
 KeptCalls = list[tuple[list[Call], int]]
 
 
 # --- from step to step --------------------------------------------------------------------------------------------
 
 
-#: Stands for ``near`` where there was no warm refresh.
+#: The value of ``near`` before any warm refresh.
 UNKNOWN = -1
-#: What a block's state has in a checkpoint even where nothing was noted.
+#: Entries that a block's state has in every checkpoint, with their defaults.
 ALWAYS = {"near": UNKNOWN, "failed_refreshes": 0, "strayed": 0}
 
 
 def filled(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a state, perhaps one that torch has flattened, has only the name of."""
+    """Return a state without its empty entries, which torch's flattening of state dicts adds."""
     return {
         name: value
         for name, value in state.items()
@@ -43,19 +43,19 @@ def filled(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(init=False, eq=False, repr=False, kw_only=True)
 class BlockState(MutableMapping[str, Any]):
-    """What is kept of a block from step to step. A checkpoint holds these fields, under their names, and no others.
+    """A block's state between steps. A checkpoint holds exactly these fields, under their names.
 
-    A field that has not been computed yet is not there. To torch it is a mapping of those that are, like the state of
-    any optimizer; with those of :data:`ALWAYS`, so that checkpoints of all steps have the same names.
+    Fields that have not been computed yet are unset. Torch sees a mapping of those that are set, like the state of any
+    optimizer, plus :data:`ALWAYS`, so that checkpoints of all steps have the same names.
 
     Attributes:
-        momentum_buffer: The momentum of the block's first parameter, as torch's SGD has it.
-        A: Running sum of h h^T; with ``B``, divided by ``factor_weight``, the Kronecker factors.
+        momentum_buffer: Momentum of the block's first parameter, as in torch's SGD.
+        A: Running sum of h h^T. A and B divided by ``factor_weight`` are the Kronecker factors.
         B: Running sum of delta delta^T.
-        factor_weight: The weight of what A and B have taken in.
-        failed_refreshes: How many solves in a row have failed.
-        near: Whether the last warm refresh has brought the basis near the factors' own; not counted yet.
-        strayed: How many warm refreshes in a row have not.
+        factor_weight: Total weight of the batches in A and B.
+        failed_refreshes: Number of consecutive solves that failed.
+        near: Whether the last warm refresh brought the basis near the factors' eigenbasis; not yet in ``strayed``.
+        strayed: Number of consecutive warm refreshes that did not.
     """
 
     momentum_buffer: Tensor
@@ -100,16 +100,16 @@ class BlockState(MutableMapping[str, Any]):
 
 @dataclass(init=False, eq=False, repr=False, kw_only=True)
 class EigenState(BlockState):
-    """What a rule keeps in an eigenbasis. A rule with further tensors has a subclass of its own.
+    """The state of a rule in an eigenbasis. A rule with further tensors has a subclass of its own.
 
     Attributes:
-        U_A: Eigenvectors of A; not there where A is kept diagonal.
+        U_A: Eigenvectors of A; unset if A is kept diagonal.
         U_B: Eigenvectors of B.
         S_A: Eigenvalues of A.
         S_B: Eigenvalues of B.
         s: The scaling, ``[G, O, C]``.
         m: The running mean of the projected gradient.
-        count: How many steps the averages have taken in, on the device.
+        count: Number of steps in the averages, on the device.
         examples: The number of examples of the last step, on the device.
     """
 
@@ -125,16 +125,16 @@ class EigenState(BlockState):
 
 @dataclass(init=False, eq=False, repr=False, kw_only=True)
 class InverseState(BlockState):
-    """What KFAC keeps.
+    """The state of KFAC.
 
     Attributes:
         inverse_A: The inverse of the damped A.
         inverse_B: The inverse of the damped B.
-        inverse_extra: Under SUA, that of the bias.
-        added_A: What was added to A's diagonal, one number a group.
-        added_B: What was added to B's.
-        inverted_A: A as it was inverted, kept once damping has changed.
-        inverted_B: B as it was inverted.
+        inverse_extra: Under SUA, the inverse for the bias.
+        added_A: What was added to A's diagonal, one number per group.
+        added_B: What was added to B's diagonal.
+        inverted_A: The A behind ``inverse_A``; kept once damping has changed.
+        inverted_B: The B behind ``inverse_B``.
         inverted_at: The damping of the inverses.
         usual: A running mean of the gradient's squared length.
     """
@@ -155,32 +155,32 @@ class InverseState(BlockState):
 
 @dataclass(frozen=True)
 class GroupRates:
-    """The numbers of one parameter group in one step: floats, or in a CUDA graph tensors (all but beta_2)."""
+    """The hyper-parameters of one parameter group in one step: floats, or tensors in a CUDA graph (except beta_2)."""
 
     lr: float | Tensor
     damping: float | Tensor
     l2: float = 0.0
     maximize: bool = False
     betas: tuple[float | Tensor, float] | None = None
-    #: Whether somebody reads how far gradients agree with the last direction.
+    #: Whether to compare the gradient with the last direction, for ``lr_fraction``.
     compares: bool = False
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The numbers of one step, by parameter group.
+    """The hyper-parameters of one step, by parameter group.
 
     Attributes:
-        groups: One for each parameter group.
-        group_of: The place of each trained parameter's group.
-        fixed: What else the update depends on: steps that differ in it are different steps.
-        averaged: Parameters whose average takes the step in.
-        average_weight: The weight of the newest ones in it.
-        called: How the model was called since the last step, where processes have yet to agree on it.
-        mended: There, whether this one has found that somebody changes weights between steps.
-        candidates: There, the parameters whose average takes the step in if any process has their gradient.
-        keeps_gradients: Whether the update reads what was preconditioned.
-        shows: Whether ``averaged`` are all that have an average, so that the update may show it.
+        groups: One entry for each parameter group.
+        group_of: The index of each trained parameter's group.
+        fixed: Everything else that the update depends on; a CUDA graph is recorded for each value.
+        averaged: Parameters whose running average includes this step.
+        average_weight: The weight of the newest parameters in the average.
+        called: How the model was called since the last step; set only if processes have yet to agree on it.
+        mended: In that case, whether this process saw weights change between steps.
+        candidates: In that case, parameters whose average includes this step if any process has their gradient.
+        keeps_gradients: Whether the update reads the gradients behind the directions.
+        shows: Whether ``averaged`` are all parameters with an average, so that the update may swap the average in.
     """
 
     groups: list[GroupRates]
@@ -195,18 +195,18 @@ class Rates:
     shows: bool = False
 
     def of(self, parameter: nn.Parameter) -> GroupRates:
-        """Return the numbers of a parameter's group; those of a block are its first parameter's."""
+        """Return the hyper-parameters of a parameter's group; a block has those of its first parameter."""
         return self.groups[self.group_of[parameter]]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all processes know of a step that they take together.
+    """What processes that take a step together have agreed on.
 
     Attributes:
-        gradients: The parameters of which any of them has a gradient.
-        called: How the model was called, by the one that has come furthest.
-        mended: Whether any has found that somebody changes weights between steps.
+        gradients: Parameters with a gradient on any process.
+        called: The maximum of how the model was called, over processes.
+        mended: Whether any process saw weights change between steps.
     """
 
     gradients: Collection[nn.Parameter]
@@ -220,29 +220,29 @@ class StepInputs:
 
     Attributes:
         gradients: ``.grad`` of the parameters that have one, as real numbers.
-        calls: Calls that are taken in the step itself.
-        sums: What was summed over calls.
+        calls: Calls that the step itself processes.
+        sums: Statistics already summed over calls.
         n: The number of examples behind the gradient, or behind the last statistics if it comes from elsewhere.
         n_statistics: The number of examples behind the statistics.
-        rescaled: What each gradient that was touched since backward must be multiplied by to be as it was left.
-        unknown: Layers of which nothing is known yet, and whose gradient is zero.
-        blocks: The blocks that the step changes; found when all gradients and sums are there.
-        solves: Blocks whose bases are solved for in full before they are used.
-        warm: Blocks whose bases are refreshed, warm, before they are used, and the iterations of their two sides.
-        processes: How many processes train together.
-        batches: How many batches they have: under tensor parallel several share one.
-        mean: What gradients are multiplied by to be those of a mean over examples.
-        samples: Samples whose sums are taken in the step itself; of blocks that have none in ``sums``.
+        rescaled: For each gradient changed since backward, the factor that restores what backward left.
+        unknown: Blocks without any statistics yet and with a zero gradient.
+        blocks: The blocks that the step changes; set once all gradients and sums are complete.
+        solves: Blocks whose bases are solved in full in this step.
+        warm: Blocks whose bases are refreshed warm in this step, with the iterations for A and B.
+        processes: The number of processes that train together.
+        batches: The number of their batches; under tensor parallelism several processes share one.
+        mean: The factor that makes gradients those of a mean over examples.
+        samples: Samples that the step itself sums, for blocks without an entry in ``sums``.
         sizes: The largest magnitude of every gradient.
-        left: The same as backward left it.
-        touched: Parameters whose gradient was changed since.
-        ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+        left: The largest magnitude of every gradient as backward left it.
+        touched: Parameters whose gradient was changed after backward.
+        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
         bad: True on the device where ``ok`` is 0.
-        weights: What a step changes, where that is not the parameter itself: of complex ones the real numbers, and the
-            whole of sharded ones that this process owns.
-        called: How the model was called since the last step, by whichever process has come furthest.
-        mended: Whether any process has found that somebody changes weights between steps.
-        unseen: Covered blocks of which no process has statistics, where several take the step.
+        weights: The tensors that the update changes if not the parameters themselves: real views of complex parameters,
+            and the full tensors of sharded parameters that this process owns.
+        called: How the model was called since the last step, the maximum over processes.
+        mended: Whether any process saw weights change between steps.
+        unseen: With several processes, covered blocks of which none has statistics.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
     """
 
@@ -272,28 +272,28 @@ class StepInputs:
     small: bool = False
 
     def masked(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or zeros in a step that must change nothing."""
+        """Return the tensor, or zeros if the step is skipped."""
         return tensor if self.bad is None else tensor.masked_fill(self.bad, 0.0)
 
 
 @dataclass
 class BlockStep:
-    """One block's step: what a method is given, and what it has made of it so far.
+    """One block's step: a method's inputs and intermediate results.
 
     Attributes:
-        gradient: What is preconditioned, ``[G, O, C]``, or the rows that it is the product of.
+        gradient: The gradient to precondition, ``[G, O, C]``, or its factors h and delta.
         n: The number of examples.
-        rates: Damping and other numbers of the block's group.
-        ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
-        ratio: What a gradient that was rescaled as a whole must be multiplied by to be as backward left it.
-        left: The gradient as backward left it, where its parts were not rescaled alike.
+        rates: Damping and other hyper-parameters of the block's group.
+        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
+        ratio: For a gradient that was rescaled as a whole, the factor that restores what backward left.
+        left: The gradient as backward left it, if its parts were rescaled differently.
         s_star: s* of the examples, for rules that need it.
         basis: The basis in use; None for a parameter that no layer covers.
         g: The gradient in the basis.
-        seen: The gradient in the basis as backward left it; the scaling is fed with that.
+        seen: The gradient as backward left it, in the basis; it updates the scaling.
         damped: Adds damping to s.
-        products: What tells how far g agrees with the last direction, ``[2, 3]``, of rules that compare them.
-        blocks: How many blocks of one shape are stacked in the tensors, along G.
+        products: Inner products of g and the last direction, ``[2, 3]``, from rules that compare them.
+        blocks: The number of blocks of one shape that are stacked along G.
         small: See :class:`StepInputs`.
     """
 
@@ -313,19 +313,18 @@ class BlockStep:
     small: bool = False
 
 
-#: Coordinates of a step, of about 1, below which they do not fully decide: rounding is not to where they say nothing.
+#: Cautious decay fades in over step entries (of size about 1) up to this, so that rounding cannot flip it near zero.
 CLEAR = 1e-3
 
 
 @dataclass(frozen=True)
 class Direction:
-    """A block's preconditioned gradient, and what the parts that bound a step's length read.
+    """A block's preconditioned gradient, and what the bounds on a step's length read.
 
     Attributes:
         block: The block.
-        steps: The preconditioned gradient of each of its parameters that has a gradient; none where another process
-            updates them.
-        gradient: What was preconditioned, ``[G, O, C]``; None where rows stood in its place, or nobody reads it.
+        steps: The preconditioned gradient of each parameter that has a gradient; empty if another process updates them.
+        gradient: The gradient that was preconditioned, ``[G, O, C]``; None if it was in factored form, or is not read.
         products: See :class:`BlockStep`.
     """
 
@@ -336,10 +335,10 @@ class Direction:
 
 
 def factors_of(state: BlockState) -> tuple[Tensor, Tensor]:
-    """Return A and B as they stand."""
+    """Return the current factors A and B."""
     weight = state.factor_weight.clamp(min=torch.finfo(state.A.dtype).tiny)
     A, B = state.A, state.B
-    if weight.dim():  # of several blocks that are stacked
+    if weight.dim():  # several stacked blocks
         weight = weight.repeat_interleave(len(A) // len(weight))
         return A / weight.view(-1, *(1 for _ in A.shape[1:])), B / weight.view(-1, *(1 for _ in B.shape[1:]))
     return A / weight, B / weight

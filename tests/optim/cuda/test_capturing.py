@@ -145,7 +145,7 @@ def test_a_function_that_cannot_be_captured_runs_from_then_on(function: Doubling
     for _ in range(2):
         of("key", function, on_gpu(1.0))
     function.fails = True
-    told = pytest.warns(RuntimeWarning, match="doubling cannot be recorded and runs without: no kernel for this")
+    told = pytest.warns(RuntimeWarning, match="doubling cannot be recorded and runs eagerly: no kernel for this")
     with told, pytest.raises(RuntimeError):
         of("key", function, on_gpu(1.0))
     function.fails = False

@@ -22,7 +22,7 @@ from ekfac.optim.methods.belief import Belief
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.types import BlockStep, EigenState, GroupRates
 
-pytestmark = pytest.mark.filterwarnings("error:.*kernels of its own")
+pytestmark = pytest.mark.filterwarnings("error:.*without its fused kernels")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICES = [

@@ -19,7 +19,7 @@ from ekfac.optim.cuda import update
 from ekfac.optim.optimizer import decay
 from emulated_cuda import by_lists
 
-pytestmark = pytest.mark.filterwarnings("error:.*kernel of its own")
+pytestmark = pytest.mark.filterwarnings("error:.*without the fused kernel")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICES = [

@@ -115,7 +115,7 @@ def test_names_that_are_others_are_refused_as_before() -> None:
     ("given", "said"),
     [
         ({"model": {}, "opt": {}}, r"keys model, opt: pass what this optimizer's state_dict\(\) returned"),
-        ({"state": {}, "param_groups": []}, "another optimizer's: begin with a new one"),
+        ({"state": {}, "param_groups": []}, "another optimizer's: start with a new one"),
         ({"ekfac": {"version": 3}}, "version 3 of its format"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Speed on a GPU: graphs, streams and masks. Without it results are the same."""
+"""Speed on a GPU: graphs, streams and masks. Results are the same without it."""

@@ -1,6 +1,6 @@
-"""Triton's compilation of the kernels, begun while the first batch is on its way: it takes seconds.
+"""Compiles Triton kernels in the background while the first batch is processed, since that takes seconds.
 
-Nothing here touches the device, or need succeed: what is not compiled by the first launch is compiled then.
+Nothing here touches the device or has to succeed: kernels that are not ready at their first launch are compiled then.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from ekfac.optim.methods.belief import Belief
 
-#: What is being compiled, and what has been begun before.
+#: Running threads, and everything whose compilation was ever started.
 _under_way: list[threading.Thread] = []
 _begun: set[object] = set()
 
 
 def compile_ahead(device: torch.device, rule: Any) -> None:
-    """Begin to compile what a rule's steps will launch on a device, in threads; nothing where there are no kernels."""
+    """Start threads that compile the kernels of a rule's steps, if it has any for this device."""
     if type(rule) is not Belief or device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
     if (key := (device, rule)) in _begun:
@@ -33,13 +33,13 @@ def compile_ahead(device: torch.device, rule: Any) -> None:
 
 
 def wait() -> None:
-    """Wait until what was begun is done."""
+    """Wait for all running compilations."""
     while _under_way:
         _under_way.pop().join()
 
 
 def _quietly(function: Any, rule: Any) -> None:
-    with contextlib.suppress(Exception):  # the first launch tells
+    with contextlib.suppress(Exception):  # the first launch will raise it again
         function(rule)
 
 
@@ -61,7 +61,7 @@ def _update(rule: Any) -> None:
 
 
 def _compile(kernel: Any, arguments: list[Any], built_in: dict[str, Any]) -> None:
-    """Make a kernel, and the C function that launches it, for tensors of some dtypes and numbers."""
+    """Compile a kernel, and the C function that launches it, for arguments of these types."""
     from triton.runtime import driver
 
     compiled = kernel.warmup(*arguments, grid=(1, 1), **built_in)

@@ -1,4 +1,4 @@
-"""The parts of a step as fast as a GPU allows: whole steps as graphs, parallel streams, a host that never waits."""
+"""Runs the work of a step on a GPU: whole steps as CUDA graphs, parallel streams, no synchronisation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ekfac.optim.methods.base import Method
     from ekfac.optim.types import Rates, StepInputs
 
-#: Functions of more numbers are run, not replayed, as the device takes longer than the host in any case. A refresh has
-#: some eight float64 copies of its factors, which are a quarter of what it reads.
+#: Functions of more numbers than this run eagerly, as the device is slower than the host in any case. (A refresh makes
+#: about eight float64 copies of its factors, which are a quarter of what it reads.)
 LARGE = {"a refresh": 2**25, "taking statistics": 2**25}
-#: A refresh of factors with more numbers does not run beside the next step, as its copies would be there at its peak.
+#: Refreshes of more factor entries than this do not overlap with the next step: its copies would add to peak memory.
 BESIDE = 2**22
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ P = TypeVar("P", bound=Part)
 
 
 class CudaExecutor(Executor):
-    """Runs what is on a GPU by graphs and streams, and everything else as :class:`Executor` does.
+    """Runs work on a GPU by graphs and streams, and everything else like :class:`Executor`.
 
     Args:
         options: The engine's options.
-        whole_steps: Whether the optimizer hands over its steps whole, with the update of the parameters.
-        device: Where the parameters are.
+        whole_steps: Whether a step includes the update of the parameters.
+        device: The parameters' device.
     """
 
     can_replay = True
@@ -57,10 +57,10 @@ class CudaExecutor(Executor):
         self.mask = NonFiniteMask()
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
-        self.step_graphs = StepGraphs(weakref.proxy(self))  # a cycle would keep graphs and their memory
+        self.step_graphs = StepGraphs(weakref.proxy(self))  # a reference cycle would keep graphs' memory alive
         #: Whether a whole step is being recorded.
         self.records = False
-        #: What it will read its update from.
+        #: The table from which the recorded update will read its pointers.
         self.table = Table(0, device)
         self._methods: dict[Method[Any], Method[Any]] = {}
         n = options.numerics
@@ -71,7 +71,7 @@ class CudaExecutor(Executor):
         }
 
     def graphs_possible(self, device: torch.device) -> bool:
-        """Tell whether a CUDA graph may hold what happens on a device."""
+        """Return whether work on a device may be recorded in CUDA graphs."""
         o = self.options
         return o.numerics.cuda_graphs and device.type == "cuda" and o.grad_scaler is None and o.processes.size == 1
 
@@ -85,7 +85,7 @@ class CudaExecutor(Executor):
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
-        """Record a whole step inside, its parts in parallel."""
+        """Record a whole step, with its parts in parallel streams."""
         self.records = True
         try:
             with self.streams.opened(device):
@@ -130,7 +130,7 @@ class CudaExecutor(Executor):
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        """Whether a replay could read what backward leaves."""
+        """Whether there are static buffers for what backward leaves."""
         return self.waits and self.places.open
 
     @property
@@ -144,7 +144,7 @@ class CudaExecutor(Executor):
         return found
 
     def forget_kept(self) -> None:
-        """Let go of all places."""
+        """Free all static buffers."""
         self.places.clear()
         self.kept.clear()
 
@@ -196,17 +196,17 @@ class CudaExecutor(Executor):
 
 
 def make_executor(options: EngineOptions, whole_steps: bool, parameters: Sequence[nn.Parameter]) -> Executor:
-    """Return the executor for parameters where they are."""
+    """Return the executor for the parameters' device."""
     device = parameters[0].device
     return CudaExecutor(options, whole_steps, device) if device.type == "cuda" else Executor(options, whole_steps)
 
 
 def blocks_of(part: Any) -> Sequence[Block]:
-    """Return the blocks of a stack, or a block as one."""
+    """Return the blocks of a stack, or a single block in a tuple."""
     return (part,) if isinstance(part, Block) else part.blocks
 
 
 def widest(part: Any) -> int:
-    """Return the numbers of the largest matrices of a block or a stack: its gradient, A or B."""
+    """Return the number of entries in the largest tensor of a block or stack: gradient, A or B."""
     blocks = blocks_of(part)
     return len(blocks) * max(blocks[0].shape.numel, *blocks[0].factor_numbers())

@@ -1,7 +1,7 @@
-"""The default rule in three kernels a stack of blocks, where :class:`Belief` itself takes a hundred.
+"""The default rule in three kernels per stack of blocks, where :class:`Belief` itself launches a hundred.
 
-:mod:`ekfac.optim.methods.belief` is what it has to agree with, and what runs where this cannot: without Triton, in
-other dtypes, at a block's first step.
+:mod:`ekfac.optim.methods.belief` is the reference, and the fallback without Triton, for other dtypes, and in a block's
+first step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ekfac.optim.methods.belief import Belief
 from ekfac.optim.methods.eigenbasis import EigenMethod, in_basis
 from ekfac.optim.types import BlockStep, EigenState, GroupRates
 
-#: Where the kernels run.
+#: Device types with kernels.
 DEVICES = {"cuda"}
-#: Whether they have been seen to run on a device with a rule's numbers, which are built into them.
+#: Whether the kernels ran in a trial, by device and the rule's constants, which are compiled in.
 _known: dict[Hashable, bool] = {}
 
 
 class FusedBelief(EigenMethod):
-    """An :class:`EigenMethod` with the rule :class:`Belief`, scaling and direction in one go."""
+    """An :class:`EigenMethod` with the rule :class:`Belief`, with scaling and direction fused."""
 
-    enabled = True  # False to compare
-    _takes = False  # whether the kernels take the step that is in hand
+    enabled = True  # False in comparisons
+    _takes = False  # whether the current step uses the kernels
 
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
         self._takes = self.enabled and fits(self.rule, state, step)
@@ -38,10 +38,10 @@ class FusedBelief(EigenMethod):
             super().project(block, state, step)
             return
         step.basis = self.basis(block, state)
-        step.g = step.seen = in_basis(step.gradient, step.basis)  # which the kernels bound
+        step.g = step.seen = in_basis(step.gradient, step.basis)  # the kernels clamp it
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
-        """Leave it to the kernels, which do it on the way to the direction."""
+        """Do nothing if the kernels run: they update the scaling together with the direction."""
         if not self._takes:
             super().update_scaling(state, step)
 
@@ -50,14 +50,14 @@ class FusedBelief(EigenMethod):
 
 
 def fused(method: Method[Any]) -> Method[Any]:
-    """Return what does the same as a method with fewer kernels; the method itself where there is nothing."""
+    """Return the fused variant of a method, or the method itself if there is none."""
     if type(method) is EigenMethod and type(method.rule) is Belief:
         return FusedBelief(method.rule, method.damp)
     return method
 
 
 def fits(rule: Any, state: EigenState, step: BlockStep) -> bool:
-    """Tell whether the kernels can take a step: not a block's first, and of float32 tensors that lie as they expect."""
+    """Return whether the kernels can run a step: not a block's first, with contiguous float32 tensors."""
     g, kept = step.gradient, state.__dict__
     if not (isinstance(g, Tensor) and g.device.type in DEVICES and g.dtype == torch.float32 and 0 < g.numel() < 2**31):
         return False
@@ -71,11 +71,11 @@ def fits(rule: Any, state: EigenState, step: BlockStep) -> bool:
 
 
 def runs_on(device: torch.device, rule: Any, rates: GroupRates) -> bool:
-    """Tell whether the kernels run, from trying them once; warn where they should and do not."""
+    """Return whether the kernels run, from a single trial; warn if they fail though Triton is installed."""
     key = device, (rates.betas or rule.betas)[1], rule.eps, rule.floor, rule.spike, rule.cautious
     if key not in _known:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # no time to compile anything
+            return False  # nothing can be compiled during recording
         ahead.wait()
         try:
             step, state = BlockStep(torch.ones(1, 1, 1, device=device), 1.0, rates), EigenState()
@@ -84,21 +84,21 @@ def runs_on(device: torch.device, rule: Any, rates: GroupRates) -> bool:
             state.count, state.examples = torch.ones(2, dtype=torch.float64, device=device).unbind()
             launch(rule, state, step).sum().item()
             _known[key] = True
-        except Exception as error:  # whatever it is, the rule can do without
+        except Exception as error:  # any failure falls back to the rule without kernels
             _known[key] = False
-            if not isinstance(error, ImportError):  # torch has Triton with it on some systems alone
-                warnings.warn(f"Belief runs without kernels of its own: {error}", RuntimeWarning, stacklevel=2)
+            if not isinstance(error, ImportError):  # torch ships Triton only on some systems
+                warnings.warn(f"Belief runs without its fused kernels: {error}", RuntimeWarning, stacklevel=2)
     return _known[key]
 
 
 def launch(rule: Any, state: EigenState, step: BlockStep) -> Tensor:
-    """Do the work of :meth:`Belief.observe` and :meth:`Belief.direction`; returns the direction."""
+    """Run :meth:`Belief.observe` and :meth:`Belief.direction` by kernels; return the direction."""
     from ekfac.optim.cuda import kernels as k
 
     beta_1, beta_2 = step.rates.betas or rule.betas
     g, m, s, count = step.g.contiguous(), state.m, state.s, state.count
     seen = g if step.seen is step.g else step.seen.contiguous()
-    # Numbers are tensors too: no kernel is compiled anew for another.
+    # Pass numbers as tensors too, so that no kernel is recompiled for other values.
     like, given = state.count, (1.0 if step.ok is None else step.ok, beta_1, step.n)
     ok, beta, n = (v.to(like) if isinstance(v, Tensor) else like.new_full((), v) for v in given)
     size = g.numel() // step.blocks

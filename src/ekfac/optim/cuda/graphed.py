@@ -1,4 +1,4 @@
-"""Training steps whose forward and backward pass is a CUDA graph, wherever the optimizer needs the gradient alone."""
+"""Training steps that replay forward and backward pass as a CUDA graph whenever the optimizer needs only gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ekfac.optim.cuda.replay import form, recording
 from ekfac.optim.cuda.streams import OwnStream
 from ekfac.optim.optimizer import Optimizer
 
-#: A pass is recorded when the same one has been run this often.
+#: A pass is recorded after it has run this many times.
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A forward and a backward pass, and the places that it reads from and answers to."""
+    """A recorded forward and backward pass, with its static inputs, outputs and gradients."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Sequence[Tensor]
@@ -37,7 +37,7 @@ class GraphedStep:
     def __init__(self, optimizer: Optimizer, backward: Callable[..., Any]) -> None:
         self.optimizer = optimizer
         self.backward = backward
-        #: How many forward and backward passes were replayed.
+        #: The number of replayed passes.
         self.replays = 0
         self._enabled = True
         self._seen: Counter[Hashable] = Counter()
@@ -46,7 +46,7 @@ class GraphedStep:
         self._own: tuple[OwnStream, tuple[int, int]] | None = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Take one step; returns what ``backward`` returns, detached."""
+        """Take one step; return what ``backward`` returns, detached."""
         self.optimizer.zero_grad()
         key = self._key(inputs) if self._enabled and self._needs_gradients_alone(inputs) else None
         recorded = None if key is None else self._recorded.get(key) or self._record(key, inputs)
@@ -59,7 +59,7 @@ class GraphedStep:
         return outputs
 
     def _needs_gradients_alone(self, inputs: Sequence[Tensor]) -> bool:
-        """Tell whether nothing is to be learnt of this step's layers, and a graph may hold all that it computes."""
+        """Return whether this step needs no statistics, and everything in it can be recorded."""
         engine, options = self.optimizer.engine, self.optimizer.engine.options
         return (
             engine.partition.device.type == "cuda"
@@ -71,12 +71,12 @@ class GraphedStep:
         )
 
     def _key(self, inputs: Sequence[Tensor]) -> Hashable:
-        """Return all that a graph takes for granted."""
+        """Return everything that a recorded pass depends on."""
         partition = self.optimizer.engine.partition
         return partition.model.training, partition.generation, *map(form, inputs)
 
     def _note(self, key: Hashable) -> None:
-        """Remember a pass that was run: how many examples it had, and that it can be recorded."""
+        """Count a pass that ran eagerly, with its number of examples."""
         collector = self.optimizer.engine.collector
         if any(map(collector.watch.touched, collector.watch.parameters)):
             self._give_up("it changes gradients after its backward pass; do so in a hook, or call opt.step() yourself")
@@ -85,7 +85,7 @@ class GraphedStep:
             self._examples[key] = collector.capture.examples
 
     def _record(self, key: Hashable, inputs: Sequence[Tensor]) -> RecordedPass | None:
-        """Record a pass that was run often enough; None where it is to be run."""
+        """Record a pass that has run often enough; return None if it is to run eagerly."""
         if self._seen[key] < REPEATS:
             return None
         collector, device = self.optimizer.engine.collector, inputs[0].device
@@ -95,11 +95,11 @@ class GraphedStep:
         if self._own is None:
             self._own = OwnStream(device), torch.cuda.graph_pool_handle()
         own, pool = self._own
-        collector.watch.enabled = False  # what it would look at is computed by the replay
+        collector.watch.enabled = False  # gradients have no values while recording
         try:
             with self.optimizer.paused(), recording(graph, pool=pool, stream=own.stream):
                 outputs = tree_map(_detached, self.backward(*places))
-        except Exception as error:  # whatever it is, the step can do without
+        except Exception as error:  # any failure falls back to running eagerly
             self._give_up(str(error))
             self.optimizer.zero_grad()
             return None
@@ -114,7 +114,7 @@ class GraphedStep:
         capture = self.optimizer.engine.collector.capture
         with torch.no_grad():
             torch._foreach_copy_(list(recorded.inputs), list(inputs))
-        with self.optimizer.batch(recorded.examples):  # a forward pass, by which its examples are counted
+        with self.optimizer.batch(recorded.examples):  # count the examples, as a forward pass would
             recorded.graph.replay()
         for p, gradient in recorded.gradients.items():
             p.grad = gradient
@@ -127,15 +127,15 @@ class GraphedStep:
         self._enabled = False
         self._recorded.clear()
         self._own = None
-        warnings.warn(f"graphed: this step cannot be recorded and runs without: {why}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"graphed: this step cannot be recorded and runs eagerly: {why}", RuntimeWarning, stacklevel=4)
 
 
 def graphed(optimizer: Optimizer, backward: Callable[..., Any]) -> GraphedStep:
-    """Turn forward, backward and update into one call that replays CUDA graphs where it can.
+    """Turn forward, backward and update into one call that replays CUDA graphs where possible.
 
-    In most steps the optimizer needs the gradient and nothing else. Their forward and backward pass is recorded once
-    and replayed, which frees small networks of Python's overhead. Steps that take statistics run as they always do, and
-    so does everything on a CPU. Results are the same::
+    In most steps the optimizer needs only the gradient. Their forward and backward pass is recorded once and replayed,
+    which frees small networks from Python's overhead. Steps that collect statistics run eagerly, as does everything on
+    a CPU. Results are the same::
 
         def backward(x, y):
             loss = loss_fn(model(x), y)
@@ -146,8 +146,8 @@ def graphed(optimizer: Optimizer, backward: Callable[..., Any]) -> GraphedStep:
         for x, y in loader:
             loss = step(x, y)
 
-    What CUDA graphs ask for holds for ``backward``: it is given tensors on the GPU, does the same operations every
-    time, and never waits for the device. Batches of other shapes are recorded apart.
+    ``backward`` must meet the requirements of CUDA graphs: its arguments are tensors on the GPU, it does the same
+    operations every time, and it never synchronises. Each shape of batch is recorded separately.
 
     Args:
         optimizer: An :class:`~ekfac.EKFAC` or :class:`~ekfac.KFAC`.
@@ -155,7 +155,7 @@ def graphed(optimizer: Optimizer, backward: Callable[..., Any]) -> GraphedStep:
             holds tensors. Gradients are cleared before it, and the step is taken after it.
 
     Returns:
-        A function of the same arguments, which takes a training step and returns the same, detached.
+        A function of the same arguments that takes a training step and returns what ``backward`` does, detached.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"graphed(optimizer={type(optimizer).__name__}): must be an ekfac.EKFAC or ekfac.KFAC")

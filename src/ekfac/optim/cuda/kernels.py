@@ -1,9 +1,9 @@
-"""The rule :class:`~ekfac.optim.methods.belief.Belief` in three Triton kernels. Imported only where Triton is.
+"""The rule :class:`~ekfac.optim.methods.belief.Belief` in three Triton kernels. Imported only if Triton is installed.
 
-Tensors of several blocks lie one below the other, ``size`` numbers each. A block is cut into at most PARTS parts of
-``tiles`` tiles. Each part leaves its sums at a place of its own, and whoever needs the whole adds these up in the same
-order every time: no result depends on which part comes first. Numbers that belong to a block are float64. One
-compilation serves all blocks, whatever their sizes and addresses.
+Tensors of several blocks are concatenated, ``size`` numbers each. A block is divided into at most PARTS parts of
+``tiles`` tiles. Each part stores its partial sums separately, and they are always added in the same order, so results
+are deterministic. Numbers that belong to a block are float64. One compilation serves all blocks, whatever their sizes
+and addresses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ekfac.optim.methods.belief import LARGEST
 
-#: Numbers that one program takes at once, and the most programs of one block.
+#: Numbers per tile, and the largest number of programs per block.
 TILE, PARTS = 1024, 512
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -70,7 +70,7 @@ def update(
     g, seen, m, s, x, sums, lengths, ok, count, beta, size, tiles, BETA_2: tl.constexpr, EPS: tl.constexpr,
     FLOOR: tl.constexpr, SPIKE: tl.constexpr, CAUTIOUS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update m and s, and find m / sqrt(s): all of its square, and what is left of it where coordinates wait."""
+    """Update m and s; compute m / sqrt(s) and its squared length, before and after skipping coordinates."""
     part, block, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     start = block.to(tl.int64) * size
     good = tl.load(ok) > 0
@@ -82,7 +82,7 @@ def update(
     shortens = (limit > 0) & (square > limit)
     factor = tl.where(shortens, tl.sqrt(limit / tl.where(shortens, square, 1.0)), 1.0)
     weight = tl.where(t > 1.0, tl.sqrt((1.0 + beta_1) * 0.5), 0.0)
-    # All that multiplies coordinates.
+    # Coefficients of coordinates.
     noise_m, noise_g = (-weight / before).to(tl.float32), (weight * factor).to(tl.float32)
     old, new, take = beta_1.to(tl.float32), ((1.0 - beta_1) * factor).to(tl.float32), (1.0 - beta_2).to(tl.float32)
     floor = (tl.sqrt(tl.full((), FLOOR, tl.float64)) / _remaining(beta_1, t)).to(tl.float32)
@@ -118,7 +118,7 @@ def scale(
     x, lengths, ok, count, beta, size, tiles,
     BETA_2: tl.constexpr, CAUTIOUS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x by all that a block has in common: corrections for the start at zero, and the bound."""
+    """Multiply x by the block's factor: bias corrections and the bound."""
     part, block, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     start = block.to(tl.int64) * size
     t = tl.load(count + block)

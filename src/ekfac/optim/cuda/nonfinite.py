@@ -1,7 +1,7 @@
-"""Steps that must change nothing because a gradient was not finite, found out without stalling a GPU.
+"""Skips steps with non-finite gradients without stalling a GPU.
 
-To ask would make the host wait for the backward pass. So the step goes on with a 0-dim ``ok`` on the device that masks
-every change, and the host reads the answer one step later.
+Checking would make the host wait for the backward pass. So the step proceeds with a 0-dim mask ``ok`` on the device
+that guards every write, and the host reads the mask one step later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PinnedAnswer(Answer):
         super().__init__(torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True))
         self.value.copy_(value, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(value.device))  # which need not be the current device
+        self._event.record(torch.cuda.current_stream(value.device))  # the value need not be on the current device
 
     def ready(self, wait: bool) -> bool:
         if wait:
@@ -30,7 +30,7 @@ class PinnedAnswer(Answer):
 
 
 class NonFiniteMask:
-    """Masks steps with gradients that are not finite, and keeps the answer that the host has not read yet."""
+    """Masks steps with non-finite gradients, and holds the mask that the host has not read yet."""
 
     def __init__(self) -> None:
         self._pending: Answer | None = None
@@ -38,15 +38,15 @@ class NonFiniteMask:
         self.last: Tensor | None = None
 
     def mask(self, sizes: list[Tensor]) -> Tensor:
-        """Return 1 on the device if all is finite, else 0."""
+        """Return 1 on the device if all sizes are finite, else 0."""
         return torch.isfinite(torch.stack([size.float() for size in sizes])).all().double()
 
     def expect(self, ok: Tensor) -> None:
-        """Have the host read a mask one step later."""
+        """Start copying a mask to the host, which reads it one step later."""
         self.last = ok
         self._pending = PinnedAnswer(ok)
 
     def was_skipped(self) -> bool:
-        """Tell whether the last step was masked; waits for its answer, which is long there."""
+        """Return whether the last step was masked; waits for the mask, which has long arrived."""
         answer, self._pending = self._pending, None
         return answer is not None and answer.ready(wait=True) and bool(answer.value == 0)

@@ -1,4 +1,4 @@
-"""Functions as CUDA graphs."""
+"""Records functions as CUDA graphs and replays them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch import Tensor
 
 from ekfac.optim.cuda.streams import OwnStream
 
-#: At most so many functions of one kind are recorded.
+#: At most this many functions of one kind are recorded.
 MOST = 300
 
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """Record a CUDA graph: ``torch.cuda.graph``, made to stand what else goes on in the process.
+    """Record a CUDA graph like ``torch.cuda.graph``, but robust against other activity in the process.
 
-    Python's collector stands still: models and optimizers of an earlier training are often left to it, and their
-    graphs, destroyed just now, would spoil this one. Other threads (those that pin memory, for example) do not count.
-    When recording fails, torch leaves its stream the current one, and its last error hides the first: the stream is
-    put back, and the first error is raised.
+    Python's garbage collector is paused: it could destroy graphs of an earlier training, which would invalidate this
+    recording. Calls by other threads (those that pin memory, for example) are allowed. If recording fails, torch leaves
+    its own stream current, and its last error hides the first; this restores the stream and raises the first error.
     """
     stream, collects = torch.cuda.current_stream(), gc.isenabled()
     first: Exception | None = None
@@ -46,45 +45,46 @@ def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
 
 def form(tensor: Tensor) -> Hashable:
-    """Return what a CUDA graph takes for granted of a tensor."""
+    """Return the properties of a tensor that a CUDA graph depends on, except its address."""
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
 class Places:
-    """Where what a backward pass leaves waits for the step: at the same addresses every time, for a graph to read.
+    """Static buffers, with fixed addresses for a graph to read, in which captured tensors wait for the step.
 
     Args:
-        limit: Bytes that they may take. Where they would take more there are none at all, from then on.
+        limit: The budget in bytes. Once it is exceeded, no more buffers are handed out.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken = 0
-        #: Whether there are any.
+        #: Whether the budget has not been exceeded.
         self.open = True
 
     def of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        """Return new places for copies of tensors, of these dtypes; None if there is no room."""
+        """Return new buffers for copies of tensors in these dtypes; None if there is no room."""
         pairs = list(zip(tensors, dtypes, strict=True))
         self._taken += sum(t.numel() * dtype.itemsize for t, dtype in pairs)
         self.open = self.open and self._taken <= self._limit
         return [torch.empty_like(t, dtype=dtype) for t, dtype in pairs] if self.open else None
 
     def clear(self) -> None:
-        """Begin again: nobody uses them any more."""
+        """Reset the count, as no buffer is in use any more."""
         self._taken = 0
 
 
 class Replays:
-    """Functions of tensors as CUDA graphs: many small kernels, slow to launch, become one.
+    """Functions of tensors as CUDA graphs: one launch in place of many small kernels.
 
-    One is recorded at its third call with tensors of the same form. From then on these are copied to fixed places, and
-    what it returns from others; graphs share both, and all memory, as they are replayed one after another.
+    A function is recorded at its third call with tensors of the same form. From then on, its arguments are copied to
+    static buffers and its results from others. Graphs share these buffers and all other memory, as they are replayed
+    one at a time.
 
     Args:
-        what: What they do, for a warning.
-        enabled: Record.
-        memory: Bytes that the places may take; what does not fit is run. None for any.
+        what: What the functions do, for a warning.
+        enabled: Whether to record.
+        memory: Budget in bytes for the buffers; functions that do not fit run eagerly. None for no limit.
     """
 
     def __init__(self, what: str, enabled: bool, memory: int | None = None) -> None:
@@ -93,15 +93,15 @@ class Replays:
         self._memory = memory
         self._seen: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, ...]]] = {}
-        #: Where each finds tensors that are not copied.
+        #: The addresses of each function's fixed tensors.
         self._fixed: dict[Hashable, list[int]] = {}
         self._places: dict[Hashable, Tensor] = {}
         self._record_on: dict[torch.device, tuple[OwnStream, tuple[int, int]]] = {}
-        #: Where one was replayed last.
+        #: The stream of the last replay.
         self._stream: torch.cuda.Stream | None = None
 
     def clear(self) -> None:
-        """Let go of all graphs and their memory."""
+        """Free all graphs and their memory."""
         if self._graphs:
             torch.cuda.synchronize()
         for kept in (self._graphs, self._places, self._record_on, self._fixed):
@@ -111,14 +111,14 @@ class Replays:
     def __call__(
         self, key: Hashable, function: Callable[..., tuple[Any, ...]], *given: Tensor, fixed: Sequence[Tensor] = ()
     ) -> tuple[Any, ...]:
-        """Return what the function returns: tensors, and what does not change from call to call.
+        """Call the function or replay it; what it returns besides tensors must be the same in every call.
 
         Args:
-            key: All that it does besides depends on.
-            function: Is given the tensors.
+            key: Everything that the function depends on besides the tensors.
+            function: A function of the tensors.
             *given: The tensors.
-            fixed: Others that it reads and writes where they are. Once one of them has moved, everything is recorded
-                anew.
+            fixed: Further tensors that it reads and writes in place. If the address of one changes, all graphs are
+                recorded anew.
         """
         first = (given or fixed)[0]
         if not (self.enabled and first.is_cuda) or torch.cuda.is_current_stream_capturing():
@@ -145,7 +145,7 @@ class Replays:
     def _record(
         self, key: Hashable, function: Callable[..., tuple[Any, ...]], given: Sequence[Tensor], device: torch.device
     ) -> bool:
-        """Record a function that was called often enough; returns whether that was done."""
+        """Record a function that was called often enough; return whether that was done."""
         if key in self._seen or len(self._seen) < MOST:
             self._seen[key] += 1
         if self._seen[key] < 3:
@@ -163,17 +163,17 @@ class Replays:
             own, pool = self._record_on[device]
             with recording(graph, pool=pool, stream=own.stream):
                 returned = tuple(self._placed(place, r) for place, r in _numbered("returned", function(*places)))
-        except Exception as error:  # whatever it is, the function can do without
+        except Exception as error:  # any failure falls back to running eagerly
             self.enabled = False
             self.clear()
-            warnings.warn(f"cuda_graphs: {self.what} cannot be recorded and runs without: {error}", RuntimeWarning,
+            warnings.warn(f"cuda_graphs: {self.what} cannot be recorded and runs eagerly: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             return False
         self._graphs[key] = graph, places, returned
         return True
 
     def _placed(self, place: Hashable, value: Any) -> Any:
-        """Return a tensor copied to its place; what is none as it is."""
+        """Copy a tensor to its static buffer; return anything else as it is."""
         if not isinstance(value, Tensor):
             return value
         if place not in self._places:
@@ -182,7 +182,7 @@ class Replays:
 
 
 def _numbered(what: str, values: Sequence[Any]) -> list[tuple[Hashable, Any]]:
-    """Return values with their places' names."""
+    """Pair values with the keys of their buffers."""
     return [((what, i, form(v) if isinstance(v, Tensor) else None), v) for i, v in enumerate(values)]
 
 

@@ -1,13 +1,12 @@
 """The second half of a step, from gradients to new parameters, as a CUDA graph.
 
-It is hundreds of kernels of a few microseconds each, and the host cannot launch them as fast as the device runs them.
-They are the same from step to step, so they are recorded once and replayed: gradients, and the calls of layers where
-a rule needs each example's gradient, are copied to fixed places first, and numbers that change live in tensors. Batches
-that A and B take in are part of it where what is needed of them is small enough to be kept until then. Bases are
-brought up to date without this graph.
+It launches hundreds of kernels of a few microseconds each, faster than the host can launch them. They are the same from
+step to step, so they are recorded once and replayed. Gradients, and captured calls if a rule needs per-example
+gradients, are first copied to static buffers; numbers that change are stored in tensors. The graph also updates A and B
+if the captured tensors that this takes are small enough to be kept until the step. Updates of bases are not part of it.
 
-A step is recorded when the same one has been run twice; one that differs in what a graph has built in (clipped
-gradients, a frozen layer, new options in a group) runs as it always does, and is recorded when it repeats.
+A step is recorded after it has run twice. A step that differs in what a graph has baked in (clipped gradients, a frozen
+layer, new options in a group) runs eagerly, and is recorded when it repeats.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ if TYPE_CHECKING:
     from ekfac.optim.cuda.executor import CudaExecutor
     from ekfac.optim.engine import Apply, Engine
 
-#: A step is recorded when it has been run this often.
+#: A step is recorded after it has run this many times.
 REPEATS = 2
-#: At most so many different steps are kept. They share their memory.
+#: The largest number of recorded steps. They share their memory.
 LIMIT = 24
-#: At most so many numbers of factors that were taken by others are copied for a step.
+#: The most entries of already summed factors that are copied for a replay.
 MOST = 2**24
-#: And so many counted: steps that differ every time, for example by their damping, are never recorded.
+#: The most signatures counted: steps that differ every time, for example in their damping, are never recorded.
 SEEN = 100
 
 
 @dataclass
 class RecordedStep:
-    """A graph, and the places that it reads from and answers to."""
+    """A graph with its static inputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
@@ -65,7 +64,7 @@ class StepGraphs:
         self._seen: Counter[Hashable] = Counter()
         self._recorded: dict[Hashable, RecordedStep] = {}
         self._refused: set[Hashable] = set()
-        #: Where inputs of recorded steps lie, which are replayed one after another and share them.
+        #: Static buffers for the inputs of recorded steps, which share them, as they are replayed one at a time.
         self._places: dict[Hashable, Tensor] = {}
         self._pool: tuple[int, int] | None = None
         self._generation = -1
@@ -73,11 +72,11 @@ class StepGraphs:
         self.replays = 0
 
     def step(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
-        """Precondition and update by replaying an earlier step; False where it has to be run."""
+        """Precondition and update by replaying a recorded step; return False if the step has to run eagerly."""
         if engine.schedule.applied_steps < 1 or not (is_plain(engine, inputs) and fits_damping(engine, rates)):
             return False
         if engine.partition.generation != self._generation:
-            # The tensors that recorded steps read were replaced.
+            # Tensors that recorded steps refer to were replaced.
             self.forget()
             self._executor.forget_kept()
             self._seen.clear()
@@ -102,9 +101,10 @@ class StepGraphs:
         return True
 
     def forget(self) -> None:
-        """Let go of all recorded steps, never of some: with any graph torch frees what others of its stream work in.
+        """Drop all recorded steps, with their memory pool and stream.
 
-        And of their memory and stream: a pool is not opened again once its graphs are gone or one of them was spoilt.
+        Never only some: destroying a graph frees the cuBLAS workspace of its stream, which the others use. And a pool
+        cannot be reused once its graphs are gone or a recording in it has failed.
         """
         if self._recorded:
             torch.cuda.synchronize()
@@ -113,16 +113,16 @@ class StepGraphs:
         self._pool = self._own = None
 
     def run(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> None:
-        """Do the second half of a step: what is recorded."""
+        """Run the second half of a step; this is what a graph records."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
-        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # what is made of calls is added
+        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # copies, as take_calls adds to them
         if inputs.calls:
             engine.collector.take_calls(inputs)
         sums = {**inputs.sums, **sums_of_samples(self._executor, engine.options, inputs.samples)}
         if any(of.factors for of in sums.values()):
             engine.collector.update_factors(inputs, sums)
-        apply(inputs, engine.precondition(engine.partition.blocks, inputs, rates), rates)  # all have gradients
+        apply(inputs, engine.precondition(engine.partition.blocks, inputs, rates), rates)  # all blocks have gradients
 
     @torch.no_grad()
     def _record(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> RecordedStep | None:
@@ -145,8 +145,8 @@ class StepGraphs:
             self._places, placed.ok = known, working.ok
             table.fill()
             return RecordedStep(graph, placed, numbers, table, self._executor.shown)
-        except Exception as error:  # whatever it is, the step can do without
-            warnings.warn(f"cuda_graphs: this step cannot be recorded and runs without: {error}", RuntimeWarning,
+        except Exception as error:  # any failure falls back to running eagerly
+            warnings.warn(f"cuda_graphs: this step cannot be recorded and runs eagerly: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             self.forget()
             self._executor.shown = False
@@ -160,7 +160,7 @@ class StepGraphs:
         recorded.numbers.copy_(known, non_blocking=True)
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
-                recorded.numbers[i].copy_(value.reshape(()))  # to read it here would make the host wait
+                recorded.numbers[i].copy_(value.reshape(()))  # reading it would synchronise
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
@@ -169,9 +169,9 @@ class StepGraphs:
 
 
 def is_plain(engine: Engine, inputs: StepInputs) -> bool:
-    """Tell whether a step has nothing that only the host can do, so that a graph may hold it.
+    """Return whether a step can be recorded, because nothing in it needs the host.
 
-    All parameters have gradients as backward left them, and no layer waits to be verified or for a new basis.
+    All parameters have gradients unchanged since backward, and no layer has yet to be verified or needs a new basis.
     """
     collector, partition = engine.collector, engine.partition
     return (
@@ -188,7 +188,7 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
 
 
 def fits_damping(engine: Engine, rates: Rates) -> bool:
-    """Tell whether inverses, where there are any, were made for the damping that stands in the groups now."""
+    """Return whether inverses, if any, were computed for the groups' current damping."""
     if engine.method.damping_is_free:
         return True
     states = engine.partition.states
@@ -196,7 +196,7 @@ def fits_damping(engine: Engine, rates: Rates) -> bool:
 
 
 def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
-    """Return all that a recorded step has built into it."""
+    """Return everything that a recorded step has baked in."""
     free = engine.method.damping_is_free
     groups = tuple((None if free else g.damping, g.l2, g.maximize) for g in rates.groups)
     taken = [(block, s, s.tensors()) for block, s in inputs.sums.items()]
@@ -212,13 +212,13 @@ def signature(engine: Engine, inputs: StepInputs, rates: Rates) -> Hashable:
 
 
 def _terms(sums: BlockSums) -> Hashable:
-    """Return how many terms A has, where that is a number of the host's; None where there is no A."""
+    """Return the number of terms in A if the host knows it; None if there is no A."""
     factors = sums.factors
     return None if factors is None else "on the device" if isinstance(factors.terms, Tensor) else factors.terms
 
 
 def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
-    """Return gradients, calls, and sums that were taken of others."""
+    """Return the tensors of a step's inputs: gradients, calls and sums."""
     yield from inputs.gradients.values()
     yield from (t for kept in inputs.calls.values() for calls, _ in kept for c in calls for t in (c.x, c.d))
     for s in inputs.sums.values():
@@ -228,7 +228,7 @@ def tensors_of(inputs: StepInputs) -> Iterator[Tensor]:
 
 
 def numbers_of(inputs: StepInputs, rates: Rates) -> list[float | Tensor]:
-    """Return the numbers of a step that change from one to the next, in a fixed order."""
+    """Return the numbers that change from step to step, in a fixed order."""
     found = [inputs.n, inputs.n_statistics, inputs.mean, rates.average_weight]
     for group in rates.groups:
         found += [group.lr, group.damping, 0.0 if group.betas is None else group.betas[0]]
@@ -238,14 +238,14 @@ def numbers_of(inputs: StepInputs, rates: Rates) -> list[float | Tensor]:
 def at_places(
     inputs: StepInputs, rates: Rates, known: dict[Hashable, Tensor], numbers: Iterator[Tensor], damping_is_free: bool
 ) -> tuple[StepInputs, Rates]:
-    """Return the same inputs and rates with their tensors and numbers at fixed places.
+    """Return inputs and rates with static buffers in place of their tensors and numbers.
 
     Args:
         inputs: The inputs.
         rates: The rates.
-        known: Places of tensors that are known; new ones are added.
-        numbers: Places of :func:`numbers_of`.
-        damping_is_free: Whether damping may change.
+        known: The existing buffers; new ones are added.
+        numbers: Buffers for :func:`numbers_of`.
+        damping_is_free: Whether damping may change between replays.
     """
     places = iter([_place(known, (i, form(t)), t) for i, t in enumerate(tensors_of(inputs))])
     gradients = {p: next(places) for p in inputs.gradients}
@@ -256,7 +256,7 @@ def at_places(
     sums = {block: s.at(places) for block, s in inputs.sums.items()}
     n, n_statistics, mean, average_weight = (next(numbers) for _ in range(4))
     placed = StepInputs(gradients, calls, sums, n, n_statistics, mean=1.0 if inputs.mean == 1.0 else mean)
-    placed.samples, placed.weights = inputs.samples, inputs.weights  # which lie where they always do
+    placed.samples, placed.weights = inputs.samples, inputs.weights  # already in static buffers
     groups = []
     for group in rates.groups:
         lr, damping, beta = next(numbers), next(numbers), next(numbers)
@@ -266,7 +266,7 @@ def at_places(
 
 
 def _place(known: dict[Hashable, Tensor], key: Hashable, like: Tensor) -> Tensor:
-    """Return the place that is known by a key, or a new one."""
+    """Return the buffer of a key; allocate it if it is new."""
     if key not in known:
         known[key] = torch.empty_like(like)
     return known[key]

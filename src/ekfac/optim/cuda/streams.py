@@ -1,4 +1,4 @@
-"""Streams: several for the parts of a recorded step, one for work beside the next step, one for each user of graphs."""
+"""Streams: for the parts of a recorded step, for work that overlaps with the next step, and for recording graphs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 T = TypeVar("T")
 
-#: So many parts of a recorded step run in parallel: each is a row of small kernels that wait for one another.
+#: The number of parts of a recorded step that run in parallel; each is a sequence of small dependent kernels.
 STREAMS = 8
-#: Parts with more numbers than this fill the device by themselves, and take memory: these share one stream.
+#: Parts with more numbers than this fill the device by themselves and need memory; they share one stream.
 LARGE = 2**21
 
 
 class OwnStream:
-    """A stream that no other live graphs are recorded on, as long as somebody holds on to this.
+    """A stream on which nobody else records graphs while this object lives.
 
-    Graphs that are recorded on one stream share cuBLAS's workspace: two of them must not run at once, and when one is
-    destroyed torch frees it. And torch has but 32 streams, which it gives out in rotation.
+    Graphs recorded on one stream share cuBLAS's workspace: they must not run concurrently, and destroying one frees the
+    workspace. torch has only 32 streams and hands them out in rotation, so this picks one that is not in use.
     """
 
-    #: By device and address. Weakly to this, never to the stream: in some versions torch lets a stream go without
-    #: telling those who refer to it weakly, and Python's collector then stumbles over them when the process ends.
+    #: By device and address. The weak references are to this object, not to the stream: some versions of torch free a
+    #: stream without clearing weak references to it, which crashes the garbage collector at exit.
     _live: ClassVar[weakref.WeakValueDictionary[tuple[torch.device, int], OwnStream]] = weakref.WeakValueDictionary()
 
     def __init__(self, device: torch.device) -> None:
@@ -36,16 +36,16 @@ class OwnStream:
         self._live[device, self.stream.cuda_stream] = self
 
 
-#: Streams of optimizers that are gone. Torch never frees the workspaces of streams that a recording forks to.
+#: Streams of deleted optimizers, for reuse: torch never frees the workspaces of streams that a recording forks to.
 _FREE: dict[torch.device, list[list[torch.cuda.Stream]]] = {}
 
 
 class ParallelStreams:
-    """Runs independent parts of a step: one after the other, or while a graph is recorded as its parallel branches.
+    """Runs independent parts of a step: in order, or as parallel branches while a graph is recorded.
 
-    Each branch has a stream, and with it memory and cuBLAS's workspace, of its own. What a part makes may be used when
-    all are done; what it reads must be there until then. The streams are of another priority than those that graphs
-    are recorded on, and so never one of these.
+    Each branch has its own stream, and with it its own memory and cuBLAS workspace. Results may be used, and inputs
+    freed, once all parts are done. The streams have another priority than those on which graphs are recorded, so they
+    are never the same.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ParallelStreams:
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[None]:
-        """Record a graph inside."""
+        """Run parts in parallel inside, while a graph is recorded."""
         if not self._streams:
             free = _FREE.setdefault(device, [])
             self._streams = free.pop() if free else [torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)]
@@ -70,8 +70,8 @@ class ParallelStreams:
         """Return what the parts return, in their order.
 
         Args:
-            parts: What to run.
-            sizes: How many numbers each is about.
+            parts: The functions to run.
+            sizes: The size of each part, in numbers.
         """
         if not self.open:
             return [part() for part in parts]
@@ -89,26 +89,25 @@ class ParallelStreams:
 
 
 class SideStream:
-    """Runs work between two steps on a stream of its own, beside the next forward and backward pass.
+    """Runs work between two steps on its own stream, overlapping with the next forward and backward pass.
 
-    On a CPU, and where it is not enabled, the work is simply done. Whoever reads or writes what it changes calls
-    :meth:`join` first.
+    On a CPU, or if not enabled, the work runs immediately. Call :meth:`join` before using anything that it changes.
 
     Args:
-        enabled: Use a stream.
+        enabled: Whether to use a stream.
     """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._stream: torch.cuda.Stream | None = None
-        #: The stream, if something is under way there.
+        #: The stream, if work is running there.
         self._under_way: list[torch.cuda.Stream] = []
-        # When its optimizer is gone, others are given the memory that the work is done in.
+        # Once the optimizer is deleted, its memory may be reused: wait for the work first.
         weakref.finalize(self, finish, self._under_way).atexit = False
 
     @contextmanager
     def work(self, device: torch.device) -> Iterator[None]:
-        """Begin what is launched inside when the work before it is done; nothing later waits for it."""
+        """Launch work inside after all earlier work; later work does not wait for it until :meth:`join`."""
         if not self._enabled or device.type != "cuda":
             yield
             return
@@ -120,13 +119,13 @@ class SideStream:
         self._under_way[:] = [self._stream]
 
     def join(self) -> None:
-        """Have what is launched from here on wait for that work."""
+        """Make all later work wait for it."""
         while self._under_way:
             stream = self._under_way.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def finish(under_way: list[torch.cuda.Stream]) -> None:
-    """Wait for streams."""
+    """Synchronise with streams."""
     while under_way:
         under_way.pop().synchronize()

@@ -1,7 +1,7 @@
-"""The update of all parameters, with decay and average, by one kernel in place of some fifteen passes over memory.
+"""The update of all parameters, with decay and average, in one kernel instead of about fifteen passes over memory.
 
-``Optimizer._update_parameters`` and :class:`~ekfac.optim.step_size.course.WeightAverage` are what it has to
-agree with, and what runs where this cannot: without Triton, in other dtypes, with momentum.
+``Optimizer._update_parameters`` and :class:`~ekfac.optim.step_size.course.WeightAverage` are the reference, and the
+fallback without Triton, for other dtypes, and with momentum.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ekfac.optim.cuda import ahead
 
-#: Where the kernel runs.
+#: Device types with a kernel.
 DEVICES = {"cuda"}
-#: Numbers in a row of the kernel's table, which is made where Triton need not be.
+#: Numbers per row of the kernel's table; repeated here because ``update_kernels`` cannot be imported without Triton.
 COLUMNS = 12
-#: Whether it has been seen to run on a device.
+#: Whether the kernel ran in a trial, by device.
 _known: dict[torch.device, bool] = {}
 
 
@@ -30,13 +30,13 @@ class Row:
     """One parameter of an update.
 
     Attributes:
-        parameter: What is updated, its numbers one after the other.
+        parameter: The parameter, as a contiguous tensor.
         step: Its step, of the same shape.
-        offset: z - x, laid out like the parameter; None where there is no average.
+        offset: z - x, laid out like the parameter; None without an average.
         decay: Weight decay.
-        cautious: Whether that is only where the step makes a weight smaller.
-        group: The place of its rate.
-        shows: Whether the parameter is left with the average, x = z - d.
+        cautious: Whether to decay a weight only if the step shrinks it too.
+        group: The index of its group.
+        shows: Whether to leave the average x = z - d in the parameter.
     """
 
     parameter: Tensor
@@ -58,11 +58,11 @@ class Row:
 
 
 class Table:
-    """Where a graph finds what to update: made before it is recorded, and filled when all addresses are known.
+    """A recorded update's table of pointers: allocated before recording, and filled once all addresses are known.
 
     Args:
-        most: The most rows.
-        device: Where it is.
+        most: The largest number of rows.
+        device: The device.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -70,12 +70,12 @@ class Table:
         self._rows: list[Row] = []
 
     def of(self, rows: list[Row]) -> Tensor:
-        """Return where the rows will be."""
+        """Return the part of the table that the rows will be written to."""
         self._rows = rows
         return self.place[: len(rows)]
 
     def fill(self) -> None:
-        """Write them, and let go of the tensors."""
+        """Write the rows, and drop the references to their tensors."""
         if self._rows:
             self.place[: len(self._rows)].copy_(torch.tensor([row.numbers() for row in self._rows]))
         self._rows = []
@@ -88,9 +88,9 @@ def rows_of(
     spared: Container[Tensor],
     shows: bool = False,
 ) -> list[Row] | None:
-    """Return what the kernel is to do, where a default decay spares some parameters; None where it cannot.
+    """Return the rows of an update, or None if the kernel does not support it.
 
-    With ``shows`` it leaves the average in the parameters.
+    The default decay leaves ``spared`` parameters alone; ``shows`` leaves the average in the parameters.
     """
     rows = []
     for index, group in enumerate(groups):
@@ -118,7 +118,7 @@ def rows_of(
 
 
 def merged(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Return sizes and strides of a tensor with as few dimensions as can tell where its numbers are, at least three."""
+    """Return a tensor's sizes and strides with adjacent dimensions merged where possible, padded to at least three."""
     sizes, strides = [1], [0]
     for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if n == 1:
@@ -133,19 +133,19 @@ def merged(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Tell whether the kernel runs, from trying it once; warn where it should and does not."""
+    """Return whether the kernel runs, from a single trial; warn if it fails though Triton is installed."""
     if device not in _known:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # no time to compile anything
+            return False  # nothing can be compiled during recording
         ahead.wait()
         try:
             p, step, d = torch.ones(3, 1, device=device).unbind()
             launch([Row(p, step, d, 0.1, True, 0)], [0.5], None, 0.5)
             _known[device] = bool(p.item() < 1)
-        except Exception as error:  # whatever it is, the update can do without
+        except Exception as error:  # any failure falls back to the update without a kernel
             _known[device] = False
-            if not isinstance(error, ImportError):  # torch has Triton with it on some systems alone
-                warnings.warn(f"parameters are updated without a kernel of its own: {error}", RuntimeWarning,
+            if not isinstance(error, ImportError):  # torch ships Triton only on some systems
+                warnings.warn(f"parameters are updated without the fused kernel: {error}", RuntimeWarning,
                               stacklevel=2)  # fmt: skip
     return _known[device]
 
@@ -161,10 +161,10 @@ def launch(
 
     Args:
         rows: The parameters.
-        lrs: The rate of each group.
-        ok: 0 on the device in a step that must change nothing; None where that is known.
-        weight: What the newest weights count in the average.
-        table: Where the table will be, in a graph: nothing can be copied there while it is recorded.
+        lrs: The lr of each group.
+        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
+        weight: The weight of the newest parameters in the average.
+        table: During recording, the table to be filled later, as nothing can be copied from the host then.
     """
     from ekfac.optim.cuda import update_kernels as k
 
@@ -173,7 +173,7 @@ def launch(
         table = torch.tensor([row.numbers() for row in rows])
         table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
     like = rows[0].parameter.new_empty((), dtype=torch.float64)
-    # Numbers are tensors: the same graph serves all.
+    # Pass numbers as tensors, so that one graph serves all values.
     rates = [v.to(like) if isinstance(v, Tensor) else like.new_full((), v) for v in lrs]
     given = (1.0 if ok is None else ok, weight)
     good, c = (v.to(like) if isinstance(v, Tensor) else like.new_full((), v) for v in given)

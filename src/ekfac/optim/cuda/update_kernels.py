@@ -1,7 +1,7 @@
-"""The update of a whole list of parameters as one Triton kernel. Imported only where Triton is.
+"""The update of a whole list of parameters as one Triton kernel. Imported only if Triton is installed.
 
-Where each parameter, its step and its offset lie is written in a table, a row for each parameter, as a list of pointers
-cannot be handed to a kernel. At most PARTS programs share the tiles of a row.
+A kernel cannot take a list of pointers, so a table holds the addresses of each parameter, its step and its offset, one
+row per parameter. At most PARTS programs share the tiles of a row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton.language as tl
 
 from ekfac.optim.types import CLEAR
 
-#: Numbers that one program takes at once, and the most programs of one parameter.
+#: Numbers per tile, and the largest number of programs per parameter.
 TILE, PARTS = 1024, 256
-#: Numbers in a row of the table: addresses of parameter, step and offset (0 for none), how many numbers, the two inner
-#: sizes of the step and its three strides, decay (float64), whether that is cautious (1) and the average is shown (2),
-#: and the group.
+#: Numbers per row of the table: addresses of parameter, step and offset (0 for none), number of entries, the two inner
+#: sizes of the step and its three strides, decay (float64), flags (1: cautious decay, 2: leave the average in the
+#: parameter), and the group.
 COLUMNS = 12
 
 _CLEAR = tl.constexpr(CLEAR)
@@ -24,7 +24,7 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _floats(address):
-    """Return where an address, a multiple of 16 bytes wherever that matters, points to."""
+    """Return an address as a float pointer, aligned to 16 bytes wherever that matters."""
     return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
 
 
@@ -53,7 +53,7 @@ def _take(parameter, steps, offsets, at, inside, plain, averaged, layout, number
 
 @triton.jit(do_not_specialize=["table", "decays", "lrs", "ok", "weight"])
 def update(table, decays, lrs, ok, weight, TILE: tl.constexpr):
-    """Set theta <- theta (1 - lr decay) - lr step, d <- (1 - c) (d + what theta has moved by), and show theta - d."""
+    """Set theta <- theta (1 - lr decay) - lr step, d <- (1 - c) (d + change of theta); store theta - d if it shows."""
     row = table + tl.program_id(1) * _COLUMNS
     address, offset, size = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3).to(tl.int32)
     middle, inner, stride = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32), tl.load(row + 8)
@@ -65,7 +65,7 @@ def update(table, decays, lrs, ok, weight, TILE: tl.constexpr):
     numbers = (lr.to(tl.float32), remaining.to(tl.float32), shrink, ramp, cautious, shows, good)
     parameter, steps, offsets = _floats(tl.load(row)), _floats(address), _floats(offset)
     plain, averaged = (inner == size) & (stride == 1) & (address % 16 == 0), offset != 0
-    end = tl.where(good | (shows & averaged), size, 0)  # a masked step changes nothing, but is shown
+    end = tl.where(good | (shows & averaged), size, 0)  # a skipped step still swaps the average in
     for start in range(tl.program_id(0) * TILE, end, tl.num_programs(0) * TILE):
         at = start + tl.arange(0, TILE)
         if start + TILE <= size:

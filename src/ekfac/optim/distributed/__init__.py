@@ -1,1 +1,1 @@
-"""Several processes that train together: who shares statistics, who owns a block, and how replicas stay equal."""
+"""Training on several processes: sharing statistics, ownership of blocks, and keeping replicas equal."""

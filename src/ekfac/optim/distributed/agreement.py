@@ -1,4 +1,4 @@
-"""What processes must agree on before a step: the model, the step, its gradients, and whether it is taken at all."""
+"""What processes agree on before a step: the model, the step number, which gradients exist, and whether to step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ekfac.curvature.real import as_real
 from ekfac.optim.distributed.processes import Processes
 
-#: Parameters are compared before every so many steps.
+#: Parameters are compared before every COMPARE_EVERY-th step.
 COMPARE_EVERY = 100
-#: What stands for a warm refresh of which nothing is known yet.
+#: Encodes a warm refresh with unknown outcome.
 UNKNOWN = 2.0
 
 REMEDY = (
@@ -25,12 +25,12 @@ REMEDY = (
 
 
 def digest(value: Any) -> float:
-    """Return a number of 48 bits, which float64 holds exactly, that tells plain data apart."""
+    """Hash plain data to a number of 48 bits, which float64 represents exactly."""
     return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big"))
 
 
 def same_everywhere(processes: Processes, number: float, device: torch.device) -> bool:
-    """Tell whether a number is the same on all processes."""
+    """Return whether a number is the same on all processes."""
     least, negative = processes.least(torch.tensor([number, -number], dtype=torch.float64, device=device)).tolist()
     return bool(least == -negative)
 
@@ -60,7 +60,7 @@ def check_structure(processes: Processes, structure: list[tuple[str, Any]], devi
 
 
 def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -> None:
-    """Raise, on all processes, if a parameter is not the same everywhere; names the first."""
+    """Raise, on all processes, if a parameter differs between them; the error names the first such parameter."""
     if not parameters:
         return
     device = next(iter(parameters.values())).device
@@ -83,24 +83,24 @@ def checksum(parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RollCall:
-    """What all processes know of a step before it is taken.
+    """What all processes know about a step before taking it. Lists have one entry per parameter.
 
     Attributes:
-        failed: The first rank that has run into an error; the number of ranks if there is none.
+        failed: The first rank with an error; the number of ranks if there is none.
         diverged: Whether ranks are at different steps or train different parameters.
-        finite: Whether all gradients are.
+        finite: Whether all gradients are finite.
         examples: Whether any rank has captured examples.
-        called: How the model was called, by the rank that has come furthest.
-        mended: Whether any rank has found that somebody changes weights between steps.
-        sent: How many buckets of statistics were sent during the backward pass, by the same measure.
-        passes: How many backward passes have brought statistics, by the same measure.
-        holders: The first rank that has a gradient of each parameter; None where there is none.
-        complete: Whether all ranks have it.
-        touched: Whether any rank has changed it since backward left it.
-        near: How the last warm refresh of each parameter's block went; None where nothing is known yet.
-        seen: Whether any rank has statistics of the block that the parameter is the key of.
-        places: When these came, on the last rank.
-        largest: The most of what ranks found in their pieces.
+        called: How the model was called, the maximum over ranks.
+        mended: Whether any rank saw weights change between steps.
+        sent: The number of buckets sent during the backward pass, the maximum over ranks.
+        passes: The number of backward passes that brought statistics, the maximum over ranks.
+        holders: The first rank with a gradient; None if there is none.
+        complete: Whether all ranks have a gradient.
+        touched: Whether any rank changed the gradient after backward.
+        near: The outcome of the last warm refresh of the parameter's block; None if unknown.
+        seen: Whether any rank has statistics of the block whose key the parameter is.
+        places: The position of these in the order of arrival, the maximum over ranks.
+        largest: The maximum over ranks of numbers from their shards.
     """
 
     failed: int
@@ -139,25 +139,27 @@ def roll_call(
     sent: int,
     passes: int,
 ) -> RollCall:
-    """Exchange what each process knows of its own step, in one reduction that the host waits for.
+    """Exchange what each process knows about its step, in a single reduction for which the host waits.
+
+    Lists have one entry per parameter.
 
     Args:
-        processes: Who takes part.
-        device: Where the reduction runs.
-        failed: Whether this process has run into an error.
-        at: Where it is: plain data that must be the same everywhere.
+        processes: The processes.
+        device: The device of the reduction.
+        failed: Whether this process has an error.
+        at: Plain data that must be the same on all processes, such as the step number.
         finite: Whether its gradients are finite.
         examples: Whether it has captured examples.
-        gradients: Whether it has a gradient of each parameter.
-        touched: Whether it has changed it since backward left it.
-        near: How the last warm refresh of the block that each parameter is the key of went; None where not known.
-        seen: Whether it has statistics of the block that each parameter is the key of.
-        places: When the statistics of that block came here, as a number in their order.
-        largest: Numbers, none of them NaN where gradients are finite, of which the most is wanted.
-        called: How the model was called here since the last step: a larger number for one that has come further.
-        mended: Whether somebody was found here to change weights between steps.
-        sent: How many buckets of statistics were sent from here during the backward pass.
-        passes: How many backward passes have brought statistics here.
+        gradients: Whether it has a gradient.
+        touched: Whether it has changed the gradient after backward.
+        near: The outcome of the last warm refresh of the block whose key the parameter is; None if unknown.
+        seen: Whether it has statistics of that block.
+        places: The position of that block in the order of arrival of statistics.
+        largest: Numbers to take the maximum of; not NaN if gradients are finite.
+        called: How the model was called here since the last step.
+        mended: Whether this process saw weights change between steps.
+        sent: The number of buckets this process sent during the backward pass.
+        passes: The number of backward passes that brought statistics here.
     """
     rank, size, state = processes.rank, processes.size, digest(at)
     mine = [

@@ -1,4 +1,4 @@
-"""Statistics on their way to the owners of their blocks: in buckets, and of each symmetric factor one half."""
+"""Sends statistics to the owners of their blocks, packed in buckets, with only half of each symmetric factor."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.statistics.sums import BlockSums, Expected, no_scaling
 
-#: A bucket that has reached so many bytes is full.
+#: A bucket of this many bytes is full.
 FULL = 25 * 2**20
-#: A bucket's numbers, and what to wait for until they are summed.
+#: A bucket's packed numbers, and the handle of their reduction.
 Sent = tuple[Tensor, Any]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Statistics of some blocks that go to one owner in one message.
+    """Statistics of some blocks that are sent to one owner in one message.
 
     Attributes:
-        owner: The rank that they go to.
-        parts: The blocks, and whether their factors and their scalings are among them.
+        owner: The receiving rank.
+        parts: The blocks, each with whether its factors and its scaling are included.
     """
 
     owner: int
@@ -38,7 +38,7 @@ class Bucket:
         return (block for block, _, _ in self.parts)
 
     def pack(self, sums: Mapping[Block, BlockSums]) -> Tensor:
-        """Return a process's own statistics; zeros of layers in which it saw no example."""
+        """Pack this process's statistics, with zeros for layers in which it saw no example."""
         found = []
         for block, factors, scaling in self.parts:
             of, like = sums.get(block, BlockSums()), torch.empty(0, dtype=block.dtype, device=block.key.device)
@@ -52,7 +52,7 @@ class Bucket:
         return torch.cat([t.reshape(-1) for t in found])
 
     def unpack(self, flat: Tensor, sums: dict[Block, BlockSums], unseen: set[Block]) -> None:
-        """Put the sums over all processes in their places, but for blocks of which nobody has any."""
+        """Unpack sums over all processes into ``sums``, except for blocks without statistics on any process."""
         for block, factors, scaling in self.parts:
             shape, of = block.shape, BlockSums() if block in unseen else sums.setdefault(block, BlockSums())
             if factors:
@@ -69,10 +69,10 @@ class Bucket:
 
 
 def layout(owners: Owners, expected: Mapping[Block, Expected]) -> list[Bucket]:
-    """Divide a step's statistics into buckets, last layers first, as a backward pass comes to them.
+    """Divide a step's statistics into buckets, last layers first, in the order of a backward pass.
 
-    It depends on nothing that differs between processes, or between one that went on and one that was resumed: how
-    numbers are rounded when they are summed depends on where in a bucket they are.
+    The result is the same on all processes, and in resumed runs: the rounding of a sum depends on the position of its
+    terms in a bucket.
     """
     found: list[Bucket] = []
     open_: dict[Any, tuple[list[tuple[Block, bool, bool]], int]] = {}
@@ -100,18 +100,18 @@ def reduce_statistics(
     counts: Iterable[float],
     device: torch.device,
 ) -> list[Tensor]:
-    """Sum factors and scalings over processes, for their owners, and fingerprints and counts, for all.
+    """Sum factors and scalings over processes, at their owners, and fingerprints and counts, on all processes.
 
-    Nothing is read by the host.
+    The host does not wait for the device.
 
     Args:
-        owners: Who owns what.
-        sums: This process's statistics; afterwards those of all, of the blocks that it owns.
+        owners: The owners of blocks.
+        sums: This process's statistics; replaced by the sums over all, for the blocks that it owns.
         expected: What every process has gathered for each block.
-        unseen: Blocks of which no process has statistics.
-        sent: Buckets that are under way, and what to wait for.
-        counts: Further numbers.
-        device: Where these are summed.
+        unseen: Blocks without statistics on any process.
+        sent: Buckets that are already being reduced, with their handles.
+        counts: Further numbers to sum.
+        device: The device on which these are summed.
 
     Returns:
         The sums of the further numbers.
@@ -135,17 +135,18 @@ def reduce_statistics(
 
 
 def sizes(block: Block) -> tuple[int, int, int]:
-    """Return how many numbers are sent of A, of its terms and of B."""
+    """Return the packed sizes of A, its number of terms, and B."""
     sides = (block.shape.inputs, block.diagonal_A), (block.shape.out, block.diagonal_B)
     A, B = (block.shape.groups * (d if diagonal else d + d // 2 * d) for d, diagonal in sides)
     return A, 1, B
 
 
 def half(matrix: Tensor) -> Tensor:
-    """Return one half of each symmetric matrix of ``[G, D, D]``; what is no matrix stays as it is.
+    """Pack the upper half of each symmetric matrix of ``[G, D, D]``; return diagonal factors as they are.
 
-    It is cut in four. The part above the diagonal blocks is kept as it is; their own upper halves, one of them
-    transposed, make one square. This takes no indices, which on a GPU would be larger than the matrix.
+    The matrix is divided into four blocks. The upper right one is kept as it is; the upper triangles of the diagonal
+    blocks, one of them transposed, together fill a square. This needs no index tensors, which on a GPU would be larger
+    than the matrix.
     """
     if matrix.dim() == 2:
         return matrix
@@ -157,7 +158,7 @@ def half(matrix: Tensor) -> Tensor:
 
 
 def whole(packed: Tensor, d: int) -> Tensor:
-    """Return the matrices that :func:`half` was given."""
+    """Invert :func:`half`."""
     a, odd = d // 2, d % 2
     diagonal, right, square = packed.split([d, a * (d - a), a * a], 1)
     upper = packed.new_zeros(len(packed), d, d)

@@ -1,4 +1,4 @@
-"""``with Join([ddp, opt])``: ranks that have run out of batches go on updating the blocks that they own."""
+"""Support for ``with Join([ddp, opt])``: ranks that run out of batches keep updating the blocks that they own."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class Joinable:
-    """What :class:`torch.distributed.algorithms.join.Join` asks of an optimizer."""
+    """The interface that :class:`torch.distributed.algorithms.join.Join` requires of an optimizer."""
 
     engine: Engine
-    #: Set by the context manager; without it there is nobody to tell.
+    #: Set by the context manager; None outside of it.
     _join_config: Any = None
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return what a rank without batches does in place of a step."""
+        """Return the hook that a rank without batches runs in place of a step."""
         return OwnerHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.engine.partition.device
 
     @property
@@ -36,7 +36,7 @@ class Joinable:
         return dist.group.WORLD if processes.group is None else processes.group
 
     def _not_joined_yet(self) -> None:
-        """Tell the ranks that have run out of batches that this one takes another step."""
+        """Notify ranks that have run out of batches that this one takes another step."""
         if self._join_config is not None:
             from torch.distributed.algorithms.join import Join
 

@@ -1,9 +1,9 @@
-"""Statistics that go to their owners while the backward pass goes on.
+"""Sends statistics to their owners during the backward pass.
 
-After every step all processes make the same plan for the next one: which buckets are sent, in which order, and after
-how many backward passes. A hook sends the next bucket of the plan when it has all its blocks. At the step every process
-sends what any other has sent already, so that nobody waits in vain for one that had no batch or did not use a layer.
-What is not in the plan goes in the step; so does, once more, a bucket whose statistics have changed since.
+After every step all processes make the same plan for the next one: which buckets to send, in which order, and after how
+many backward passes. A hook sends the plan's next bucket as soon as its blocks are complete. In the step, every process
+first sends all buckets that any other has sent, so that no process waits for one that had no batch or did not use a
+layer. Buckets outside the plan are sent in the step, and so again are those whose statistics have changed since.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ekfac.optim.statistics.partition import Partition
     from ekfac.optim.types import StepInputs
 
-#: In place of a block's number in the order of arrival: it came in the step itself, or not at all.
+#: In place of a block's position in the order of arrival: it came in the step itself, or not at all.
 LATE = 1e9
-#: In its place, too: it was sent, and has changed since.
+#: In place of a block's position: its statistics have changed since they were sent.
 CHANGED = 2e9
 
 Sums = Mapping[Block, BlockSums]
@@ -42,30 +42,30 @@ class Overlap:
     """Sends buckets of statistics during backward passes.
 
     Args:
-        owners: Who owns what.
+        owners: The owners of blocks.
     """
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
-        #: Its collectives come in the order of the plan; those of the processes' own group come in between anywhere.
+        #: A separate group: its collectives follow the plan, whatever else the processes' own group does in between.
         self._twin: Twin | None = None
-        #: What to send next, and after how many passes.
+        #: The buckets to send, in order, and after how many passes.
         self.plan: list[Bucket] = []
         self._passes = 1
-        #: What was sent, and the statistics that it was made of.
+        #: The buckets already sent, and the statistics in them.
         self.sent: dict[Bucket, Sent] = {}
         self._made_of: dict[Block, tuple[Any, Any]] = {}
-        #: How often each block's statistics have come since the last step, and when they last did.
+        #: How often each block's statistics have arrived since the last step, and the last position in that order.
         self._counts: Counter[Block] = Counter()
         self._order: dict[Block, int] = {}
-        #: When those of each block came in this step, on the last of all processes, by its first parameter.
+        #: Each block's position in this step, the maximum over processes, by its first parameter.
         self._places: dict[nn.Parameter, float] = {}
-        #: The same at the last step that took them.
+        #: The same in the last step that used the block's statistics.
         self._usual: dict[Block, float] = {}
-        self._lock = threading.Lock()  # backward passes on several devices have threads of their own
+        self._lock = threading.Lock()  # backward passes run one thread per device
 
     def connect(self, device: torch.device) -> None:
-        """Have a group for this; all processes call it at the same time."""
+        """Set up the separate group; all processes must call this together."""
         if self._twin is None or self._twin.group not in dist.distributed_c10d._world.pg_map:
             self.drop()
             self._twin = self._owners.processes.twin(device)
@@ -75,12 +75,12 @@ class Overlap:
     # --- during a backward pass -----------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget what has come since the last step."""
+        """Reset the order of arrival."""
         self._counts.clear()
         self._order.clear()
 
     def received(self, block: Block, sums: Sums) -> None:
-        """Note that a backward pass has brought a block's statistics; send what is complete now."""
+        """Record the arrival of a block's statistics; send the plan's next buckets if they are complete."""
         with self._lock:
             self._counts[block] += 1
             self._order[block] = self._counts.total()
@@ -90,7 +90,7 @@ class Overlap:
                 self._send_next(sums)
 
     def _send_next(self, sums: Sums) -> None:
-        assert self._twin is not None  # or there would be no plan
+        assert self._twin is not None  # without it there is no plan
         bucket = self.plan[len(self.sent)]
         self._made_of.update((b, _content(sums, b)) for b in bucket.blocks)
         self.sent[bucket] = self._owners.processes.sum_packed(bucket.pack(sums), bucket.owner, self._twin.group)
@@ -99,24 +99,24 @@ class Overlap:
 
     @property
     def passes(self) -> int:
-        """How many backward passes have brought statistics."""
+        """The number of backward passes that have brought statistics."""
         return max(self._counts.values(), default=0)
 
     def place(self, block: Block, sums: Sums) -> float:
-        """Return a block's number in the order of arrival, LATE, or CHANGED."""
+        """Return a block's position in the order of arrival, or LATE, or CHANGED."""
         if block in self._made_of and not all(map(_same, self._made_of[block], _content(sums, block))):
             return CHANGED
         complete = block in self._order and self._counts[block] == self.passes
         return float(self._order[block]) if complete else LATE
 
     def catch_up(self, call: RollCall, offered: list[nn.Parameter], sums: Sums) -> None:
-        """Send what other processes have sent, as far as the one that has come furthest."""
+        """Send all buckets that any other process has sent."""
         while len(self.sent) < call.sent:
             self._send_next(sums)
         self._places, self._passes = dict(zip(offered, call.places, strict=True)), call.passes or self._passes
 
     def drop(self) -> dict[Bucket, Sent]:
-        """Let go of the plan; returns the buckets that were sent and have not changed since, on any process."""
+        """Discard the plan; return the sent buckets that no process has changed since."""
         good = {b: s for b, s in self.sent.items() if all(self._place(block) < CHANGED for block in b.blocks)}
         self.plan, self._made_of = [], {}
         self.sent.clear()
@@ -131,8 +131,8 @@ class Overlap:
         Args:
             inputs: The step's inputs.
             expected: What every process has gathered for each block.
-            speaks: Whether this process speaks for those that have the same examples.
-            partition: Told whose owners have factors now.
+            speaks: Whether this process counts the examples, of all that have the same ones.
+            partition: Records which blocks have factors on other processes.
         """
         self._usual.update((b, self._place(b)) for b, what in expected.items() if what.factors or what.scaling)
         counts = [int(inputs.n) * speaks, int(inputs.n_statistics) * speaks]
@@ -143,10 +143,10 @@ class Overlap:
         partition.factors_elsewhere.update(members(b) for b in there if not self._owners.mine(b))
 
     def look_ahead(self, expected: Mapping[Block, Expected]) -> None:
-        """Make a plan: buckets of blocks that came during the backward pass, in the order in which they did.
+        """Make the next plan: buckets whose blocks arrived during the last backward pass, in that order.
 
         Args:
-            expected: What the next step takes of each block.
+            expected: What the next step needs of each block.
         """
         self.drop()
         if self._twin is None:
@@ -174,5 +174,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _release(twin: Twin, sent: dict[Bucket, Sent]) -> None:
-    """Let others use a group; not if processes might have sent different things."""
+    """Release a group for reuse, unless processes might have sent different buckets."""
     twin.idle = not sent

@@ -1,4 +1,4 @@
-"""Which process owns a block: it alone keeps the block's state and computes its basis, direction and update."""
+"""Assigns each block to an owner: the only process to hold its state and compute its basis, direction and update."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from torch import nn
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.processes import Processes
 
-#: What a refresh costs, in units of d^3, and every how many steps there is one.
+#: The cost of a refresh in units of d^3, and the steps between refreshes.
 REFRESH = 10
 INTERVAL = 50
 
 
 class Owners:
-    """Owners of parameters. Blocks are made of parameters that have the same one.
+    """The owners of parameters; all parameters of a block have the same one.
 
     Args:
-        processes: Who takes part.
-        numbers: How many numbers are kept for a block.
+        processes: The processes.
+        numbers: Returns the size of a block's state, in numbers.
     """
 
     def __init__(self, processes: Processes, numbers: Callable[[Block], int]) -> None:
         self.processes = processes
         self._numbers = numbers
         self._owner: dict[nn.Parameter, int] = {}
-        #: For how many processes, and what each of them has so far: arithmetic and bytes.
+        #: The number of processes, and the load of each so far: arithmetic and bytes.
         self.size = 1
         self._loads: list[tuple[float, float]] = []
 
     def forget(self) -> None:
-        """Let nobody own anything."""
+        """Remove all owners."""
         self.size, self._owner, self._loads = 1, {}, []
 
     def assign(self, blocks: Iterable[Block]) -> None:
-        """Give every parameter that has none an owner; by the blocks as they are when nothing is frozen.
+        """Assign an owner to every parameter without one, based on the blocks as if nothing were frozen.
 
-        The heaviest first, each to the process that is then the least loaded by arithmetic and by bytes. All processes
-        come to the same result without asking one another.
+        Blocks are assigned by decreasing cost, each to the process with the least load in arithmetic and bytes.
+        All processes get the same result without communicating.
         """
         if self.processes.size != self.size:
             self.size = self.processes.size
@@ -47,7 +47,7 @@ class Owners:
         if self.size == 1 or not new:
             return
         costs = {b: (arithmetic(b), float(self._numbers(b) * b.dtype.itemsize)) for b in new}
-        # Fractions of the whole, so that the two can be compared.
+        # As fractions of the total, so that arithmetic and bytes can be compared.
         totals = [sum(c[i] for c in costs.values()) + sum(load[i] for load in self._loads) or 1.0 for i in (0, 1)]
         fractions = {b: (c[0] / totals[0], c[1] / totals[1]) for b, c in costs.items()}
         loads = [(a / totals[0], n / totals[1]) for a, n in self._loads]
@@ -67,12 +67,12 @@ class Owners:
         return self._owner.get(parameter, 0) if self.size > 1 else self.processes.rank
 
     def mine(self, block: Block) -> bool:
-        """Tell whether this process owns a block."""
+        """Return whether this process owns a block."""
         return self.size == 1 or self.of(block) == self.processes.rank
 
 
 def arithmetic(block: Block) -> float:
-    """Estimate how many products a step takes for a block, refreshes spread over the steps between them."""
+    """Estimate the multiplications of a block per step, including refreshes on average."""
     s = block.shape
     A, B = (0 if block.diagonal_A else s.inputs), (0 if block.diagonal_B else s.out)
     project = 2 * s.numel * (A + B)

@@ -1,4 +1,4 @@
-"""The processes that train together, and every collective that this library uses."""
+"""The processes that train together, and all collectives that this library uses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-#: Stands for torch's default group, if torch.distributed runs.
+#: torch's default group, if torch.distributed is initialised.
 DEFAULT = "default"
 
-#: Seconds after which a process warns for whom it waits.
+#: Seconds after which a waiting process warns.
 PATIENCE = 20.0
-#: How often these ranks have met for what.
+#: The number of meetings so far, by purpose and ranks.
 _MET: dict[str, int] = {}
 
 #: Tensors by the rank, within the group, that they belong to.
@@ -32,7 +32,7 @@ class Twin:
     idle: bool = False
 
 
-#: Such groups, in the order in which all processes have made them.
+#: Twins by group, in the order in which all processes have created them.
 _TWINS: dict[Any, list[Twin]] = {}
 
 
@@ -61,7 +61,7 @@ class Processes:
 
     @property
     def group(self) -> Any:
-        """The group as torch's collectives want it: None stands for the default one."""
+        """The group as an argument of torch's collectives; None means the default one."""
         return None if self.given == DEFAULT else self.given
 
     @property
@@ -73,24 +73,24 @@ class Processes:
 
     @property
     def rank(self) -> int:
-        """The place of this process among them."""
+        """The rank of this process within the group."""
         return dist.get_rank(self.group) if self.size > 1 else 0
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks, in the default group, of these processes."""
+        """The global ranks of these processes."""
         if self.given is None:
             return [dist.get_rank()]
         return sorted(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
 
     def twin(self, device: torch.device) -> Twin | None:
-        """Have another group of the same processes, whose collectives do not wait for those of this one.
+        """Return another group of the same processes, whose collectives are independent of this one's.
 
-        One that is idle on all processes, or a new one: groups of the same ranks cannot be destroyed one by one, as
-        torch would give the name of the last to the next.
+        It is one that is idle on all processes, or a new one. Groups are reused rather than destroyed, because torch
+        would give a destroyed group's name to the next one of the same ranks.
 
         Returns:
-            The group; None where this backend may not have two of them.
+            The group; None if the backend does not support two of them.
         """
         own: Any = dist.group.WORLD if self.group is None else self.group
         backend: str = dist.get_backend(own)
@@ -113,10 +113,10 @@ class Processes:
         return found
 
     def meet(self, what: str) -> None:
-        """Wait until all processes are here, before the collectives of something that one of them may call alone.
+        """Wait for all processes before collectives in a function that users might call on one process only.
 
         Raises:
-            RuntimeError: Some have not come within the group's time-out. It names them.
+            RuntimeError: Some processes did not arrive within the group's timeout; the message names them.
         """
         if self.size == 1:
             return
@@ -137,7 +137,7 @@ class Processes:
                 warned = True
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
             time.sleep(0.002)
-        store.delete_key(f"{place}/{count - 1}/{me}")  # all have left it
+        store.delete_key(f"{place}/{count - 1}/{me}")  # all have left the previous meeting
         _MET[place] = count
 
     # --- collectives ----------------------------------------------------------------------------------------------
@@ -149,15 +149,15 @@ class Processes:
         return tensor
 
     def least(self, tensor: Tensor) -> Tensor:
-        """Take the least of all processes, in place."""
+        """Take the minimum over processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return tensor
 
     def differ(self, numbers: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """Tell for each number whether the processes hold different ones, as a mask that all of them agree on.
+        """Return for each number whether it differs between processes; all get the same mask.
 
-        A process that has None does not count.
+        Processes with None do not count.
         """
         none = torch.full((), torch.inf, dtype=torch.float64, device=device)
         mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])
@@ -165,7 +165,7 @@ class Processes:
         return -negative - smallest > 1e-6 * -negative
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's plain data, by rank."""
+        """Gather plain data from all processes, by rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -173,9 +173,9 @@ class Processes:
         return found
 
     def sum_to_owners(self, tensors: ByOwner) -> None:
-        """Sum tensors over processes, each at its owner, in place; elsewhere they are of no use afterwards.
+        """Sum tensors over processes, in place; only their owners get valid results.
 
-        One bucket for every owner, dtype and device.
+        Uses one bucket per owner, dtype and device.
         """
         if self.size == 1:
             return
@@ -189,23 +189,23 @@ class Processes:
                     tensor.copy_(part.view_as(tensor))
 
     def sum_packed(self, flat: Tensor, owner: int, group: Any = None) -> tuple[Tensor, Any]:
-        """Begin to sum a tensor over processes, at its owner, in place; returns it and what to wait for.
+        """Start summing a tensor over processes, in place, at its owner; return it and the handle to wait for.
 
         Args:
             flat: The tensor.
             owner: Its owner.
-            group: Another group of the same processes.
+            group: Another group of the same processes, to be used instead.
         """
         own: Any = dist.group.WORLD if self.group is None else self.group
         group = own if group is None else group
-        if flat.is_cuda and "cuda:gloo" in dist.get_backend_config(group):  # which sums on a GPU for all or for none
+        if flat.is_cuda and "cuda:gloo" in dist.get_backend_config(group):  # gloo has no reduce on a GPU
             return flat, dist.all_reduce(flat, group=group, async_op=True)
         return flat, dist.reduce(flat, dst=dist.get_global_rank(own, owner), group=group, async_op=True)
 
     def hand_round(self, tensors: ByOwner) -> None:
-        """Copy tensors from their owners to all processes, in place and to the bit.
+        """Broadcast tensors from their owners to all processes, in place and bit for bit.
 
-        One bucket for every owner and device, whatever the dtypes.
+        Uses one bucket per owner and device, whatever the dtypes.
         """
         if self.size == 1:
             return
@@ -229,12 +229,12 @@ class Processes:
     def exchange(
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], device: torch.device
     ) -> None:
-        """Send tensors to every rank, and copy what every rank sends into others: one message, whatever the dtypes.
+        """Send tensors to every rank and receive theirs in place, in one all-to-all whatever the dtypes.
 
         Args:
-            outgoing: By the rank that they are sent to.
-            incoming: By the rank that they come from; in number and kind as that one sends them.
-            device: Where all of them are.
+            outgoing: The tensors to send, by receiving rank.
+            incoming: The tensors to fill, by sending rank; their shapes and dtypes must match what that rank sends.
+            device: The device of all of them.
         """
         if self.size == 1:
             for target, source in zip(incoming[0], outgoing[0], strict=True):
@@ -257,7 +257,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _by_kind(tensors: ByOwner, kind: Any) -> Iterator[tuple[int, list[Tensor]]]:
-    """Sort tensors into buckets by owner and kind, in the same order on all processes."""
+    """Group tensors into buckets by owner and kind, in the same order on all processes."""
     for owner in sorted(tensors):
         kinds: dict[Any, list[Tensor]] = {}
         for tensor in tensors[owner]:

@@ -1,11 +1,11 @@
-"""A step of several processes: each block's owner computes its basis, direction and update, and hands these round.
+"""A step on several processes: each block's owner computes its basis, direction and update, and broadcasts the result.
 
-    backward -> statistics to the owners -> basis, direction, update by the owner -> parameters to everybody
+    backward -> statistics to the owners -> basis, direction, update by the owner -> parameters to all processes
 
-Where ranks hold pieces of parameters, the owner gets gradient and parameter from all of them, and each gets its piece.
+If parameters are sharded, the owner gathers gradient and parameter from all ranks, and returns each rank's shard.
 
-Whatever a process computes that rounding may decide (solves, products, sums over many numbers) is computed once, so
-replicas are equal to the bit with any number of threads, on unlike processors, and when a solver fails on one of them.
+Everything that depends on rounding (solves, products, long sums) is computed by one process only. So replicas stay
+bit-identical with any number of threads, on different processors, and when a solver fails on one of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The part of a step that is there because other processes take it too.
+    """Runs a step of the engine together with other processes.
 
     Args:
         engine: The engine.
@@ -55,16 +55,16 @@ class Replicas:
         self.processes = engine.options.processes
         self.owners = engine.partition.owners
         self.shards = Shards(self.owners)
-        #: What this process could not do since the last roll call, which the others must be told first.
+        #: An error since the last roll call; it is raised once the other processes know.
         self.failure: Exception | None = None
-        #: Flags of owners that failed, which the host has not read.
+        #: Flags by which owners report failure, not yet read by the host.
         self._flags: list[Tensor] = []
         self._checked: Any = None
 
     def together(self) -> bool:
-        """Tell whether other processes take part, or hold pieces of the parameters as if they did."""
+        """Return whether other processes take part, or parameters are sharded (even on a single process)."""
         size = self.processes.size
-        if size != self.owners.size:  # torch.distributed has been started or shut down since
+        if size != self.owners.size:  # torch.distributed was initialised or shut down since
             self._engine.partition.assign_owners()
             keep_own(self._engine)
         return size > 1 or self._engine.partition.sharded
@@ -72,7 +72,7 @@ class Replicas:
     # --- before a step --------------------------------------------------------------------------------------------
 
     def step(self, rates: Rates, apply: Apply) -> bool | None:
-        """Take a step together with all other processes; returns what :meth:`Engine.step` does."""
+        """Take a step together with all other processes; return the same as :meth:`Engine.step`."""
         engine, collector, partition = self._engine, self._engine.collector, self._engine.partition
         self._check_model()
         inputs, finite = None, True
@@ -135,9 +135,9 @@ class Replicas:
             self._engine.collector.overlap.connect(partition.device)
 
     def _call(self, inputs: StepInputs, finite: bool, rates: Rates) -> RollCall:
-        """Agree on the step, and learn how others' warm refreshes went."""
+        """Agree on the step, and exchange the outcomes of warm refreshes."""
         engine, partition = self._engine, self._engine.partition
-        if self._flags:  # of the last step, on a GPU
+        if self._flags:  # from the last step, on a GPU
             self._raise_if_failed()
         mine = {block.key for block in partition.covered if self.owners.mine(block)}
         near: list[bool | None] = [
@@ -171,7 +171,7 @@ class Replicas:
             sent=len(overlap.sent),
             passes=overlap.passes,
         )
-        if not call.diverged:  # even if the step fails: others may wait
+        if not call.diverged:  # even if the step fails, as other processes may be waiting
             overlap.catch_up(call, partition.offered, sums)
         self._raise_together(call.failed)
         if call.diverged:
@@ -190,11 +190,11 @@ class Replicas:
         return call
 
     def look_ahead(self) -> None:
-        """Find which statistics the next backward pass sends."""
+        """Plan which statistics the next backward pass sends."""
         self._engine.collector.overlap.look_ahead(self._engine.schedule.expected(()))
 
     def _verify(self, inputs: StepInputs, call: RollCall) -> None:
-        """Check that gradients are those that passed through the calls; all raise if one finds that they are not."""
+        """Check that gradients are what the layers' calls account for; if not, raise on all processes."""
         collector, partition = self._engine.collector, self._engine.partition
         if not collector.fingerprints.unverified:
             return
@@ -211,20 +211,20 @@ class Replicas:
         return not self.shards or self.owners.mine(block)
 
     def _raise_together(self, first: int) -> None:
-        """Raise if a rank has failed, here its own error; all of them know which."""
+        """Raise on all ranks if one has failed: its own error there, a reference to it elsewhere."""
         failure, self.failure = self.failure, None
         if first < self.processes.size:
             raise failure or _failed_elsewhere(first)
 
     def _fetch_gradients(self, inputs: StepInputs, call: RollCall) -> list[nn.Parameter]:
-        """Give ranks that have no gradient, for want of a batch, that of the others; returns what is new here."""
+        """Send gradients to ranks that have none for lack of a batch; return the parameters that got one here."""
         wanted: dict[int, list[Tensor]] = {}
         fetched = []
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
             if holder is None or complete:
                 continue
             if p in self.shards:
-                if p not in inputs.gradients:  # what this process has of it is zero
+                if p not in inputs.gradients:  # this process contributes zero
                     inputs.gradients[p] = p.grad = torch.zeros_like(p)
                 continue
             if p not in inputs.gradients:
@@ -238,7 +238,7 @@ class Replicas:
         return fetched
 
     def _fetch_rescaling(self, inputs: StepInputs, call: RollCall) -> None:
-        """Tell those who have fetched gradients what these were multiplied by since backward."""
+        """Send the rescaling factors of fetched gradients to the ranks that fetched them."""
         wanted: dict[int, list[Tensor]] = {}
         ratios: dict[nn.Parameter, Tensor] = {}
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
@@ -253,7 +253,7 @@ class Replicas:
     # --- within a step --------------------------------------------------------------------------------------------
 
     def directions(self, blocks: list[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Do Algorithm 1 for the blocks that this process owns; of the others only what all have to know."""
+        """Run Algorithm 1 for the blocks that this process owns; for the others, only track what all must know."""
         engine, partition = self._engine, self._engine.partition
         renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
         mine = [b for b in blocks if self.owners.mine(b)]
@@ -277,7 +277,7 @@ class Replicas:
         return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
 
     def _run(self, function: Callable[[Block], T], blocks: list[Block]) -> dict[Block, T]:
-        """Call a function of each block; one that fails is left out, and all are told at the end of the step."""
+        """Map a function over blocks; a failing block is left out, and reported to all ranks at the end of the step."""
 
         def guarded(block: Block) -> T | None:
             try:
@@ -290,7 +290,7 @@ class Replicas:
         return {block: one for block, one in zip(blocks, found, strict=True) if one is not None}
 
     def _with_products(self, directions: list[Direction]) -> list[Direction]:
-        """Give directions of all blocks what tells how far they agree with the last ones."""
+        """Share the inner products that measure agreement with the last directions among all processes."""
         if not self._engine.method.compares_gradients:
             return directions
         device = self._engine.partition.device
@@ -306,7 +306,7 @@ class Replicas:
         ]
 
     def _held_scaling(self, blocks: list[Block], inputs: StepInputs) -> dict[Block, list[Tensor]]:
-        """Take the sums of s* over this process's examples, in bases that were renewed in this step."""
+        """Sum s* over this process's examples, in the bases that this step has updated."""
         engine, found = self._engine, {}
         for block in blocks:
             sums = inputs.sums.setdefault(block, BlockSums())
@@ -320,7 +320,7 @@ class Replicas:
         return found
 
     def hand_round_bases(self, blocks: Iterable[Block]) -> None:
-        """Give every process the bases of these blocks: s* of its own examples is taken in them."""
+        """Broadcast the bases of these blocks: every process needs them for s* of its own examples."""
         partition = self._engine.partition
         bases: dict[Block, list[Tensor]] = {}
         for block in blocks:
@@ -343,7 +343,7 @@ class Replicas:
         return found
 
     def refresh(self, due: dict[Block, tuple[int, int]], rates: Rates) -> None:
-        """Refresh the bases that are due between two steps, warm, each by its owner."""
+        """Run the warm refreshes that are due between two steps, each by its owner."""
         engine = self._engine
 
         def renew(block: Block) -> None:
@@ -359,7 +359,7 @@ class Replicas:
     # --- after it -------------------------------------------------------------------------------------------------
 
     def _hand_round_results(self, results: dict[nn.Parameter, Tensor]) -> None:
-        """Copy what owners have made of their parameters to all processes, and learn whether one of them failed."""
+        """Broadcast the owners' updated parameters (or gradients), with a flag that tells whether an owner failed."""
         partition = self._engine.partition
         found: dict[int, list[Tensor]] = {}
         for block in partition.blocks:
@@ -380,7 +380,7 @@ class Replicas:
         self.processes.hand_round(found)
 
     def _return_pieces(self, inputs: StepInputs) -> None:
-        """Copy what owners have made of sharded parameters to the ranks' pieces, and learn whether an owner failed."""
+        """Return updated shards (or gradients) from owners to ranks, with a flag that tells whether an owner failed."""
         if not self.shards:
             return
         whole_steps, size = self._engine.executor.whole_steps, self.processes.size

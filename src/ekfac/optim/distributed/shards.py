@@ -1,8 +1,8 @@
-"""Parameters of which every rank holds a piece (FSDP2, HSDP, tensor parallel): whole at their owners during a step.
+"""Sharded parameters (FSDP2, HSDP, tensor parallel): gathered at their owners during a step.
 
-    .grad, theta: pieces -> owner        direction, update: by the owner        theta: owner -> pieces
+    .grad, theta: shards -> owner        direction, update: by the owner        theta: owner -> shards
 
-Each way is one message to every rank, of its own pieces or of those that it owns: with W ranks a W-th of all numbers.
+Each direction is one all-to-all, in which each of W ranks sends or receives about a W-th of all numbers.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from ekfac.optim.distributed.owners import Owners
 if TYPE_CHECKING:
     from ekfac.optim.types import StepInputs
 
-#: Where a piece begins in the whole, and how large it is.
+#: A shard's offset in the full tensor, and its shape.
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, whose class takes long to import."""
+    """Return whether a tensor is a DTensor, without importing that class, which is slow."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the piece of a tensor that this process holds: of a plain one all of it."""
+    """Return this process's shard of a tensor; a plain tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor  # type: ignore[attr-defined]
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, as real numbers."""
+    """Return this process's shard of a tensor (or the whole plain tensor), as real numbers."""
     return as_real(local(tensor))
 
 
 def units(model: nn.Module) -> list[Any]:
-    """Return the modules that ``fully_shard`` was called with: those that gather their parameters when they run."""
+    """Return the modules that ``fully_shard`` was applied to, which gather their parameters when they run."""
     return [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
 
 
 def reshard(model: nn.Module) -> list[Any]:
-    """Have the model hold its parameters as the optimizer knows them; returns the units that had gathered theirs."""
+    """Restore the sharded parameters, as the optimizer knows them; return the units that had gathered theirs."""
     gathered = [unit for unit in dict.fromkeys([*units(model), *_units_around()]) if not _holds_pieces(unit)]
     for unit in gathered:
-        unit.state_dict()  # puts the pieces back; reshard() would do nothing within a forward
+        unit.state_dict()  # reshards; within a forward, reshard() would do nothing
     return gathered
 
 
 @contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
-    """Do so for a while, in which the pieces may change: what was gathered before is then gathered anew."""
+    """Reshard the model while shards may change; gather again at the end what was gathered before."""
     gathered = reshard(model)
     try:
         yield
@@ -66,7 +66,7 @@ def resharded(model: nn.Module) -> Iterator[None]:
 
 
 def _units_around() -> Iterator[Any]:
-    """Return such modules as are being called now: a model within another may be of the other's unit."""
+    """Find units among the modules being called now: the model may be part of an outer module's unit."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and hasattr(frame.f_locals.get("self"), "reshard"):
@@ -75,16 +75,16 @@ def _units_around() -> Iterator[Any]:
 
 
 def _holds_pieces(unit: Any) -> bool:
-    """Tell whether a unit has neither gathered its parameters nor begun to, nor keeps pieces of what it gathered."""
+    """Return whether a unit holds only shards: it has not gathered its parameters, nor started to."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     if any(getattr(group, "_all_gather_result", None) is not None for group in groups):
-        unit.unshard()  # waits for the end of it
+        unit.unshard()  # wait until gathering has finished
     return all(is_sharded(p) for p in _own(unit)) and all(getattr(group, "is_sharded", True) for group in groups)
 
 
 def _own(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Return the parameters of a module outside of further such modules in it."""
+    """Return the parameters of a unit, without those of nested units."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not hasattr(child, "reshard"):
@@ -92,16 +92,16 @@ def _own(unit: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class Shards:
-    """Which rank holds which piece of every sharded parameter.
+    """Knows which rank holds which shard of every sharded parameter.
 
     Args:
-        owners: Who owns what.
+        owners: The owners of blocks.
     """
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
         self._processes = owners.processes
-        #: The piece of every rank, by parameter.
+        #: The shard of every rank, by parameter.
         self._regions: dict[nn.Parameter, list[Region]] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -111,10 +111,10 @@ class Shards:
         return bool(self._regions)
 
     def learn(self, parameters: Mapping[nn.Parameter, str]) -> None:
-        """Learn who holds what; every process has to call this.
+        """Exchange which rank holds which shard; all processes must call this.
 
         Args:
-            parameters: All that are trained, and their names.
+            parameters: The parameters with their names.
         """
         sharded = {p: name for p, name in parameters.items() if is_sharded(p)}
         for p, name in sharded.items():
@@ -149,19 +149,19 @@ class Shards:
             )
 
     def largest(self, inputs: StepInputs, device: torch.device) -> list[float]:
-        """Return the largest magnitude in this process's piece of each gradient, now and as backward left it."""
+        """Return the largest magnitude in this process's shard of each gradient, now and at the end of backward."""
         none = torch.zeros((), dtype=torch.float64, device=device)
         found = [of.get(p, none).to(none) for p in self._regions for of in (inputs.sizes, inputs.left)]
         return torch.stack(found).tolist() if found else []
 
     def make_whole(self, inputs: StepInputs, largest: list[float], touched: list[nn.Parameter], weights: bool) -> None:
-        """Give owners the whole gradients of their parameters, and all ranks what is to be known of them.
+        """Gather full gradients at their owners, and complete the inputs on all ranks.
 
         Args:
             inputs: A step's inputs.
-            largest: The most of what all ranks found by :meth:`largest`.
-            touched: Parameters whose gradients some rank has changed since backward left them.
-            weights: Give owners the whole parameters too.
+            largest: The maximum over ranks of :meth:`largest`.
+            touched: Parameters whose gradients some rank has changed after backward.
+            weights: Whether to gather the parameters at their owners too.
         """
         for p, size, left in zip(self._regions, largest[::2], largest[1::2], strict=True):
             if p in inputs.gradients:
@@ -173,14 +173,14 @@ class Shards:
             inputs.weights |= self.gather({p: local(p).detach() for p in mine})
 
     def gather(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Return the whole of what all ranks hold pieces of, for the parameters that this one owns."""
+        """Gather shards from all ranks into full tensors, for the parameters that this rank owns."""
         rank, size = self._processes.rank, self._processes.size
         outgoing: list[list[Tensor]] = [[] for _ in range(size)]
         incoming: list[list[Tensor]] = [[] for _ in range(size)]
         whole = {}
         for p, piece in pieces.items():
             owner, regions = self._owners.of_parameter(p), self._regions[p]
-            # Of replicas the first speaks for all.
+            # Of replicated shards, only the first rank's is sent.
             first = {region: r for r, region in reversed(list(enumerate(regions)))}
             if first[regions[rank]] == rank:
                 outgoing[owner].append(piece)
@@ -195,7 +195,7 @@ class Shards:
     def scatter(
         self, whole: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor], flag: Tensor
     ) -> list[Tensor]:
-        """Copy what owners have of the whole to the pieces of all ranks; returns every rank's flag."""
+        """Copy owners' full tensors to the shards of all ranks; return every rank's flag."""
         rank, size = self._processes.rank, self._processes.size
         outgoing: list[list[Tensor]] = [[] for _ in range(size)]
         incoming: list[list[Tensor]] = [[] for _ in range(size)]
@@ -217,7 +217,7 @@ def _cut(whole: Tensor, region: Region) -> Tensor:
 
 
 def _region(p: Any) -> Region:
-    """Return the piece of a parameter that this process holds."""
+    """Return the offset and shape of this process's shard of a parameter."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
@@ -225,14 +225,14 @@ def _region(p: Any) -> Region:
 
 
 def placed(gradient: Any, parameter: Any) -> Tensor:
-    """Return the piece of a gradient that belongs to the piece of its parameter; ranks may have to sum theirs."""
+    """Return the shard of a gradient that matches its parameter's shard, reducing over ranks if necessary."""
     if is_sharded(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local(gradient)
 
 
 def whole_of(piece: Tensor, parameter: Any) -> Tensor:
-    """Return the whole of what ranks hold as they hold a parameter; all that hold pieces of it have to call this."""
+    """Gather a tensor that is sharded like a parameter; all ranks that hold shards of it must call this."""
     if not is_sharded(parameter):
         return piece
     whole: Any = torch.empty_like(parameter, dtype=piece.dtype)
@@ -242,10 +242,10 @@ def whole_of(piece: Tensor, parameter: Any) -> Tensor:
 
 
 def piece_of(whole: Tensor, parameter: Any) -> Tensor:
-    """Return this process's piece of what is as large as the whole of a parameter."""
+    """Return this process's shard of a full tensor, sharded like a parameter."""
     return _cut(whole, _region(parameter)) if is_sharded(parameter) else whole
 
 
 def any_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Tell whether ranks hold pieces of one of these parameters."""
+    """Return whether any of these parameters is sharded."""
     return any(map(is_sharded, parameters))

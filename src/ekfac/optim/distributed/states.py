@@ -1,4 +1,4 @@
-"""State of all owners as one, and each process's part of it: checkpoints do not depend on who owned what."""
+"""Gathers the state of all owners, and keeps each process's part of it: checkpoints do not depend on ownership."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ekfac.optim.types import BlockState
 if TYPE_CHECKING:
     from ekfac.optim.engine import Engine
 
-#: What all processes keep of a block, whoever owns it: what is due depends on it.
+#: Fields that all processes keep of every block, as the schedule depends on them.
 SCHEDULED = ("strayed", "near")
-#: What they keep besides if s* of their own examples is taken in the basis.
+#: Fields that they also keep if they compute s* of their own examples.
 BASES = ("U_A", "U_B", "S_A", "S_B")
 
-#: Before the names of fallbacks among the counters.
+#: Prefix of fallbacks among the counters.
 SOLVER = "solver_"
 
 
 class States(defaultdict[Tensor, Any]):
-    """What this process keeps, by parameter: ``optimizer.state``.
+    """``optimizer.state`` of this process, by parameter.
 
-    Asked for what another process keeps, it tells the names, with None for each: torch.distributed.checkpoint takes a
-    flattened state dict apart by what ``optimizer.state[parameter]`` names.
+    For a parameter that another process owns, it returns the names of the state's fields, each with None, because
+    torch.distributed.checkpoint unflattens a state dict by the names in ``optimizer.state[parameter]``.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class States(defaultdict[Tensor, Any]):
         self._engine: Callable[[], Engine | None] = lambda: None
 
     def follow(self, engine: Engine) -> None:
-        """Take from an engine who owns what."""
+        """Look up owners in this engine."""
         self._engine = weakref.ref(engine)
 
     def __getitem__(self, parameter: Tensor) -> Any:
@@ -52,7 +52,7 @@ class States(defaultdict[Tensor, Any]):
         return super().__getitem__(parameter)
 
     def __bool__(self) -> bool:
-        return any(map(len, self.values()))  # a block's state may be there, with nothing in it
+        return any(map(len, self.values()))  # a block's state may exist but be empty
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict,), None, None, iter(self.items())
@@ -60,14 +60,14 @@ class States(defaultdict[Tensor, Any]):
 
 @dataclass(frozen=True)
 class WholeState:
-    """What all processes keep, as every one of them would if it were alone.
+    """The complete state, as a single process would have it.
 
     Attributes:
-        states: By parameter.
-        put_away: Of frozen blocks.
-        counters: How often bases were renewed, and what solvers fell back to.
+        states: The state by parameter.
+        put_away: The state of frozen blocks.
+        counters: Counts of refreshes and solver fallbacks.
         drift: The largest drift of a basis.
-        lengths_wanted: Whether somebody touches gradients between backward and step.
+        lengths_wanted: Whether gradients are changed between backward and step.
     """
 
     states: dict[nn.Parameter, dict[str, Any]]
@@ -78,7 +78,7 @@ class WholeState:
 
 
 def whole_state(engine: Engine) -> WholeState:
-    """Gather the state of all owners; every process has to call this, and gets all of it."""
+    """Gather the state of all owners on every process; all processes must call this."""
     engine.options.processes.meet("state_dict()")
     engine.settle(wait=True)
     engine.replicas.together()
@@ -120,7 +120,7 @@ def whole_state(engine: Engine) -> WholeState:
 
 
 def keep_own(engine: Engine) -> None:
-    """Let go of what other processes own; this one has all of it, for example from a checkpoint."""
+    """Drop state that other processes own, after this one got the complete state, for example from a checkpoint."""
     partition, owners = engine.partition, engine.partition.owners
     partition.factors_elsewhere.clear()
     partition.ready_elsewhere.clear()
@@ -148,14 +148,14 @@ def keep_own(engine: Engine) -> None:
 
 
 def make_contiguous(state: MutableMapping[str, Any]) -> None:
-    """Lay a block's tensors out row by row: torch.distributed.checkpoint mixes up others when it broadcasts them."""
+    """Make a block's tensors contiguous: torch.distributed.checkpoint corrupts others when it broadcasts them."""
     for name, value in list(state.items()):
         if isinstance(value, Tensor) and not value.is_contiguous():
             state[name] = value.contiguous()
 
 
 def block_states(engine: Engine) -> dict[nn.Parameter, BlockState]:
-    """Return the state of every block, by its first parameter; gathered where processes share them."""
+    """Return the state of every block, by its first parameter; gathered if several processes share the blocks."""
     if not engine.replicas.together():
         states: Any = engine.partition.states
     else:
@@ -168,7 +168,7 @@ def _named(names: Mapping[nn.Parameter, str], place: tuple[Any, tuple[nn.Paramet
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    # With their strides, which decide how products of them are rounded.
+    # With strides, because the rounding of products depends on them.
     return {
         n: (tuple(v.shape), torch.empty_like(v, device="meta").stride(), v.dtype) if isinstance(v, Tensor) else v
         for n, v in state.items()

@@ -1,1 +1,1 @@
-"""What is done with a block's gradient: EKFAC's eigenbasis with its rules, KFAC's inverses, damping."""
+"""How a block's gradient is preconditioned: EKFAC's eigenbasis with its rules, KFAC's inverses, damping."""

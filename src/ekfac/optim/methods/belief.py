@@ -1,4 +1,4 @@
-"""The default rule: a step of Adam's size in the eigenbasis, measured by the gradient's noise."""
+"""The default rule: a step of Adam's size in the eigenbasis, scaled by the gradient's noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ekfac.optim.methods.rules import (
 )
 from ekfac.optim.types import BlockStep, EigenState
 
-#: How much longer coordinates may become for those that wait.
+#: The largest factor by which the remaining coordinates are enlarged to make up for skipped ones.
 LARGEST = 2.0
 
 
@@ -42,16 +42,16 @@ class Belief(TorchRule):
     Where gradients are mostly noise, this is Adam. Where examples agree, as on a plateau, s is smaller than g^2, and
     steps in those coordinates are larger: up to 1 / sqrt(kappa) times as large. Coordinates in which the mean and the
     latest gradient differ in sign are skipped (cautious optimizers, Liang et al., 2024). The mean square of a block's
-    direction is never above 1, so the root mean square of an update is at most lr. A gradient that is far longer than
-    those before it is shortened, so that one bad batch does not inflate s for hundreds of steps.
+    direction is never above 1, so the root mean square of an update is at most lr. A gradient far longer than usual is
+    clipped, so that one bad batch does not inflate s for hundreds of steps.
 
-    s is carried over to a new basis. Restarting it at KFAC's eigenvalues diverges where these are inaccurate.
+    s is carried over to a new basis. Restarting it at KFAC's eigenvalues diverges if these are inaccurate.
 
     Attributes:
         betas: Decays of m and s; those of a parameter group take precedence.
         eps: Added to the square root.
         floor: kappa, the weight of the mean gradient in s; 1 is close to Adam.
-        spike: How many times longer than before a gradient may be.
+        spike: Clip a gradient to this many times its usual length.
         cautious: Skip coordinates in which the mean and the latest gradient differ in sign.
     """
 
@@ -86,7 +86,7 @@ class Belief(TorchRule):
             known = known / before
             usual = known * known + deviations / remaining(beta2, count - 1)
             factor = shortening(rounded(length * length, seen), self.spike**2 * usual)
-            # sqrt((1 + beta_1) / 2) (g - m), of m before this gradient; nothing is known of the first one's noise.
+            # sqrt((1 + beta_1) / 2) (g - m), with m from before this step; zero in the first, where there is no m yet.
             weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5
             return -weight / before, weight * factor, factor, self.floor**0.5 / remaining(beta1, count)
 
@@ -107,10 +107,10 @@ class Belief(TorchRule):
         x = m / s.sqrt().add_(spread(self.eps * root, s))
         length = left = norms(x, step.blocks)
         if self.cautious:
-            against = (x * step.g).lt_(0)  # 1 where they disagree; to mask by it takes ten times as long on a CPU
+            against = (x * step.g).lt_(0)  # 1 where the signs differ; masked_fill would be ten times slower on a CPU
             left = norms(x.addcmul_(x, against, value=-1), step.blocks)
 
-        # All numbers that multiply a block at once: the corrections for the start at zero, and the bounds.
+        # Bias corrections and bounds, combined into one factor per block.
         def correction(count: Number, root: Number, length: Number, left: Number) -> tuple[Number]:
             factor = start = root / remaining(beta1, count)
             if self.cautious:

@@ -1,4 +1,4 @@
-"""Damping: what is added to s when dividing by it. It is never baked into stored state."""
+"""Damping: what is added to s when dividing by it. It is never part of stored state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ekfac.curvature.eigenbasis import Basis
 
-#: A damping mode: (s, epsilon, basis) to damped s. The basis is None for parameters without a Kronecker block.
+#: A damping mode: (s, epsilon, basis) -> damped s. The basis is None for parameters without a Kronecker block.
 Damp = Callable[[Tensor, "float | Tensor", "Basis | None"], Tensor]
 
 
@@ -31,7 +31,7 @@ def factored(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
 
 
 def relative(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
-    """Return s + epsilon mean(s), mean over the layer, with a floor so that a layer without gradient stays finite."""
+    """Return s + epsilon mean(s), mean over the layer, with a floor that keeps a layer without gradient finite."""
     return s + (epsilon * s.mean()).clamp(min=torch.finfo(s.dtype).tiny)
 
 
@@ -39,8 +39,8 @@ def spectral(s: Tensor, epsilon: float | Tensor, basis: Basis | None) -> Tensor:
     """Return s + (S_B + epsilon |B|) x (S_A + epsilon |A|) - S_B x S_A, with |.| the largest eigenvalue.
 
     For s = S_B x S_A it lifts each factor's spectrum by a fraction of its own largest eigenvalue, whatever the units of
-    loss and inputs. The eigenvalues of a layer span so many decades that one number for all of them, as in the other
-    modes, either drowns the small ones or lets rounding noise through.
+    loss and inputs. The eigenvalues of a layer span so many decades that a single number for all of them, as in the
+    other modes, either swamps the small ones or lets rounding noise through.
     """
     if basis is None:
         return s + (epsilon * s.amax()).clamp(min=torch.finfo(s.dtype).tiny)

@@ -1,4 +1,4 @@
-"""EKFAC's way with one block: project, update the scaling, rescale by a rule, project back."""
+"""EKFAC for one block: project, update the scaling, rescale by a rule, project back."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class EigenMethod:
     """A diagonal method in the Kronecker-factored eigenbasis.
 
     Args:
-        rule: What is done with the projected gradient.
+        rule: Turns the projected gradient into a direction.
         damp: How s is damped when dividing.
-        for_wide: What does the same for wide blocks on a CPU.
+        for_wide: The variant for wide blocks on a CPU.
     """
 
     kind = "eigenbasis"
@@ -48,7 +48,7 @@ class EigenMethod:
         self.reads_eigenvalues = rule.reads_eigenvalues
 
     def numbers(self, block: Block) -> int:
-        """Count the numbers kept for a block: factors, bases, eigenvalues, and what the rule keeps."""
+        """Count the numbers stored for a block: factors, bases, eigenvalues, and the rule's state."""
         own = (1 + len(self.rule.moments)) * block.shape.numel
         return own + block.eigen_numbers() if block.covered else own
 
@@ -57,7 +57,7 @@ class EigenMethod:
         if not block.covered:
             return None
         kept = state.__dict__
-        # Three dimensions always, so that nothing is to be broadcast, which takes longer than a small product.
+        # bmm, because all operands have three dimensions: broadcasting would take longer than a small product.
         return Basis(block.shape, kept.get("U_A"), kept.get("U_B"), state.S_A, state.S_B, torch.bmm)
 
     # --- a new basis ----------------------------------------------------------------------------------------------
@@ -65,18 +65,18 @@ class EigenMethod:
     def refresh(
         self, block: Block, state: EigenState, A: Tensor, B: Tensor, damping: float, refresher: Refresher
     ) -> None:
-        """Solve for a new basis and carry the rule's state there, or start it there."""
+        """Solve for a new basis, and carry the rule's state over to it or start the rule there."""
         old = self.basis(block, state) if hasattr(state, self.derived) else None
         new, state.failed_refreshes = refresher.solve(block, A, B, old, state.failed_refreshes)
         self._change_basis(state, old, new)
 
     def warm_refresh(self, renewals: Sequence[Renewal], refresher: Refresher, ok: Tensor | None = None) -> None:
-        """Bring bases nearer to the factors' own and carry the rule's state along."""
+        """Refresh bases by orthogonal iteration and carry the rule's state over."""
         values = self.rule.reads_eigenvalues
         renewals = [replace(r, old=self.basis(r.blocks[0], r.state), values=values) for r in renewals]
 
         def change(renewal: Renewal, new: Basis) -> None:
-            with tensor_cores(new.S_A.device):  # means and scalings bear TF32; the bases are found without
+            with tensor_cores(new.S_A.device):  # TF32 suffices to carry moments, though not to compute bases
                 self._change_basis(renewal.state, renewal.old, new, ok)
 
         refresher.warm(renewals, change, ok)
@@ -98,7 +98,7 @@ class EigenMethod:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
-        """Compute g = U_B^T G U_A, and the same of the gradient as backward left it."""
+        """Compute g = U_B^T G U_A, and the same for the gradient as backward left it."""
         basis = step.basis = self.basis(block, state)
         gradient = step.gradient
         if basis is not None and isinstance(gradient, Tensor):
@@ -112,17 +112,17 @@ class EigenMethod:
             step.seen = step.g * step.ratio
         elif step.left is not None:
             step.seen = within_range(in_basis(step.left, basis))
-        epsilon = step.rates.damping  # not the step itself: a cycle would keep its tensors
+        epsilon = step.rates.damping  # capturing step itself would make a reference cycle that keeps its tensors alive
         step.damped = lambda s: self.damp(s, epsilon, basis)
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
-        """Let the rule take in the gradient as backward left it."""
-        if not hasattr(state, "s"):  # a parameter that no layer covers, at its first gradient
+        """Let the rule observe the gradient as backward left it."""
+        if not hasattr(state, "s"):  # the first gradient of a parameter that no layer covers
             self.rule.start(state, squared(step.seen, step.n))
         self.rule.observe(state, step)
 
     def rescale(self, block: Block, state: EigenState, step: BlockStep) -> Tensor:
-        """Return g / damped s, or what the rule has in its place."""
+        """Return the rule's direction: g / damped s, for example."""
         return self.rule.direction(state, step)
 
     def project_back(self, x: Tensor, step: BlockStep) -> Tensor:
@@ -138,7 +138,7 @@ class EigenMethod:
         return (self.rule.second_moment(state) * x.square()).sum()
 
     def part(self, block: Block, state: EigenState) -> Part | None:
-        """Return a copy of basis and scaling; None before the first."""
+        """Return a copy of basis and scaling; None before there is one."""
         names = tuple(block.parameter_names.values())
         if not hasattr(state, "s"):
             return None
@@ -152,7 +152,7 @@ class EigenMethod:
         return EigenPart(block.name, names, copied, s, order_of(block))
 
     def seed(self, block: Block, state: EigenState, part: Part) -> None:
-        """Take a part's basis and scaling as those in use."""
+        """Adopt a part's basis and scaling."""
         if isinstance(part, DiagonalPart):
             state.s = part.entries.reshape(1, 1, -1).clone()
             return
@@ -163,11 +163,11 @@ class EigenMethod:
                 state[name] = value.clone()
         self.rule.start(state, b.kronecker() if self.rule.follows_factors else part.s.clone())
         if self.needs_examples:
-            state.count.fill_(1)  # so that the seed counts as one step's s*, and is averaged with the next
+            state.count.fill_(1)  # the seed counts as the s* of one step in the average
 
 
 def in_basis(gradient: Tensor | Rows, basis: Basis | None) -> Tensor:
-    """Return U_B^T G U_A, or the gradient of a parameter without a basis as it is."""
+    """Return U_B^T G U_A, or G itself if there is no basis."""
     if isinstance(gradient, Rows):
         assert basis is not None
         return gradient.in_basis(basis)

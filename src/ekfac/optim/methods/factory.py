@@ -1,4 +1,4 @@
-"""The methods that ``scaling`` and ``damping_mode`` ask for."""
+"""Makes methods from ``scaling`` and ``damping_mode``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ekfac.optim.methods.torch_rules import Adagrad, Adam, RMSProp
 from ekfac.optim.methods.wide import WideEigenMethod
 from ekfac.optim.options import RULE_OPTIONS
 
-#: The rules that have a name.
+#: Rules by name.
 RULES: dict[str, type[Rule]] = {
     "belief": Belief,
     "anchored": Anchored,
@@ -29,14 +29,14 @@ RULES: dict[str, type[Rule]] = {
 
 
 def take_rule(arguments: MutableMapping[str, Any]) -> Rule:
-    """Take ``scaling`` and the options of rules out of the arguments: the rule, or the one named with these options."""
+    """Pop ``scaling`` and all options of rules from the arguments; return the rule that they describe."""
     scaling = arguments.pop("scaling")
     given = {name: arguments.pop(name) for name in ("betas", *RULE_OPTIONS) if name in arguments}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(scaling, Rule):
         if given:
             name = next(iter(given))
-            raise ValueError(f"{name}={given[name]!r} beside scaling={scaling!r}: set it there")
+            raise ValueError(f"{name}={given[name]!r} beside scaling={scaling!r}: set it in the rule")
         return scaling
     if isinstance(scaling, type) and issubclass(scaling, Rule):
         name = scaling.__name__

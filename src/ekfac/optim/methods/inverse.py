@@ -1,4 +1,4 @@
-"""KFAC's way with one block: products with the inverses of the damped factors."""
+"""KFAC for one block: products with the inverses of the damped factors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import PATIENCE, Refresher, Renewal
 from ekfac.optim.types import BlockStep, InverseState, factors_of
 
-#: How many times longer than before a gradient may be, and the weight of the past in what is usual.
+#: Gradients are clipped to SPIKE times their usual length, a running average with this decay.
 SPIKE = 30.0
 DECAY = 0.95
 
 
 class InverseMethod:
-    """(B + sqrt(eps)/pi I)^-1 G (A + pi sqrt(eps) I)^-1: two products a step.
+    """(B + sqrt(eps)/pi I)^-1 G (A + pi sqrt(eps) I)^-1: two products per step.
 
-    The factors that were inverted are not kept: where a change of damping needs them again they are the inverses'
-    inverses, less what had been added. Who changes damping once will change it again, so from then on they are kept.
+    The inverted factors are not stored at first. When damping changes, they are recovered by inverting the inverses
+    and subtracting the old damping; from then on they are stored, as damping is likely to change again.
 
     Args:
-        pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or take 1.
-        exact: Take every gradient as it is, however long.
+        pi_correction: Balance the damping between A and B by pi = sqrt((tr A / dim A) / (tr B / dim B)), or use pi = 1.
+        exact: Never clip gradients.
     """
 
     kind = "inverse"
@@ -55,12 +55,12 @@ class InverseMethod:
         self.keeps_factors = False
 
     def numbers(self, block: Block) -> int:
-        """Count the numbers kept for a block: factors and inverses, under SUA one more for the bias."""
+        """Count the numbers stored for a block: factors, inverses and, under SUA, a further inverse for the bias."""
         A, B = block.factor_numbers()
         return 2 * A + (3 if block.shape.extra else 2) * B
 
     def basis(self, block: Block, state: InverseState) -> Basis | None:
-        """Return none: there is none."""
+        """Return None: KFAC has no basis."""
         return None
 
     def refresh(
@@ -70,7 +70,7 @@ class InverseMethod:
         self._invert(block, state, A, B, damping, refresher)
 
     def warm_refresh(self, renewals: Sequence[Renewal], refresher: Refresher, ok: Tensor | None = None) -> None:
-        """Invert without waiting to know whether it worked: where it did not, the old inverse stays."""
+        """Invert without waiting for the outcome; if it fails, the device keeps the old inverse."""
         for r in renewals:
             if r.iterations[0]:
                 self._invert(r.blocks[0], r.state, *factors_of(r.state), float(r.damping), refresher, wait=False)
@@ -94,7 +94,7 @@ class InverseMethod:
                 if self.keeps_factors or f"inverted_{side}" in state:
                     overwrite(state, f"inverted_{side}", factor)
                 good = good and worked
-        # A change of damping, or a refresh between steps, is soon followed by another attempt.
+        # Failures count only in full refreshes: after others the next attempt comes soon.
         failures = 0 if good else state.failed_refreshes + (refresher is not None and wait)
         if failures >= PATIENCE:
             raise RuntimeError(
@@ -109,7 +109,7 @@ class InverseMethod:
                 refresher.fallbacks["kept"] += 1
 
     def _inverted(self, state: InverseState) -> tuple[Tensor, Tensor]:
-        """Return A and B as they were inverted."""
+        """Return the A and B behind the current inverses."""
         self.keeps_factors = True
         for side, current in zip("AB", factors_of(state), strict=True):
             if f"inverted_{side}" not in state:
@@ -120,7 +120,7 @@ class InverseMethod:
         return state.inverted_A, state.inverted_B
 
     def _inverse_of_bias(self, block: Block, state: InverseState, B: Tensor, root: float, wait: bool) -> Tensor:
-        """Invert for SUA's bias, a block of its own with A = [1], in pi too: (B + root / pi I)^-1 / (1 + pi root)."""
+        """Invert for SUA's bias, a block with A = [1] and its own pi: (B + root / pi I)^-1 / (1 + pi root)."""
         pi = pi_of(B.new_ones(len(B), 1), B) if self.pi_correction else B.new_ones(len(B))
         columns = (slice(None), None) if block.diagonal_B else (slice(None), None, None)
         previous, added = state.get("inverse_extra"), root / pi
@@ -130,14 +130,14 @@ class InverseMethod:
         return inverse / shrink if good or previous is None else previous
 
     def project(self, block: Block, state: InverseState, step: BlockStep) -> None:
-        """Leave the gradient where it is; a change of damping re-inverts."""
+        """Re-invert if damping has changed; there is nothing to project."""
         if state.inverted_at != step.rates.damping:
             self._invert(block, state, *self._inverted(state), float(step.rates.damping))
 
     def update_scaling(self, state: InverseState, step: BlockStep) -> None:
-        """Shorten a gradient that is far longer than those before: the inverses have not seen its like.
+        """Clip a gradient that is far longer than usual, for which the inverses are too large.
 
-        Where a batch was too large to be squared, and nothing is known of the factors yet, none of it is left.
+        The gradient becomes zero if the first batch was too large to be squared, which leaves the factors empty.
         """
         if self.exact:
             return
@@ -156,7 +156,7 @@ class InverseMethod:
         step.gradient = Rows(G.h, G.delta * factor, G.one_each) if isinstance(G, Rows) else G * factor
 
     def rescale(self, block: Block, state: InverseState, step: BlockStep) -> Tensor:
-        """Take the two products."""
+        """Return B^-1 G A^-1, with the damped inverses."""
         A, B, gradient = state.inverse_A, state.inverse_B, step.gradient
         if isinstance(gradient, Rows):
             delta: Tensor = gradient.delta * B[:, None, :] if block.diagonal_B else gradient.delta @ B
@@ -165,24 +165,24 @@ class InverseMethod:
         return kronecker_product(block, gradient, A, B, state.get("inverse_extra"))
 
     def project_back(self, x: Tensor, step: BlockStep) -> Tensor:
-        """Stay in the parameters' own coordinates."""
+        """Return x: there is nothing to project back from."""
         return x
 
     def part(self, block: Block, state: InverseState) -> Part | None:
-        """Return none: its curvature is that of the factors."""
+        """Return None: its curvature is that of the factors."""
         return None
 
     def seed(self, block: Block, state: InverseState, part: Part) -> None:
-        """Wait: the factors are inverted in the next step."""
+        """Do nothing: the next step inverts the factors."""
 
     def quadratic_form(self, block: Block, state: InverseState, D: Tensor) -> Tensor:
-        """Return d^T C d, with C = A x B of the factors that were inverted."""
+        """Return d^T C d with C = A x B, the factors behind the current inverses."""
         A, B = self._inverted(state)
         return (D * kronecker_product(block, D, A, B, B)).sum()
 
 
 def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tensor | None) -> Tensor:
-    """Return B X A, each side a vector where kept diagonal; SUA's bias column is multiplied by ``extra`` alone."""
+    """Return B X A, where a diagonal side is a vector; SUA's bias column is multiplied by ``extra`` instead."""
     product = X * B[:, :, None] if block.diagonal_B else rotate_rows(X, B)
     if block.diagonal_A:
         columns = A.repeat(1, block.shape.taps)
@@ -199,9 +199,9 @@ def kronecker_product(block: Block, X: Tensor, A: Tensor, B: Tensor, extra: Tens
 
 
 def pi_of(A: Tensor, B: Tensor) -> Tensor:
-    """Return sqrt((tr A / dim A) / (tr B / dim B)) of every group, 1 where either trace is zero or not finite.
+    """Return sqrt((tr A / dim A) / (tr B / dim B)) of every group, or 1 if either trace is zero or not finite.
 
-    A factor is ``[G, D, D]``, or ``[G, D]`` where it is kept diagonal.
+    A factor is ``[G, D, D]``, or ``[G, D]`` if it is kept diagonal.
     """
     mean_A, mean_B = (M.mean(-1) if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1).mean(-1) for M in (A, B))
     pi = (mean_A / mean_B).sqrt()
@@ -211,21 +211,21 @@ def pi_of(A: Tensor, B: Tensor) -> Tensor:
 def damped_inverse(
     matrix: Tensor, added: Tensor, old: tuple[Tensor, Tensor] | None, wait: bool = True
 ) -> tuple[Tensor, Tensor, bool]:
-    """Return (M + added I)^-1 of ``[G, D, D]`` by Cholesky, in float64 where float32 fails; else the old one.
+    """Return (M + added I)^-1 by Cholesky in float32, then float64, then by eigenvalues; if all fail, the old inverse.
 
-    Where inputs have a large offset, rounding makes M indefinite by more than what is added: then its negative
-    eigenvalues, which are rounding alone, count as zero. A side that is kept diagonal (``[G, D]``) is inverted entry by
-    entry. With ``wait=False`` on a GPU there is one attempt, the device alone decides between it and the old inverse,
-    and the host takes it to be good.
+    If inputs have a large offset, rounding can make M indefinite by more than ``added``. The eigenvalue solver then
+    treats negative eigenvalues, which are mere rounding, as zero. A diagonal M is inverted entry by entry. With
+    ``wait=False`` on a GPU there is a single attempt; the device chooses between its result and the old inverse, and
+    the host assumes success.
 
     Args:
-        matrix: M.
-        added: One number a group.
-        old: The inverse in use and what was added to the factor that it is of; None if there is none yet.
-        wait: Whether to wait for the device, to learn whether it succeeded.
+        matrix: M, ``[G, D, D]``, or ``[G, D]`` if diagonal.
+        added: The damping, one number per group.
+        old: The inverse in use and its damping; None if there is none yet.
+        wait: Whether to wait for the device to learn whether it succeeded.
 
     Returns:
-        The inverse, what was added to the factor that it is of, and whether that is this one.
+        The inverse, its damping, and whether it is a new one.
     """
     if matrix.dim() == 2:
         return 1 / (matrix + added[:, None]), added, True
@@ -242,22 +242,22 @@ def damped_inverse(
 
 
 def by_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse of a symmetric matrix, and whether it is one, 0-dim."""
+    """Return the inverse of a symmetric matrix, and whether that succeeded, 0-dim."""
     try:
         factor, info = torch.linalg.cholesky_ex(matrix)
         inverse = torch.cholesky_inverse(factor)
-    except RuntimeError:  # torch raises on a factor that is all but singular
+    except RuntimeError:  # torch raises if the factor is nearly singular
         return torch.full_like(matrix, float("nan")), torch.zeros((), dtype=torch.bool, device=matrix.device)
     return inverse, (info == 0).all() & torch.isfinite(inverse).all()
 
 
 def by_cholesky_in_double(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Do so in float64."""
+    """Return the same as :func:`by_cholesky`, computed in float64."""
     return by_cholesky(matrix.double())
 
 
 def by_eigenvalues(damped: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """Do so with the eigenvalues of M, which ``added`` was added to, that are below zero taken as zero."""
+    """Return (M + added I)^-1 with M's negative eigenvalues set to zero, and whether that succeeded."""
     try:
         values, U = torch.linalg.eigh(damped.double())
     except RuntimeError:
@@ -268,13 +268,13 @@ def by_eigenvalues(damped: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of_inverse(inverse: Tensor, added: Tensor) -> Tensor | None:
-    """Return M of :func:`damped_inverse`'s (M + added I)^-1, found in float64; None where that fails."""
+    """Recover M from (M + added I)^-1, in float64; None if that fails."""
     if inverse.dim() == 2:
         return 1 / inverse - added[:, None]
     eye = torch.eye(inverse.shape[-1], dtype=torch.float64, device=inverse.device)
     try:
         damped: Tensor = torch.linalg.inv(inverse.double())
-    except RuntimeError:  # torch.linalg.LinAlgError is one
+    except RuntimeError:  # includes torch.linalg.LinAlgError
         return None
     found = (damped - added[:, None, None] * eye).to(inverse)
     return found if bool(torch.isfinite(found).all()) else None

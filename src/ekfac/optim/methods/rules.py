@@ -1,11 +1,11 @@
-"""Scaling rules: what is done with the projected mini-batch gradient g in the basis. One small class each.
+"""Scaling rules: how the projected mini-batch gradient g becomes a direction in the basis. One small class each.
 
-A rule is a dataclass whose fields are its options, with its own defaults; what it learns is in the block's state. All
-rules follow one protocol, so the engine does not know which one is in use. A new rule is one class, which may be given
-as it is, ``EKFAC(model, scaling=Mine())``, and one line in :mod:`ekfac.optim.methods.factory` if it is to have a name.
+A rule is a dataclass whose fields are its options; what it learns is in the block's state. All rules follow one
+protocol, so the engine does not know which one is in use. A new rule is one class, passed as an instance,
+``EKFAC(model, scaling=Mine())``, and one line in :mod:`ekfac.optim.methods.factory` to give it a name.
 
-State is changed in place, by :func:`blend`, :func:`overwrite` and :func:`counted`, and nothing waits for the device:
-so a CUDA graph can hold the step, and a step with a gradient that is not finite changes nothing (``step.ok``).
+State is changed in place, by :func:`blend`, :func:`overwrite` and :func:`counted`, and nothing waits for the device.
+So a CUDA graph can record the step, and a step with a non-finite gradient can be masked (``step.ok``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from ekfac import checks
 from ekfac.optim.types import BlockState, BlockStep, EigenState, as_scalar
 
-#: A number, of the host where that need not wait for it: on a CPU. Else on the device, one for each of several blocks.
+#: A host number if reading it needs no synchronisation (on a CPU), else a tensor with one number per block.
 Number = float | Tensor
 
-#: How many times longer than before a gradient may be under :class:`Anchored`.
+#: :class:`Anchored` clips gradients to this many times their usual length.
 SPIKE = 10.0
-#: The host's form of a float32.
+#: Packs a Python float as float32.
 SINGLE = struct.Struct("f")
-#: What :func:`remaining` has found for the host: all blocks ask for the same.
+#: Cache of :func:`remaining`: all blocks need the same values.
 _REMAINING: dict[tuple[float, float, bool], float] = {}
 
 
@@ -38,32 +38,32 @@ _REMAINING: dict[tuple[float, float, bool], float] = {}
 class Rule(ABC):
     """One way to turn the projected gradient into a direction."""
 
-    #: What the rule keeps; a rule with further tensors names a subclass.
+    #: The class of the rule's state; a rule with further tensors sets a subclass.
     state_class: ClassVar[type[EigenState]] = EigenState
     #: Whether the rule needs s* of this step's examples.
     needs_examples: ClassVar[bool] = False
     #: Whether s is S_B x S_A by definition, so that a new basis always brings a new s.
     follows_factors: ClassVar[bool] = False
-    #: Whether an L2 penalty counts as part of the gradient whose square is taken, as in torch's own optimizers.
+    #: Whether an L2 penalty counts as part of the gradient that is squared, as in torch's own optimizers.
     squares_penalty: ClassVar[bool] = False
     #: Whether the rule compares the gradient with the last direction.
     compares_gradients: ClassVar[bool] = False
-    #: lr and weight decay where none is given (docs/tuning.md has the evidence); with ``warms_up`` that lr
-    #: rises at first and then falls.
+    #: Default lr and weight decay (docs/tuning.md has the evidence). With ``warms_up``, lr is set by the built-in
+    #: schedule instead.
     lr: ClassVar[float] = 0.01
     weight_decay: ClassVar[float] = 0.0
     warms_up: ClassVar[bool] = False
-    #: The betas for losses with derivatives of the network inside, where none are given; None for the usual ones.
+    #: Default betas for losses with derivatives of the network inside; None for no change.
     of_derivatives: ClassVar[tuple[float, float] | None] = None
-    #: Names of means that live in the basis and are carried to the next one.
+    #: Names of running means kept in the basis, which are carried over to the next one.
     moments: ClassVar[tuple[str, ...]] = ()
-    #: Whether S_A and S_B have a part in the step.
+    #: Whether the step uses S_A and S_B.
     reads_eigenvalues: ClassVar[bool] = True
-    #: Whether the rule can take several blocks of one shape at once, ``step.blocks`` of them one below the other.
+    #: Whether the rule can handle ``step.blocks`` blocks of one shape, concatenated along G.
     stacks: ClassVar[bool] = False
-    #: Whether all that becomes of a finite gradient, however large, is finite before it is masked by ``step.ok``.
+    #: Whether everything computed from a bounded gradient, however large, stays finite without masking by ``step.ok``.
     bounds_gradients: ClassVar[bool] = False
-    #: Whether coordinates of a direction are all of about one size, so that rounding one does not drown another.
+    #: Whether coordinates of a direction are of similar size, so that rounding one does not swamp another.
     even: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -84,23 +84,23 @@ class Rule(ABC):
         return self
 
     def restarts(self) -> bool:
-        """Tell whether s starts anew in a new basis; otherwise it is carried there."""
+        """Return whether s restarts in a new basis; otherwise it is carried over."""
         return self.follows_factors
 
     def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
-        """Begin with what is known of s: S_B x S_A of a new basis, or N g^2 of the first gradient without one."""
+        """Initialise s with S_B x S_A of a new basis, or with N g^2 of the first gradient if there is no basis."""
         overwrite(state, "s", bounded(known), ok)
 
     @abstractmethod
     def observe(self, state: EigenState, step: BlockStep) -> None:
-        """Take in ``step.seen``, the gradient as backward left it, and ``step.s_star`` where the rule needs it."""
+        """Update the state from ``step.seen``, the gradient as backward left it, and ``step.s_star`` if needed."""
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         """Return g / damped s."""
         return step.g / step.damped(state.s)
 
     def change_betas(self, state: EigenState, old: tuple[float, float], new: tuple[float, float]) -> None:
-        """Have m stand for the same mean when its decay becomes another; that of s stays."""
+        """Rescale m so that its bias-corrected value is unchanged under new betas; s needs no rescaling."""
         if hasattr(state, "m"):
             state.m.mul_(spread(remaining(new[0], state.count) / remaining(old[0], state.count), state.m))
 
@@ -113,14 +113,14 @@ class Rule(ABC):
 
 
 def blend(target: Tensor, value: Tensor, weight: float | Tensor, ok: Tensor | None) -> None:
-    """Set target <- (1 - weight) target + weight value, in place; not where ``ok`` is 0."""
+    """Set target <- (1 - weight) target + weight value in place, unless ``ok`` is 0."""
     if ok is not None:
         weight = ok * weight
     target.lerp_(value, weight.to(target) if isinstance(weight, Tensor) else weight)
 
 
 def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = None) -> None:
-    """Write a tensor over the one that is there: a CUDA graph holds on to its address. Not where ``ok`` is 0."""
+    """Set a field in place, because CUDA graphs refer to its address, unless ``ok`` is 0."""
     there = state.__dict__.get(name)
     if isinstance(there, Tensor) and there.shape == value.shape and there.dtype == value.dtype:
         there.copy_(value if ok is None else torch.where(ok > 0, value, there))
@@ -129,7 +129,7 @@ def overwrite(state: BlockState, name: str, value: Tensor, ok: Tensor | None = N
 
 
 def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1) -> Number:
-    """Count a step on the device; returns how many have been counted, for each of several blocks."""
+    """Count a step on the device; return the count (one per block if several are stacked)."""
     if not hasattr(state, "count"):
         state.count = torch.zeros(() if blocks == 1 else blocks, dtype=torch.float64, device=like.device)
     count = state.count.add_(1.0 if ok is None else ok)
@@ -137,7 +137,7 @@ def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1)
 
 
 def spread(numbers: Number, over: Tensor) -> Tensor:
-    """Return one number a block, in the dtype and shape in which it multiplies the blocks' ``[G, O, C]``."""
+    """Return one number per block, in a dtype and shape that broadcast against the blocks' ``[G, O, C]``."""
     if not isinstance(numbers, Tensor):
         return over.new_full((), numbers)
     numbers = numbers.to(over)
@@ -148,13 +148,13 @@ def spread(numbers: Number, over: Tensor) -> Tensor:
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
-    """Return the norm of each block's part of x; of order 1 the sum of its magnitudes."""
+    """Return the norm of each block's part of x."""
     lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
     return lengths.item() if x.is_cpu and blocks == 1 else lengths
 
 
 def by_block(function: Callable[..., tuple[Number, ...]], count: Number, *numbers: Number) -> Sequence[Number]:
-    """Call a function of numbers; on a CPU of each block's apart, as a small tensor takes longer than a float."""
+    """Call a function of one number per block; on a CPU block by block, as floats are faster than small tensors."""
     if not (isinstance(count, Tensor) and count.is_cpu):
         return function(count, *numbers)
     columns = [number.tolist() for number in (count, *numbers) if isinstance(number, Tensor)]
@@ -163,21 +163,21 @@ def by_block(function: Callable[..., tuple[Number, ...]], count: Number, *number
 
 
 def square_of(x: Tensor) -> Number:
-    """Return x.x of all its numbers."""
+    """Return the sum of squares of x."""
     flat = x.reshape(-1)
     square = torch.dot(flat, flat)
     return square.item() if x.is_cpu else square
 
 
 def bounded(square: Tensor) -> Tensor:
-    """Keep a second moment from overflowing, in place: infinity would never fade from a running average."""
+    """Clamp a second moment in place: an infinity would never decay from a running average."""
     return square.clamp_(max=torch.finfo(square.dtype).max ** 0.75)
 
 
 def within_range(g: Tensor) -> Tensor:
-    """Bound a gradient so that its square is within :func:`bounded`'s limit; what overflowed before is zero.
+    """Clamp a gradient so that its square is within :func:`bounded`'s limit; replace NaN by zero.
 
-    Otherwise g / sqrt(s) of an input of 1e20 (a fill value, for example) would be as large as the input.
+    Otherwise g / sqrt(s) for an input of 1e20 (a fill value, for example) would be as large as the input.
     """
     limit = torch.finfo(g.dtype).max ** 0.375
     return g.clamp(-limit, limit).nan_to_num_(nan=0.0)
@@ -189,7 +189,7 @@ def squared(g: Tensor, n: float | Tensor = 1.0) -> Tensor:
 
 
 def shortening(square: Any, limit: Number) -> Number:
-    """Return the factor that brings a squared length down to ``limit``; 1 if it is below, or nothing is known."""
+    """Return the factor that shortens a vector of this squared length to ``limit``; 1 if shorter, or limit is zero."""
     if not isinstance(limit, Tensor):
         return math.sqrt(limit / square) if 0 < limit < square else 1.0
     factor = (limit / square).sqrt().clamp(max=1).nan_to_num(1.0)
@@ -197,7 +197,7 @@ def shortening(square: Any, limit: Number) -> Number:
 
 
 def remaining(beta: Number, count: Number, root: bool = False) -> Number:
-    """Return 1 - beta^t, which an average that began at zero is divided by, at least 1 - beta; or its square root."""
+    """Return Adam's bias correction 1 - beta^t (at least 1 - beta), or its square root."""
     if isinstance(beta, Tensor) or isinstance(count, Tensor):
         found: Tensor = (1 - beta**count).clamp(min=1 - beta)
         return found.sqrt() if root else found
@@ -206,18 +206,18 @@ def remaining(beta: Number, count: Number, root: bool = False) -> Number:
         if len(_REMAINING) > 100:
             _REMAINING.clear()
         there = torch.tensor(count, dtype=torch.float64, device="cpu")
-        power: float = (beta**there).item()  # to the last bit as on the device
+        power: float = (beta**there).item()  # bit-identical to the result on tensors
         _REMAINING[key] = math.sqrt(max(1 - power, 1 - beta)) if root else max(1 - power, 1 - beta)
     return _REMAINING[key]
 
 
 def clipped(x: Number, least: float, most: float) -> Number:
-    """Return a number within bounds."""
+    """Clamp a number."""
     return x.clamp(least, most) if isinstance(x, Tensor) else min(max(x, least), most)
 
 
 def rounded(x: Number, like: Tensor) -> Number:
-    """Return a number of the host as it would be in the dtype of a tensor."""
+    """Round a host number to float32 if the tensor is float32."""
     if isinstance(x, Tensor) or like.dtype != torch.float32:
         return x
     try:
@@ -228,7 +228,7 @@ def rounded(x: Number, like: Tensor) -> Number:
 
 
 def mean_gradient(state: EigenState, step: BlockStep, beta: Number, count: Number) -> Tensor:
-    """Update m <- beta m + (1 - beta) g; return it divided by 1 - beta^t, zero where ``ok`` is 0."""
+    """Update m <- beta m + (1 - beta) g; return it divided by 1 - beta^t, or zero if ``ok`` is 0."""
     g, ok = step.g, step.ok
     if not hasattr(state, "m"):
         state.m = torch.zeros_like(g)
@@ -246,7 +246,7 @@ class KroneckerRule(Rule):
 
     Attributes:
         decay: Weight of the past in s.
-        restart: Restart s at S_B x S_A in every new basis; otherwise it is carried there.
+        restart: Restart s at S_B x S_A in every new basis; otherwise it is carried over.
     """
 
     decay: float = 0.95
@@ -260,7 +260,7 @@ class KroneckerRule(Rule):
 class Running(KroneckerRule):
     """EKFAC-ra: starts at S_B x S_A, then s <- rho s + (1 - rho) N g^2, with rho the ``decay``.
 
-    It restarts, as N g^2 overshoots while all examples pull the same way: measured, it is far better to forget it.
+    It restarts because N g^2 overshoots while the examples' gradients agree; in experiments, restarting is far better.
     """
 
     restart: bool = True
@@ -271,14 +271,14 @@ class Running(KroneckerRule):
 
 @dataclass(frozen=True)
 class PerExample(KroneckerRule):
-    """EKFAC: s* of this step's examples, afresh (``decay=0``, Algorithm 1) or as a bias-corrected average."""
+    """EKFAC: s* of this step's examples alone (``decay=0``, Algorithm 1), or as a bias-corrected running average."""
 
     decay: float = 0.0
 
     needs_examples = True
 
     def elementwise(self) -> Rule:
-        """Return EKFAC-ra: N g^2 of a single batch is no scale to divide by."""
+        """Return EKFAC-ra: N g^2 of a single batch is too noisy to divide by."""
         return Running(decay=self.decay or Running.decay)
 
     def start(self, state: EigenState, known: Tensor, ok: Tensor | None = None) -> None:
@@ -291,13 +291,13 @@ class PerExample(KroneckerRule):
             return
         # The average's weights 1 - decay, (1 - decay) decay, ... are divided by their sum 1 - decay^t.
         weight = (1 - self.decay) / remaining(self.decay, counted(state, s_star, step.ok))
-        s_star = bounded(s_star.nan_to_num_(nan=torch.inf))  # infinity times zero: the example was too large to square
+        s_star = bounded(s_star.nan_to_num_(nan=torch.inf))  # NaN is inf * 0: the example was too large to square
         blend(state.s, s_star, weight if self.decay else 1.0, step.ok)
 
 
 @dataclass(frozen=True)
 class Kronecker(KroneckerRule):
-    """KFAC, seen in its eigenbasis: s = S_B x S_A until the next refresh, which brings a new s whatever ``restart``.
+    """KFAC in its eigenbasis: s = S_B x S_A, renewed at every refresh whatever ``restart``.
 
     ``decay`` is for parameters that no layer covers, which get EKFAC-ra.
     """
@@ -309,7 +309,7 @@ class Kronecker(KroneckerRule):
         return Running(decay=self.decay or Running.decay)
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
-        """Learn nothing between refreshes."""
+        """Do nothing: s changes only at refreshes."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class Anchored(Running):
     Attributes:
         decay: rho of s.
         restart: Restart s in a new basis.
-        betas: beta_1 is the first; the second is not used.
+        betas: The first is beta_1; the second is not used.
     """
 
     decay: float = 0.98
@@ -332,7 +332,7 @@ class Anchored(Running):
     moments = ("m",)
 
     def observe(self, state: EigenState, step: BlockStep) -> None:
-        if hasattr(state, "m"):  # m would hold on to a bad batch, and s begins anew in the next basis
+        if hasattr(state, "m"):  # clip spikes: unlike s, which restarts, m would remember a bad batch
             total: Number = state.s.sum().item() if state.s.is_cpu else state.s.sum()
             usual = square_of(state.m) + total / as_scalar(step.n, state.s)
             factor = shortening(square_of(step.seen), SPIKE**2 * usual)
@@ -352,7 +352,7 @@ class Anchored(Running):
 
 
 def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
-    """Return x.y, x.x and y.y of x = g / sqrt(s) and y = m / sqrt(s), and of x = g and y = m: ``[2, 3]``."""
+    """Return x.y, x.x and y.y, first for x = g / sqrt(s), y = m / sqrt(s), then for x = g, y = m: ``[2, 3]``."""
     g, m, root = g.reshape(-1), m.reshape(-1), root.reshape(-1)
     pairs = ((g / root, m / root), (g, m))
     return torch.stack([torch.dot(*p) for x, y in pairs for p in ((x, y), (x, x), (y, y))]).view(2, 3)
@@ -363,7 +363,7 @@ def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TorchRule(Rule):
-    """One of torch's own, on the coordinates: s is of g^2, starts at zero, and knows no damping but ``eps``."""
+    """One of torch's own rules, on the coordinates: s averages g^2, starts at zero, and is damped only by ``eps``."""
 
     squares_penalty = True
     reads_eigenvalues = False
@@ -378,7 +378,7 @@ class TorchRule(Rule):
             state.examples.fill_(step.n)
             return
         n = step.n if isinstance(step.n, Tensor) else torch.full((), step.n, dtype=torch.float64, device=step.g.device)
-        if step.ok is not None and hasattr(state, "examples"):  # one kernel, where there are hundreds of such
+        if step.ok is not None and hasattr(state, "examples"):  # one kernel; networks can have hundreds of blocks
             state.examples.lerp_(n.to(state.examples).expand_as(state.examples), step.ok.to(state.examples))
             return
         overwrite(state, "examples", n if step.blocks == 1 else n.expand(step.blocks).clone(), step.ok)

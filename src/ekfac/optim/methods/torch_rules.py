@@ -1,4 +1,4 @@
-"""Torch's own rules on the coordinates of the eigenbasis."""
+"""torch's own rules, on the coordinates of the eigenbasis."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Wide blocks on a CPU: the fastest products there are, in as much precision as they need.
+"""Wide blocks on a CPU: the fastest products available, in as much precision as they need.
 
-Into the basis that is full float32: small coordinates would be lost in the rounding of large ones. On the way back a
-direction whose coordinates are all of about one size bears bfloat16: what is rounded is 0.3 % of it, in no particular
-direction, and far less than one batch differs from another.
+Projecting into the basis needs float32: small coordinates would be lost in the rounding of large ones. Projecting back
+a direction whose coordinates are of similar size tolerates bfloat16: the rounding error is 0.3 % of it, in no
+particular direction, far less than the noise of a batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ekfac.optim.types import BlockStep, EigenState
 
 
 def single_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b; one matrix as such, as oneDNN copies a batch of them that are transposed."""
+    """Return a b; a batch of one by mm, because oneDNN copies transposed matrices in a batch."""
     return torch.mm(a[0], b[0])[None] if len(a) == 1 else a @ b
 
 
 class WideEigenMethod(EigenMethod):
-    """What :class:`EigenMethod` does, for wide blocks in float32 on a CPU."""
+    """:class:`EigenMethod` for wide blocks in float32 on a CPU."""
 
     def basis(self, block: Block, state: EigenState) -> Basis | None:
         found = super().basis(block, state)

@@ -1,4 +1,4 @@
-"""The average of the weights in checkpoints: whole, however the parameters are laid out over ranks."""
+"""The weight average in checkpoints: unsharded, however parameters are laid out over ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ekfac.optim.step_size.running_statistics import STATISTICS
 def save_average(
     average: WeightAverage, names: Mapping[nn.Parameter, str], processes: Processes
 ) -> dict[str, Any] | None:
-    """Return what is kept, as plain data; None if it is nothing. All processes that train together must call this.
+    """Return the average's state as plain data; None if there is none. With several processes, all must call this.
 
-    Of running statistics, which every process takes from its own batches, the first one's are saved. Amid a pass the
-    modules' own have moved on since the last step; what is saved is how far they are from those of the average now.
+    Running statistics, which every process computes from its own batches, are those of the first process. Between
+    forward and step the modules' own have already changed; what is saved is their current offset from the average.
     """
     if average.possible is None and not average.offsets:
         return None
@@ -49,7 +49,7 @@ def save_average(
 def load_average(
     average: WeightAverage, saved: Mapping[str, Any] | None, parameters: Mapping[str, nn.Parameter]
 ) -> Callable[[], None]:
-    """Check what :func:`save_average` returned; nothing changes before what this returns is called."""
+    """Check what :func:`save_average` returned; return a function that loads it."""
     offsets: dict[nn.Parameter, Tensor] = {}
     statistics: dict[tuple[nn.Module, str], Tensor] = {}
     saved = {} if saved is None else saved
@@ -68,7 +68,7 @@ def load_average(
         p = parameters[name]
         _check(f"parameter '{name}', 'average'", d, real_shape(p), p.dtype.to_real())
         offsets[p] = piece_of(d.detach(), p).to(held(p.detach()), copy=True)
-    resting = saved.get("resting", [])  # not there in versions before
+    resting = saved.get("resting", [])  # missing in older checkpoints
     if not isinstance(resting, list) or not all(isinstance(name, str) and name in parameters for name in resting):
         refuse("'average', 'resting'", f"is {resting!r}. Allowed: names of parameters")
     modules = {} if average.model is None else dict(average.model.named_modules())

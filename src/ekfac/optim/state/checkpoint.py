@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides torch's own, and how another model's is recognised before anything is changed."""
+"""What a checkpoint holds besides torch's entries; checks that refuse another model's before anything is changed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
 
 
 def settings_of(engine: Engine) -> dict[str, str]:
-    """Return what the state depends on, and nobody could see in it."""
+    """Return settings that the state depends on but does not show."""
     o, rule = engine.options, getattr(engine.method, "rule", engine.method)
     return {"rule": type(rule).__name__, "reduction": o.batch.reduction, "sharing": o.coverage.sharing}
 
@@ -64,7 +64,7 @@ def _block_of(covered: bool, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _put_away(engine: Engine, whole: WholeState) -> list[dict[str, Any]]:
-    """Return the state of frozen blocks, by the names of their parameters; not of those that the model has lost."""
+    """Return the state of frozen blocks, with the names of their parameters, if the model still has these."""
     names = engine.partition.names
     return [
         {**_block_of(covered, (names[p] for p in key)), "state": dict(state)}
@@ -80,19 +80,19 @@ def parameter_shapes(engine: Engine) -> dict[str, list[int]]:
 
 
 def as_named_here(engine: Engine, state_dict: Any) -> Any:
-    """Return a checkpoint under the names that the model has now, in a wrapper or out of it."""
+    """Rename a checkpoint's parameters to the model's current names, with or without a wrapper's prefix."""
     return named_as_here(engine.model, parameter_shapes(engine), state_dict)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint was found to hold, ready to be taken.
+    """The checked content of a checkpoint, ready to be adopted.
 
     Attributes:
         saved: Counters and settings.
         silent: Parameters whose layers are never called.
-        states: By parameter, of the blocks that are trained now, and all momentum.
-        put_away: Of blocks that are frozen now.
+        states: By parameter, the state of blocks that are trained now, and all momentum.
+        put_away: The state of blocks that are frozen now.
     """
 
     saved: dict[str, Any]
@@ -102,14 +102,14 @@ class Loaded:
 
 
 def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
-    """Refuse a checkpoint that is not this kind's or not this model's; returns what it holds under "ekfac"."""
+    """Refuse a checkpoint of another kind of optimizer or another model; return its entry "ekfac"."""
     checks.outside_inference_mode("load_state_dict()")
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict={state_dict!r} must be what state_dict() gave, a dict")
     saved = saved_in(state_dict)
     if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
         raise ValueError(_no_state(state_dict, saved))
-    # Torch leaves out what is empty when it flattens; the last was not there in earlier checkpoints.
+    # torch drops empty entries when it flattens a state dict; "derivatives" is missing in older checkpoints.
     saved = {"silent": [], "put_away": [], "fallbacks": {}, "derivatives": False, **saved}
     names = {"eigenbasis": "EKFAC", "inverse": "KFAC"}
     if saved.get("kind") != engine.method.kind:
@@ -117,14 +117,14 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
         of = names.get(given, repr(given)) if isinstance(given, str) else repr(given)
         raise ValueError(f"state_dict is of {of}, this is {names[engine.method.kind]}")
     _check_model(engine, saved)
-    if "settings" in saved:  # not before this version
+    if "settings" in saved:  # missing in older checkpoints
         mine, theirs = settings_of(engine), _mapping("'settings'", saved["settings"])
         for name, value in mine.items():
             if theirs.get(name) != value:
                 refuse(
                     f"'settings', {name!r}",
-                    f"it was saved with {name}={theirs.get(name)!r}, this optimizer has {value!r}: construct it as the "
-                    "one that was saved",
+                    f"it was saved with {name}={theirs.get(name)!r}, this optimizer has {value!r}: construct it with "
+                    "the settings of the saved one",
                 )
     for name in ("applied_steps", "skipped_steps", "refreshes", "warm_refreshes"):
         check_count(repr(name), saved.get(name))
@@ -138,12 +138,12 @@ def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
 
 
 def _no_state(state_dict: Mapping[Any, Any], saved: Any) -> str:
-    """Say what a dict without a state of this version seems to be."""
+    """Describe a dict that has no state of this version."""
     keys = [str(key) for key in state_dict]
     if isinstance(saved, Mapping):
         what = f"is of version {str(saved.get('version'))[:20]} of its format"
     elif {"state", "param_groups"} <= set(keys):
-        what = "is another optimizer's: begin with a new one, the model's weights suffice"
+        what = "is another optimizer's: start with a new one, the model's weights suffice"
     else:
         what = f"has the keys {', '.join(keys[:5])[:100] or '(none)'}: pass what this optimizer's state_dict() returned"
     return f"state_dict holds no state of this library, version {VERSION} (key 'ekfac' missing or other); it {what}"
@@ -169,10 +169,10 @@ def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
 
 
 def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Parameter, Any]) -> Loaded:
-    """Check all state, and find the block that each entry is of; nothing of the optimizer changes.
+    """Check all state and match it with blocks, without changing the optimizer.
 
-    A layer that was frozen when the checkpoint was saved, and is trained now, has its state back; one that was trained
-    and is frozen now has it put away until it is trained again.
+    A layer that was frozen when the checkpoint was saved and is trained now gets its state back. The state of one that
+    was trained then and is frozen now is put away until it is trained again.
 
     Args:
         engine: The engine.
@@ -226,7 +226,7 @@ def _saved_blocks(
     if "blocks" in saved:
         entries = enumerate(_listed("'blocks'", saved["blocks"]))
         return [_block_named(engine, f"'blocks', entry {place}", entry, now) for place, entry in entries]
-    # Earlier versions did not record it: those of today, and those that would be there if nothing were frozen.
+    # Older versions did not record it: take today's, and those that would exist if nothing were frozen.
     partition, keys = engine.partition, {block.key for block in now.values()}
     unfrozen = partition.blocks_of(partition.offered, frozen=True, silent=silent)
     return [*now.values(), *(block for block in unfrozen if block.key not in keys)]
@@ -239,7 +239,7 @@ def _listed(where: str, value: Any) -> list[Mapping[str, Any]]:
 
 
 def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapping[Members, Block]) -> Block:
-    """Return the block of these parameters, whether it is trained now or not."""
+    """Return the block of these parameters, trained now or frozen."""
     partition = engine.partition
     names = {name: p for p, name in partition.names.items()}
     covered, listed, offered = entry.get("covered"), entry.get("parameters"), set(partition.offered)
@@ -253,12 +253,12 @@ def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapp
 
 
 def is_blank(saved: Mapping[str, Any]) -> bool:
-    """Tell whether a checkpoint is of an optimizer that had no state: what it holds then only has the right shapes."""
+    """Return whether a checkpoint is of an optimizer without state; its entries are then only placeholders."""
     return bool(saved.get("entries") == 0 and saved.get("applied_steps") == 0)
 
 
 def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Refuse a checkpoint that has lost state on its way."""
+    """Refuse a checkpoint that has fewer entries than were saved."""
     found, count = sum(map(len, state_of.values())), saved.get("entries", 0)
     check_count("'entries'", count)
     if found < count:
@@ -270,7 +270,7 @@ def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str,
 
 
 def adopt(engine: Engine, loaded: Loaded) -> None:
-    """Take what a checkpoint holds but the states, which :meth:`Partition.take_states` takes."""
+    """Adopt a checkpoint, except for blocks' states, which :meth:`Partition.take_states` adopts."""
     engine.settle(wait=True)
     partition, refresher, saved = engine.partition, engine.refresher, loaded.saved
     if partition.silent != loaded.silent or not partition.is_current():
@@ -288,7 +288,7 @@ def adopt(engine: Engine, loaded: Loaded) -> None:
     engine.skipped.total = saved["skipped_steps"]
     partition.generation += 1
     engine.schedule.pending = []
-    first = engine.options.processes.rank == 0  # which goes on counting for all: checkpoints have their sum
+    first = engine.options.processes.rank == 0  # only rank 0 continues the counts: checkpoints hold sums over ranks
     refresher.refreshes = saved["refreshes"] if first else 0
     engine.schedule.warm_refreshes = saved["warm_refreshes"] if first else 0
     refresher.drift = torch.tensor(float(saved["residual_drift"]), dtype=torch.float64, device="cpu")
@@ -300,7 +300,7 @@ def converted(state_of: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, dict[st
     """Copy saved state to the parameters' devices, in the dtype of a block's state: float32 under half precision."""
 
     def value(p: Tensor, name: str, given: Any) -> Any:
-        if name in COUNTS:  # versions before have kept numbers of examples as plain numbers
+        if name in COUNTS:  # older versions stored these as plain numbers
             return torch.as_tensor(given, dtype=torch.float64, device=p.device).detach().clone()
         if not isinstance(given, Tensor):
             return given

@@ -1,4 +1,4 @@
-"""Between an optimizer's state and curvature as an object: hand out what was learnt, or start from it."""
+"""Converts an optimizer's state to a curvature operator, and starts an optimizer from one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ekfac.optim.types import factors_of
 
 @torch.no_grad()
 def curvature(engine: Engine) -> Curvature:
-    """Return a snapshot of the bases and scalings in use; of KFAC, which has none, those of its factors A and B."""
+    """Return a snapshot of the bases and scalings in use; for KFAC, which has none, the eigenbases of A and B."""
     checks.real("curvature()", engine.model)
     engine.settle()
     states = block_states(engine)
@@ -50,7 +50,7 @@ def _part(engine: Engine, block: Block, state: Any) -> Part:
 
 @torch.no_grad()
 def seed(engine: Engine, operator: Curvature) -> None:
-    """Start from a KFAC or EKFAC operator: its factors enter the running averages as a batch of its examples would.
+    """Start from a KFAC or EKFAC operator; its factors count in the running averages like a batch of its examples.
 
     Everything is checked before anything is changed.
     """

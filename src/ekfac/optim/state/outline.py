@@ -1,4 +1,4 @@
-"""The state that a first step would leave, before there is one: torch.distributed.checkpoint fills what is there."""
+"""A skeleton of the state after a first step: torch.distributed.checkpoint loads only into entries that exist."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ekfac.optim.types import Rates, StepInputs
 
 @torch.no_grad()
 def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter]) -> None:
-    """Make a state of the right names, shapes and dtypes, where there is none yet: that of gradients of zero.
+    """Create state with the right names, shapes and dtypes, if there is none yet, from gradients of zero.
 
-    It is gone when it has been saved, or when another comes. Every process makes that of the blocks that it owns.
+    It is dropped once it has been saved, or another state is loaded. Each process does this for the blocks it owns.
 
     Args:
         engine: The engine.
-        rates: The numbers of a step.
-        with_momentum: Parameters whose momentum is kept.
+        rates: The hyper-parameters of a step.
+        with_momentum: Parameters with momentum.
     """
     partition, refresher = engine.partition, engine.refresher
     if partition.states and not engine.outlined:
@@ -55,12 +55,12 @@ def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter
 
 
 def _zeros(p: Tensor) -> Tensor:
-    """Return zeros for all numbers of a parameter."""
+    """Return real zeros in the (unsharded) shape of a parameter."""
     return torch.zeros(real_shape(p), dtype=p.dtype.to_real(), device=p.device)
 
 
 def _factors(block: Block) -> FactorSums:
-    """Return sums that make both factors the identity."""
+    """Return sums for which both factors are the identity."""
     options: dict[str, Any] = {"dtype": block.dtype, "device": block.key.device}
 
     def one(width: int, diagonal: bool) -> Tensor:
@@ -71,7 +71,7 @@ def _factors(block: Block) -> FactorSums:
 
 
 def drop_outline(engine: Engine) -> None:
-    """Let go of it, before there is a state."""
+    """Remove the skeleton, before there is real state."""
     if engine.outlined:
         engine.outlined = False
         engine.partition.states.clear()
@@ -81,12 +81,12 @@ def drop_outline(engine: Engine) -> None:
 def outline_average(
     average: WeightAverage, groups: list[dict[str, Any]], usual_lr: Any, names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any] | None:
-    """Return what a checkpoint holds of the average, with zeros for everything; None if nothing is to be averaged.
+    """Return the average's entry in a checkpoint, with zeros for everything; None if nothing will be averaged.
 
     Args:
         average: The average.
         groups: torch's parameter groups.
-        usual_lr: The rate of groups that nobody has named another for; None if these have no built-in course.
+        usual_lr: The default lr if groups with it follow the built-in schedule, else None.
         names: The names of the parameters.
     """
     offsets = {}
@@ -110,6 +110,6 @@ def outline_average(
 
 
 def _goes_with(norm: nn.Module, offsets: Collection[str], names: Mapping[nn.Parameter, str]) -> bool:
-    """Tell whether a norm's statistics are averaged: not where its weights are trained, and are not."""
+    """Return whether a norm's statistics are averaged: unless its weights are trained without being averaged."""
     own = [names[p] for p in norm.parameters(recurse=False) if p.requires_grad and p in names]
     return not own or any(name in offsets for name in own)

@@ -1,4 +1,4 @@
-"""Scalars about what the engine does, for any logger."""
+"""Scalars about the engine, for any logger."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ekfac.optim.engine import Engine
 
 
 def engine_stats(engine: Engine) -> dict[str, float]:
-    """Count steps, refreshes, drift of the bases and fallbacks of the solver, as plain numbers (reads the device).
+    """Return counts of steps, refreshes and solver fallbacks, and the drift of bases, as plain numbers (synchronises).
 
-    ``captured_bytes`` is the most that captured inputs and output gradients took at one time so far; a tensor that
-    several layers read counts once. Autograd keeps most of these tensors for the backward pass anyway.
+    ``captured_bytes`` is the peak memory of captured inputs and output gradients so far; a tensor that several layers
+    read counts once. Autograd keeps most of these tensors for the backward pass anyway.
     """
     engine.settle(wait=True)
     refresher = engine.refresher

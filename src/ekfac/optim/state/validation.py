@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds of a block can be that block's: every entry is looked at before anything changes."""
+"""Checks that a checkpoint's entries can belong to a block, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ekfac import checks
 from ekfac.curvature.blocks import Block
 from ekfac.optim.statistics.partition import COUNTS
 
-#: Entries that are there together or not at all, of those that a block has.
+#: Entries that a block has all or none of.
 TOGETHER = (
     ("A", "B", "factor_weight"),
     ("U_A", "U_B", "S_A", "S_B", "s"),
@@ -23,7 +23,7 @@ TOGETHER = (
 #: Tensors whose shapes follow from the block's.
 SHAPED = {*(n for names in TOGETHER for n in names), "m", "inverted_A", "inverted_B", "usual"} - {"inverted_at"}
 LAYOUT = "construct the optimizer with the same sua, basis, include, exclude and max_factor_dim as when it was saved"
-#: How far from orthonormal a basis may be, of bases in half precision too.
+#: The largest deviation of a basis from orthonormality; enough for bases saved in half precision.
 DRIFT = 0.05
 
 
@@ -33,7 +33,7 @@ def refuse(where: str, what: str) -> NoReturn:
 
 
 def shapes_of(block: Block) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a block may keep."""
+    """Return the shape of every tensor in a block's state."""
     s = block.shape
     A = (s.groups, s.inputs) + (() if block.diagonal_A else (s.inputs,))
     B = (s.groups, s.out) + (() if block.diagonal_B else (s.out,))
@@ -53,12 +53,12 @@ def shapes_of(block: Block) -> dict[str, tuple[int, ...]]:
 
 
 def check_state(block: Block, state: Mapping[str, Any], fields: set[str]) -> None:
-    """Refuse the state of a block that it cannot have come to.
+    """Refuse state that a block cannot have reached.
 
     Args:
         block: The block.
-        state: By the names of its entries, as they were saved.
-        fields: The names that the block's state may have.
+        state: The saved entries, by name.
+        fields: The names that are allowed.
     """
     name, shapes = f"block '{block.name}'", shapes_of(block)
     for key, value in state.items():
@@ -84,23 +84,23 @@ def check_state(block: Block, state: Mapping[str, Any], fields: set[str]) -> Non
             refuse(name, f"has {', '.join(there)}, but lacks {', '.join(n for n in wanted if n not in state)}")
     for side in "AB":
         if f"inverse_{side}" in state:
-            # (M + added I)^-1 is nowhere larger than 1 / added.
+            # No entry of (M + added I)^-1 exceeds 1 / added.
             most = 10 / state[f"added_{side}"].double().min()
             if bool(state[f"inverse_{side}"].double().abs().max() > most):
-                refuse(f"{name}, 'inverse_{side}'", f"is larger than 1 / added_{side}, which it cannot be")
+                refuse(f"{name}, 'inverse_{side}'", f"is larger than 1 / added_{side}, which is impossible")
 
 
 def check_tensor(where: str, key: str, value: Any, shape: Any, dtype: torch.dtype) -> None:
-    """Refuse an entry of another shape or dtype, one that is not finite, and one with values that it cannot have.
+    """Refuse an entry of the wrong shape or dtype, with non-finite or impossible values.
 
     Args:
         where: The place in the checkpoint.
         key: The name of the entry.
-        value: What stands there.
-        shape: The shape that it must have; ``...`` for any.
-        dtype: The dtype that it will be kept in.
+        value: The entry.
+        shape: The required shape; ``...`` for any.
+        dtype: The dtype in which it will be stored.
     """
-    if key in COUNTS and not isinstance(value, Tensor):  # versions before have kept numbers of examples as plain ones
+    if key in COUNTS and not isinstance(value, Tensor):  # older versions stored these as plain numbers
         _numbered(where, checks.number, value, least=0)
         return
     if not isinstance(value, Tensor):
@@ -121,9 +121,9 @@ def check_tensor(where: str, key: str, value: Any, shape: Any, dtype: torch.dtyp
         if kept.numel() and not bool((kept.mT @ kept - eye).abs().amax() <= DRIFT):
             refuse(where, "is no basis: its columns are not orthonormal")
     elif key in ("m", "momentum_buffer", "offset"):
-        limit = torch.finfo(kept.dtype).max ** 0.375  # as far as any gradient is taken in
+        limit = torch.finfo(kept.dtype).max ** 0.375  # gradients are clamped to this
         if bool((kept.abs() > limit).any()):
-            refuse(where, f"has entries beyond {limit:.1e}, to which no gradient is taken in")
+            refuse(where, f"has entries beyond {limit:.1e}, to which gradients are clamped")
     elif key in SHAPED or key in COUNTS:
         diagonal = kept.diagonal(dim1=-2, dim2=-1) if kept.dim() == 3 and key != "s" else kept
         positive = key.startswith(("inverse", "added"))
@@ -132,14 +132,14 @@ def check_tensor(where: str, key: str, value: Any, shape: Any, dtype: torch.dtyp
 
 
 def check_count(where: str, value: Any) -> None:
-    """Refuse what is no whole number that a count of steps can be."""
+    """Refuse anything but a non-negative integer in the range of int64."""
     _numbered(where, checks.integer, value, least=0)
     if value >= 2**63:
-        refuse(where, "is larger than any count can be")
+        refuse(where, "is too large for a count")
 
 
 def check_number(where: str, value: Any, **bounds: float) -> None:
-    """Refuse what is no number within bounds."""
+    """Refuse anything but a number within bounds."""
     _numbered(where, checks.number, value, **bounds)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a model that was in a wrapper then, and is not now, or the other way round."""
+"""Loads checkpoints across wrappers: the model was in one when saved and is not now, or the other way round."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from torch import nn
 
-#: What wrappers call the model that they hold: DataParallel and DDP, torch.compile, FSDP, activation checkpointing.
+#: Names by which wrappers hold the model: DataParallel and DDP, torch.compile, FSDP, activation checkpointing.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def bare(name: str) -> str:
-    """Return a parameter's name without what wrappers have added."""
+    """Strip wrappers' prefixes from a parameter's name."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def named_as_here(model: nn.Module, offered: Mapping[str, Any], state_dict: Any) -> Any:
-    """Return a state dict under the names that the model has now, if only wrappers make the difference; else as it is.
+    """Rename a state dict's parameters to the model's current names, if only wrappers' prefixes differ.
 
     Args:
         model: The model.
-        offered: The names that the optimizer was given.
-        state_dict: What a checkpoint holds; nothing of it has been checked.
+        offered: The names of the optimizer's parameters.
+        state_dict: An unchecked checkpoint.
     """
     saved = saved_in(state_dict)
     theirs = saved.get("parameters") if isinstance(saved, Mapping) else None
@@ -72,7 +72,7 @@ def named_as_here(model: nn.Module, offered: Mapping[str, Any], state_dict: Any)
 
 
 def saved_in(state_dict: Any) -> Any:
-    """Return what a state dict holds under "ekfac": beside the rest, or where torch has put it, in the first group."""
+    """Return the entry "ekfac" of a state dict: at the top, or in the first group, where torch may have moved it."""
     if not isinstance(state_dict, Mapping):
         return None
     groups = state_dict.get("param_groups") or [{}]

@@ -1,1 +1,1 @@
-"""What the backward passes left of each block, and when its factors and basis are renewed."""
+"""Collects each block's statistics from backward passes, and schedules updates of its factors and basis."""

@@ -1,4 +1,4 @@
-"""A and B as averages over steps: what a batch adds to them, and how much it weighs."""
+"""A and B as weighted averages over steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.stacks import Stack, Stacks
 
-#: How many times the average's trace that of a batch may be.
+#: The largest ratio of a batch's trace to the average's; larger batches are scaled down.
 OUTLIER = 100.0
 
 
@@ -28,16 +28,16 @@ def take_in(
     ok: Tensor | None,
     shrinks: bool = False,
 ) -> None:
-    """Take a step's sums into A and B, each batch weighted by its N. Numerators and denominator are kept apart.
+    """Add a step's sums to A and B, each batch weighted by its N. Numerators and denominator are stored separately.
 
     Args:
         stacks: The blocks.
-        sums: Of each block; they are changed.
+        sums: The sums of each block; modified in place.
         n: The number of examples.
-        square: What squared output gradients are multiplied by.
+        square: The factor for squared output gradients.
         decay: The weight of the past.
         bounded: See :func:`weigh`.
-        ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
         shrinks: See :func:`shrink_past`.
     """
     if not sums:
@@ -62,32 +62,32 @@ def take_in(
 
 
 class Addition:
-    """What a batch adds to the numerators A and B of one block or of several that are stacked, and to the denominator.
+    """What a batch adds to the numerators A and B, and to the denominator, of a stack of blocks.
 
     Args:
         stack: The blocks.
-        sums: Their sums over the batch; they are changed.
+        sums: Their sums over the batch; modified in place.
     """
 
     def __init__(self, stack: Stack, sums: list[FactorSums]) -> None:
         self.stack = stack
-        #: Their state, if it has factors.
+        #: Their state, if it already has factors.
         self.old: Any = stack.state if hasattr(stack.state, "A") else None
         alone = len(sums) == 1
         self.A = sums[0].A if alone else torch.cat([f.A for f in sums])
         self.B = sums[0].B if alone else torch.cat([f.B for f in sums])
-        #: How many terms each block's A has; a tensor where only the device knows.
+        #: The number of terms in each block's A; a tensor if only the device knows it.
         self.terms = [f.terms for f in sums]
-        #: What each block adds to the denominator.
+        #: Each block's addition to the denominator.
         self.weight = self.A.new_empty(() if alone else len(sums))
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is added to."""
+        """Return the running sums A, B and the denominator."""
         return self.old.A, self.old.B, self.old.factor_weight
 
 
 def alike(additions: list[Addition]) -> list[list[Addition]]:
-    """Return together what can be weighed together: on one device, in one dtype, with factors already or without."""
+    """Group additions that can be weighed together: same device, same dtype, all with existing factors or none."""
     found: dict[Any, list[Addition]] = {}
     for a in additions:
         found.setdefault((a.A.device, a.A.dtype, a.old is None), []).append(a)
@@ -97,15 +97,15 @@ def alike(additions: list[Addition]) -> list[list[Addition]]:
 def weigh(
     additions: list[Addition], n: float | Tensor, square: float | Tensor, bad: Tensor | None, bounded: bool
 ) -> None:
-    """Multiply sums by what makes them additions; all blocks' numbers are computed at once.
+    """Scale the sums to N times the batch's averages, in place; the factors of all blocks are computed at once.
 
     Args:
-        additions: What is added; all of them are :func:`alike`.
+        additions: Additions that are :func:`alike`.
         n: The number of examples.
-        square: What squared output gradients are multiplied by.
-        bad: True on the device in a step that must change nothing.
-        bounded: Scale a batch whose trace is above OUTLIER times the average's down to that, so that an outlier does
-            not fill the factors for hundreds of steps.
+        square: The factor for squared output gradients.
+        bad: True on the device if the step is to be skipped.
+        bounded: Scale a batch down if its trace exceeds OUTLIER times the average's, so that an outlier does not
+            dominate the factors for hundreds of steps.
     """
     first, counts = additions[0].A, [len(a.terms) for a in additions]
     terms = [t for a in additions for t in a.terms]
@@ -119,7 +119,7 @@ def weigh(
         weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
     else:
         runs = [(float(t), len(list(same))) for t, same in itertools.groupby(terms)]
-        each = joined([first.new_full((length,), t) for t, length in runs])  # nothing comes from the host
+        each = joined([first.new_full((length,), t) for t, length in runs])  # avoids a copy from the host
         weights = torch.ones_like(each) * as_number(n, first)
     by = torch.stack([weights / each, weights * as_number(square, first)])
     new = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions)]) * by
@@ -128,7 +128,7 @@ def weigh(
         past = torch.cat([a.old.factor_weight.reshape(-1) for a in additions])
         limit = OUTLIER * old / past.clamp(min=torch.finfo(first.dtype).tiny) * weights
         by = by * torch.where(limit > 0, (limit / new).clamp(max=1).nan_to_num(1.0), 1.0)
-    # An input so large that its square is not finite would stay in the average for ever.
+    # A non-finite square would stay in the average for ever.
     spoilt = ~torch.isfinite(new).all(0)
     spoilt = spoilt if bad is None else spoilt | bad
     by, weights = by.masked_fill(spoilt, 0.0), weights.masked_fill(spoilt, 0.0)
@@ -144,7 +144,7 @@ def weigh(
 
 
 def weigh_on_host(a: Addition, n: float, square: float, bounded: bool) -> None:
-    """Do what :func:`weigh` does for one block in the host's numbers, for which it need not wait on a CPU."""
+    """Do the same as :func:`weigh` for one block on a CPU, in Python floats."""
     kept, (terms,) = torch.finfo(a.A.dtype), a.terms
     by = [n / float(terms) if terms else math.inf, n * square]
     sizes = [float(traces(new, a.weight)) * number for new, number in zip((a.A, a.B), by, strict=True)]
@@ -162,10 +162,10 @@ def weigh_on_host(a: Addition, n: float, square: float, bounded: bool) -> None:
 
 
 def shrink_past(a: Addition, ok: Tensor | None) -> None:
-    """Bring the average to the size of a batch that is smaller, each side by its trace.
+    """Scale the average down to the trace of a smaller batch, each side separately.
 
-    The residuals of an equation fall by orders of magnitude within the memory of the average, which would go on to be
-    that of its first batches; so the past tells the shape, and the batch the size.
+    The residuals of an equation can fall by orders of magnitude within the memory of the average, which its first
+    batches would then dominate. So the past determines the factor's shape, and the batch its size.
     """
     tiny = torch.finfo(a.A.dtype).tiny
     for old, new in ((a.old.A, a.A), (a.old.B, a.B)):
@@ -178,29 +178,29 @@ def shrink_past(a: Addition, ok: Tensor | None) -> None:
 
 
 def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addition, Tensor]], ...]:
-    """Return each addition with its A, and each with its B; or those that they are added to."""
+    """Pair each addition with its A, and each with its B (or with the running sums, if ``old``)."""
     of = [(a, a.old if old else a) for a in additions]
     return [(a, x.A) for a, x in of], [(a, x.B) for a, x in of]
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
-    """Put tensors one below the other; a single one stays as it is."""
+    """Concatenate tensors; return a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return a number, or a tensor of one in the dtype of another."""
+    """Return a number, or a one-element tensor converted to the dtype and device of ``like``."""
     return value.to(like) if isinstance(value, Tensor) else value
 
 
 def over(numbers: Tensor, factors: Tensor) -> Tensor:
-    """Return one number a block, in the shape in which it multiplies their factors."""
+    """Reshape one number per block to broadcast against the blocks' factors."""
     if len(numbers) < len(factors):
         numbers = numbers.repeat_interleave(len(factors) // len(numbers))
     return numbers.view(-1, *(1 for _ in factors.shape[1:]))
 
 
 def traces(factors: Tensor, like: Tensor) -> Tensor:
-    """Return the trace of each block's factor, over all its groups; as many as there are numbers in ``like``."""
+    """Return the trace of each block's factor, summed over its groups; ``like`` has one number per block."""
     diagonals = factors if factors.dim() == 2 else factors.diagonal(dim1=-2, dim2=-1)
     return diagonals.reshape(like.numel(), -1).sum(1)

@@ -1,7 +1,7 @@
-"""What the backward passes since the last step have left of the covered blocks.
+"""Collects the covered blocks' statistics from the backward passes since the last step.
 
-Statistics are taken as soon as a layer's calls are complete, so that these can go; where the step itself can use the
-calls better they are kept for it.
+Statistics are computed as soon as a layer's calls are complete, so that the calls can be freed; if the step itself can
+make better use of the calls, they are kept for it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Collector:
 
     Args:
         options: Checked options.
-        method: What is done with blocks that a layer covers.
+        method: The method for blocks that a layer covers.
         partition: The blocks.
-        stacks: Those of one shape together.
-        schedule: Knows what the step will need of each.
-        executor: Runs what takes the statistics.
-        moved: Called when the model is found on another kind of device.
+        stacks: Blocks of one shape together.
+        schedule: Knows what the step will need of each block.
+        executor: Computes the statistics.
+        moved: Called when the model has moved to another kind of device.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class Collector:
         self._partition = partition
         self._stacks, self._schedule, self.executor = stacks, schedule, executor
         self._moved = moved
-        #: Told, where the model is found to have changed, the new parameter for every one that was replaced.
+        #: Called when the model has changed, with the new parameter for every one that was replaced.
         self.on_changed: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
         self.fingerprints = Fingerprints(options, method)
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
         self.overlap = Overlap(partition.owners)
-        self.sums: dict[Block, BlockSums] = {}  #: What has been gathered for this step so far.
-        #: Calls whose statistics are taken in the step itself, in the order in which they came.
+        self.sums: dict[Block, BlockSums] = {}  #: Statistics gathered for this step so far.
+        #: Calls to be processed by the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
         self._room = Room(options.numerics.memory_limit)
-        #: Samples whose sums the step takes, by itself or by a replay.
+        #: Samples that the step sums, eagerly or in a replay.
         self.samples: dict[Block, list[Sample]] = {}
-        #: Blocks whose gradient, when last looked at, was no product of few rows: called several times, or with many.
+        #: Blocks that were last called several times or with many rows, so that projecting the gradient was cheaper.
         self._by_gradient: set[Block] = set()
-        self._by_rows: dict[Block, bool] = {}  # what may_use_rows has told
+        self._by_rows: dict[Block, bool] = {}  # cache of may_use_rows
         self.separate = False  #: Whether this step's statistics come from ``statistics()``, not the training loss.
         self.apart = 0  #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
-        self._told = False  # what the first step tells
+        self._told = False  # whether the first step's warnings were given
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
-        me = weakref.proxy(self)  # whom the capture must not keep alive
+        me = weakref.proxy(self)  # the capture must not keep this alive
         receive, wanted = partial(Collector._receive, me), partial(Collector._wanted, me)
         self.capture = Capture(
             partition.model, receive, wanted, partial(Collector._before_forward, me), self.reach.reaches_parameters,
@@ -103,7 +103,7 @@ class Collector:
         self.executor.join()
         assigned = self._partition.assign(parameters)
         self.fingerprints.unverified |= assigned.new
-        if self._partition.problem:  # nothing of what the model has now can be compared
+        if self._partition.problem:  # the model has changed: there is nothing to compare gradients with
             self.fingerprints.unverified.clear()
         if assigned.recast:
             self.fingerprints.forget()
@@ -118,7 +118,7 @@ class Collector:
         self.samples = only(known, self.samples)
 
     def follow(self) -> None:
-        """Go on with the model as it is now, and with what ``fully_shard``, say, has put in its parameters' place."""
+        """Adapt to changes of the model: frozen, cast or moved parameters, and those that ``fully_shard`` replaced."""
         if self._partition.is_replaced():
             new = self._partition.replace()
             self.drop()
@@ -135,7 +135,7 @@ class Collector:
         return self._partition.offered
 
     def activate(self, active: bool) -> None:
-        """Put the hooks on, or take them off and let go of what was captured."""
+        """Attach the hooks, or remove them and free what was captured."""
         self.active = active
         if active:
             self.set_parameters(self.offered)
@@ -147,16 +147,17 @@ class Collector:
     # --- during forward and backward ------------------------------------------------------------------------------
 
     def _before_forward(self) -> bool:
-        """Drop what belongs to gradients that somebody else has cleared: a scaler skipped their step, say.
+        """Drop captured data if its gradients were cleared since, for example after a scaler skipped their step.
 
-        Returns whether to capture: not where the whole model is frozen, as another's adversary.
+        Returns:
+            Whether to capture; not if the whole model is frozen, like the discriminator in a generator's step.
         """
         self.follow()
         if self._partition.is_frozen():
             return False
-        if self._partition.problem:  # which the step will tell
+        if self._partition.problem:  # the step will raise it
             return False
-        if self.capture.forwards.busy_elsewhere():  # what another thread has under way is its own affair
+        if self.capture.forwards.busy_elsewhere():  # do not interfere with a pass of another thread
             return True
         self.watch.before_forward()
         if self.capture.examples and not self.capture.separate and self.watch.cleared:
@@ -164,7 +165,7 @@ class Collector:
         return True
 
     def _before_backward(self) -> None:
-        """Drop the same where the gradients are cleared only after the forward."""
+        """Drop captured data of earlier passes if gradients were cleared after the forward pass."""
         if self.watch.before_backward() and self.capture.examples:
             self.drop()
 
@@ -178,7 +179,7 @@ class Collector:
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
-        """Take a block's statistics from all its calls in one forward of the model; then the calls can go."""
+        """Process all calls of a block in one forward pass of the model, and free them unless the step needs them."""
         if self.separate and not self.capture.separate:
             return
         if self.capture.mesh.first:
@@ -187,7 +188,7 @@ class Collector:
             self.overlap.received(block, self.sums)
 
     def _gather(self, block: Block, calls: list[Call], n: int) -> None:
-        if not n:  # gradients that were differentiated on the way to .grad: a part of it, and no batch of their own
+        if not n:  # output gradients of a double backward: they contribute to .grad, but are no batch of their own
             if block in self.fingerprints.unverified:
                 self._take_fingerprint(self.sums, block, calls, n)
             return
@@ -197,7 +198,7 @@ class Collector:
             self.capture.held.add_calls(calls)
             return
         self._by_gradient.add(block)
-        if block in self.calls and self.may_use_rows(block):  # rows of several batches are of no use to the step
+        if block in self.calls and self.may_use_rows(block):  # the step can use the rows of one batch only
             for earlier, count in self.calls.pop(block):
                 self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 self.capture.held.remove_calls(earlier)
@@ -205,7 +206,7 @@ class Collector:
             self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
 
     def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
-        """Keep what the factors need until the step, which takes the sums of all blocks at once."""
+        """Keep what the factors need until the step, which sums all blocks at once; return whether that was done."""
         if self.separate or block in self.sums or block.layer.scattered or block in self.fingerprints.unverified:
             return False
         if self._method.needs_examples or not self.executor.waits:
@@ -217,16 +218,16 @@ class Collector:
         return True
 
     def may_use_rows(self, block: Block) -> bool:
-        """Tell whether the gradient of a block can be known to be the product of its rows."""
+        """Return whether it can be verified that a block's gradient is the product of its rows."""
         if block not in self._by_rows:
             self._by_rows[block] = may_use_rows(block, self.options)
         return self._by_rows[block] and not self.capture.separate and self.options.processes.size == 1
 
     def _keeps_for_step(self, block: Block, calls: list[Call], n: int) -> bool:
-        """Tell whether a block's calls are kept until the step: where it can use them better, and they are small."""
+        """Return whether to keep a block's calls for the step: if it makes better use of them, and they are small."""
         if self.capture.separate or block in self.sums:
             return False
-        if self._method.needs_examples and self.executor.waits:  # factors and s* are part of the step's replay
+        if self._method.needs_examples and self.executor.waits:  # the step's graph includes factors and s*
             return not self._schedule.renews(block) and self._room.takes(block, calls)
         if not self.may_use_rows(block) or block in self.calls or len(calls) > 1:
             return False
@@ -236,7 +237,7 @@ class Collector:
     def _take(
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
     ) -> None:
-        """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that is not known yet."""
+        """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that this step has yet to compute."""
         gathered = sums.setdefault(block, BlockSums())
         if self._schedule.takes_factors(block):
             gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay))
@@ -258,7 +259,7 @@ class Collector:
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
-        """Take factors and s* from backward passes inside, in place of the training loss's; leave ``.grad`` alone."""
+        """Take factors and s* from backward passes inside instead of the training loss; leave ``.grad`` alone."""
         if not self.separate:
             self.sums, self.calls, self.samples, self.separate = {}, {}, {}, True
             self.overlap.forget()
@@ -266,23 +267,23 @@ class Collector:
             yield
 
     def drop(self) -> None:
-        """Forget what was captured and not used."""
+        """Drop everything captured since the last step."""
         self.capture.drop()
         self.watch.forget()
-        self.reach.accumulators = {}  # no longer than a step: they hold on to the stream on which they were made
+        self.reach.accumulators = {}  # at every step, as accumulators are bound to the stream they were made on
         self.sums, self.calls, self.samples, self.separate, self._room.taken = {}, {}, {}, False, 0
         if self._partition.owners.size > 1:
             self.overlap.forget()
 
     def close(self) -> None:
-        """Remove all hooks from the model and let go of what was captured."""
+        """Remove all hooks from the model and free what was captured."""
         self.activate(False)
         ownership.unregister(self)
 
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
-        """Return what the host can know before anything is computed; None if there is no gradient."""
+        """Return the step's inputs as far as the host knows them without computing anything; None without gradients."""
         if not self.active or torch.is_inference_mode_enabled():
             ownership.refuse(self)
         if self.watch.hooks.away:
@@ -290,7 +291,7 @@ class Collector:
         gradients = {p: g for p in self._partition.parameters if (g := p.grad) is not None}
         doubtful = self._partition.problem or not gradients or not self.capture.examples
         if doubtful and not self._partition.is_current():
-            self.set_parameters(self.offered)  # functional_call, say, had put others there for a while
+            self.set_parameters(self.offered)  # functional_call, for example, had temporarily put others there
         if self._partition.problem:
             ownership.refuse_changed(self._partition.problem)
         if not gradients:
@@ -306,7 +307,7 @@ class Collector:
         self.apart = self.capture.separate_examples or self.apart
         n, mean = float(self.capture.examples or self.apart), 1.0
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
-            n = 1.0  # nothing reads it
+            n = 1.0  # any number will do: nothing reads it
         if n == 0 and processes == 1:
             used = self.watch.used_before(gradients)
             refuse_unless_empty(self.capture.forwards.any_reached, gradients.values(), used)
@@ -325,9 +326,9 @@ class Collector:
         return made_real(found, self._partition.complex) if self._partition.complex else found
 
     def collect(self, inputs: StepInputs) -> None:
-        """Take the statistics of calls that were kept, sum all of them over processes, and find what the step changes.
+        """Process kept calls, sum all statistics over processes, and find the blocks that the step changes.
 
-        A layer of whose factors nothing is known yet is left alone if its gradient is zero, else refused.
+        A layer without any factors yet is skipped if its gradient is zero, and refused otherwise.
         """
         if inputs.calls:
             self.take_calls(inputs)
@@ -356,7 +357,7 @@ class Collector:
         inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
 
     def take_calls(self, inputs: StepInputs) -> None:
-        """Take the statistics of calls that were kept for the step."""
+        """Compute the statistics of calls that were kept for the step."""
 
         def take(block: Block) -> None:
             for calls, n in inputs.calls[block]:
@@ -365,14 +366,14 @@ class Collector:
         self.executor.parallel(take, list(inputs.calls))
 
     def verify(self, inputs: StepInputs) -> None:
-        """Check that gradients are those that passed through the calls, and find what was done to them since."""
+        """Check that gradients are the products of the captured calls, and find how they were rescaled since."""
         if self.fingerprints.unverified:
             self.fingerprints.verify(inputs, set(inputs.touched), self.loss_scale())
         if inputs.touched:
             inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:
-        """Return what a GradScaler has multiplied the loss by."""
+        """Return the scale by which a GradScaler multiplied the loss."""
         scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
@@ -381,7 +382,7 @@ class Collector:
     # --- within the step ------------------------------------------------------------------------------------------
 
     def delta_square(self, inputs: StepInputs) -> float | Tensor:
-        """Return what the sum of squared captured gradients is multiplied by to be the mean of squared delta_n.
+        """Return the factor that turns the sum of squared captured gradients into the mean of squared delta_n.
 
         Under a mean loss delta_n is N times the captured gradient; a process averages over its own examples, so with
         W processes it is N / W times. Under a sum it is the captured gradient itself.
@@ -393,7 +394,7 @@ class Collector:
         return n / (w * w * scale * scale)
 
     def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
-        """Take a step's sums into A and B, of those blocks that have some."""
+        """Add a step's sums to A and B."""
         n, square, bounded = inputs.n_statistics, self.delta_square(inputs), not self.options.refresh.deterministic
         factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
         decay, shrinks = self._schedule.factor_decay, self._schedule.derivatives

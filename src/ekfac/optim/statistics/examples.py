@@ -1,4 +1,4 @@
-"""What a step makes of the calls that were kept for it: rows in place of a gradient, and s*."""
+"""How a step uses the calls that were kept for it: as rows in place of a gradient, and for s*."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ekfac.optim.types import BlockStep, Rates, StepInputs, as_scalar
 
 
 def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates: Rates) -> Rows | None:
-    """Return the captured h and delta in place of ``.grad``, where it is certain that ``.grad`` is their product.
+    """Return the captured h and delta in place of ``.grad``, if ``.grad`` is certain to be their product.
 
-    Nobody may have touched it, it must come from this one backward pass, and it must have the rows' fingerprint. A
-    scaler touches it without a trace, and the rows are larger by its scale: where a fingerprint is near zero by chance,
-    rounding would hide that.
+    It must be unchanged since backward, come from this one backward pass, and have the rows' fingerprint. A scaler
+    rules this out: it changes ``.grad`` without bumping its version, and a fingerprint that is near zero by chance
+    would not show that the rows are larger by its scale.
     """
     scaler = collector.options.grad_scaler
     if scaler is not None and scaler.is_enabled():
@@ -36,7 +36,7 @@ def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates:
 
 
 def scaling_of_examples(collector: Collector, block: Block, inputs: StepInputs, step: BlockStep) -> Tensor | None:
-    """Do Algorithm 1's ComputeScalings: s* of this step's examples, in the basis that is now in use."""
+    """Run Algorithm 1's ComputeScalings: s* of this step's examples, in the current basis."""
     sums = inputs.sums.setdefault(block, BlockSums())
     if sums.held:
         assert step.basis is not None

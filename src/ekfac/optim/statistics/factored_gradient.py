@@ -1,7 +1,7 @@
-"""A gradient as the sum over captured rows that it is: with few rows, projecting them is cheaper than projecting it.
+"""A gradient in factored form, G = delta^T h: with few rows, projecting h and delta is cheaper than projecting G.
 
-Projecting N rows costs N (in^2 + out^2 + in out), projecting their product in out (in + out). Where s* is wanted the
-rows are projected in any case, and the gradient costs N in out more.
+Projecting N rows costs N (in^2 + out^2 + in out), projecting G costs in out (in + out). If s* is needed, the rows are
+projected in any case, and the gradient costs only N in out more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.curvature.statistics import rows_if_unaligned
 from ekfac.optim.options import EngineOptions
 
-#: So many multiplications take as long as the calls that rows need: hooks, a fingerprint, blocks one by one.
+#: The overhead of using rows (hooks, a fingerprint, blocks handled one by one), in multiplications.
 CALLS = 2**24
 
 
@@ -26,7 +26,7 @@ class Rows:
     """G = delta^T h, with h ``[G, M, C]`` and delta ``[G, M, O]``.
 
     Attributes:
-        one_each: Every example has one row, so that s* is a sum over rows.
+        one_each: Whether every example has exactly one row, so that s* is a sum over rows.
     """
 
     h: Tensor
@@ -35,7 +35,7 @@ class Rows:
     _inside: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def projected(self, basis: Basis) -> tuple[Tensor, Tensor]:
-        """Compute delta U_B and h U_A, once: rows live for one step, which has one basis."""
+        """Return delta U_B and h U_A; cached, as rows live for one step, which has one basis."""
         if self._inside is None:
             delta = self.delta if basis.U_B is None else basis.times(self.delta, basis.U_B)
             self._inside = delta, rotate_columns(self.h, basis.U_A, basis.shape, basis.times)
@@ -47,11 +47,11 @@ class Rows:
         return basis.times(delta.mT, h)
 
     def square_norm(self) -> Tensor:
-        """Return |G|^2, from the products of rows with one another."""
+        """Return |G|^2, from inner products of rows."""
         return ((self.h @ self.h.mT) * (self.delta @ self.delta.mT)).sum()
 
     def scaling_sum(self, basis: Basis) -> Tensor:
-        """Return ((delta U_B)^2)^T ((h U_A)^2), which is s* up to its factor where every example has one row."""
+        """Return ((delta U_B)^2)^T ((h U_A)^2): s* up to a factor, if every example has one row."""
         delta, h = self.projected(basis)
         return delta.square().mT @ h.square()
 
@@ -65,7 +65,7 @@ def rows_of(block: Block, call: Call, n: int) -> Rows:
 
 
 def may_use_rows(block: Block, options: EngineOptions) -> bool:
-    """Tell whether the gradient of a block can be known to be the product of its rows."""
+    """Return whether it can be verified that a block's gradient is the product of its rows."""
     return (
         block.key.device.type == "cpu"
         and options.batch.reduction == "mean"
@@ -76,12 +76,12 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
 
 
 def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) -> bool:
-    """Tell whether projecting M rows of h and delta takes less time than projecting their product.
+    """Return whether projecting M rows of h and delta takes less time than projecting their product.
 
     Args:
         block: The block.
         rows: M.
-        projected_anyway: They are needed in the basis for s* too.
+        projected_anyway: Whether the rows are projected for s* in any case.
     """
     s = block.shape
     turned_A = 0 if block.diagonal_A else s.inputs

@@ -1,4 +1,4 @@
-"""Whether ``.grad`` is what the layers' calls account for."""
+"""Checks that ``.grad`` is what the layers' calls account for."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ekfac.optim.types import StepInputs
 class Fingerprints:
     """Compares ``.grad``, as backward left it, with what the layers' calls account for.
 
-    A gradient that holds more is refused, but not where a rule takes nothing but a basis from the calls: that rule goes
-    on with a warning, as it uses ``.grad`` whole, and any basis will do. A kind of layer that is not the library's is
-    refused by every rule: most likely the kind itself is wrong.
+    If they differ, there is an error, or only a warning if the rule takes nothing but a basis from the calls: it uses
+    ``.grad`` as a whole, and any basis will do. For a custom kind of layer it is always an error, because the class is
+    most likely wrong.
 
     Args:
         options: Checked options.
-        method: What is done with blocks that a layer covers.
+        method: The method for blocks that a layer covers.
     """
 
     def __init__(self, options: EngineOptions, method: Method[Any]) -> None:
@@ -36,28 +36,28 @@ class Fingerprints:
         self.strict = reads_more or options.coverage.unsupported == "error"
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
-        #: The gradients of those as the last backward pass left them: clipping and unscaling come later.
+        #: Fingerprints of their gradients at the end of the last backward pass, before clipping or unscaling.
         self.left: dict[Block, Tensor] = {}
         self._vectors: dict[Block, fingerprint.Vectors] = {}
 
     def vectors(self, block: Block) -> fingerprint.Vectors:
-        """Return u and v of a block, made once."""
+        """Return u and v of a block, cached."""
         if block not in self._vectors:
             self._vectors[block] = fingerprint.vectors_of(block)
         return self._vectors[block]
 
     def forget(self) -> None:
-        """Let go of what is in the parameters' dtype and on their device: both have changed."""
+        """Drop cached vectors, after the parameters' dtype or device has changed."""
         self._vectors.clear()
 
     def agree(self, block: Block, rows: Rows, gradients: list[Tensor]) -> bool:
-        """Tell whether the gradient of a linear layer is the product of its rows, up to rounding."""
+        """Return whether the gradient of a linear layer is the product of its rows, up to rounding."""
         vectors = self.vectors(block)
         found, size = fingerprint.of_rows(rows.h, rows.delta, vectors)
         return fingerprint.same(fingerprint.of_gradient(block, gradients, vectors), found, size)
 
     def note(self) -> None:
-        """Take the fingerprints of gradients that a backward pass has just left."""
+        """Record the fingerprints of unverified gradients at the end of a backward pass."""
         for block in self.unverified:
             gradients = [p.grad for p in block.parameters.values() if p.grad is not None and not p.grad.is_sparse]
             if len(gradients) == len(block.parameters):
@@ -70,13 +70,13 @@ class Fingerprints:
         loss_scale: float | Tensor,
         here: Callable[[Block], bool] = lambda block: True,
     ) -> None:
-        """Raise, or warn, if ``.grad`` holds more than what the layers' calls account for; once for every block.
+        """Raise or warn if ``.grad`` is not what the layers' calls account for; once per block.
 
         Args:
             inputs: What the step has gathered.
-            touched: Parameters whose gradients were changed since backward left them, on any process.
-            loss_scale: What a GradScaler has multiplied the loss by.
-            here: Whether a block's gradient is whole on this process; otherwise another one compares it.
+            touched: Parameters whose gradients were changed after backward, on any process.
+            loss_scale: The scale by which a GradScaler multiplied the loss.
+            here: Whether this process holds a block's whole gradient; otherwise another one compares it.
         """
         found: dict[Block, Tensor] = {}
         left = []
@@ -87,12 +87,12 @@ class Fingerprints:
                 continue
             if any(p in touched for p in parameters):
                 if any(map(is_sharded, parameters)):
-                    continue  # of pieces no fingerprint was noted: a later step may compare it
+                    continue  # shards have no recorded fingerprint; a later step may compare it
                 left.append(block)
             if not here(block):
                 self.unverified.discard(block)
                 continue
-            # A scaler has unscaled .grad by now (in a way that leaves no trace in its version), not what was captured.
+            # By now a scaler has unscaled .grad (without bumping its version), but not the captured tensors.
             given = [inputs.gradients[p] * loss_scale for p in parameters]
             found[block] = fingerprint.of_gradient_with_size(block, given, self.vectors(block))
         if left:
@@ -111,7 +111,7 @@ class Fingerprints:
             warnings.warn(_warning(more), RuntimeWarning, stacklevel=2)
 
     def _as_backward_left_them(self, blocks: list[Block], processes: int) -> list[Tensor]:
-        """Return fingerprints of gradients touched since, 0 where none was noted; averaged, as by hand."""
+        """Return recorded fingerprints of gradients, 0 if there is none, averaged over processes."""
         none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)
         noted = torch.stack([self.left.get(block, none) for block in blocks])
         return list(noted if processes == 1 else self._processes.sum(noted) / processes)

@@ -1,8 +1,8 @@
-"""The gradients as backward left them: their size, and whether somebody has touched them since.
+"""Watches gradients: their size at the end of backward, and whether they were changed afterwards.
 
-Clipping, unscaling or averaging rescales ``.grad`` between backward and step. What is preconditioned is ``.grad`` as it
-stands; the scaling s is fed with the gradient as backward left it, or clipping would make updates larger. The largest
-magnitude of each gradient at the end of backward is enough to undo a rescaling, and also shows NaN and infinity.
+Clipping, unscaling or averaging rescales ``.grad`` between backward and step. The step preconditions the current
+``.grad``, but s is updated with the gradient as backward left it; otherwise clipping would make updates larger. The
+largest magnitude of each gradient at the end of backward suffices to undo a rescaling, and reveals NaN and infinity.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from ekfac.optim.distributed.shards import any_sharded, held, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.types import BlockStep, Rates, StepInputs
 
-#: So few numbers are worth no other way to their norm.
+#: Up to this size, torch's fused norms are the fastest way to a tensor's largest magnitude.
 FEW = 1024
 
 
 def made_real(inputs: StepInputs, parameters: Iterable[nn.Parameter]) -> StepInputs:
-    """Give a step the real numbers of complex parameters, and of their gradients, in their place."""
+    """Replace complex parameters and their gradients in a step's inputs by real views."""
     inputs.gradients.update({p: gradient_of(p) for p in parameters if p in inputs.gradients})
     inputs.weights.update({p: as_real(p.detach()) for p in parameters})
     return inputs
 
 
 class GradientWatch:
-    """Note the largest magnitude of every gradient at the end of each backward pass.
+    """Records the largest magnitude of every gradient at the end of each backward pass.
 
     Args:
-        parameters: Those to watch.
-        processes: Those that average their gradients.
-        fingerprints: Told when a backward pass has ended.
+        parameters: The parameters to watch.
+        processes: The processes that average their gradients.
+        fingerprints: Called at the end of a backward pass.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, fingerprints: Fingerprints) -> None:
         self._processes = processes
         self._fingerprints = fingerprints
         self.enabled = True
-        #: Is told of the end of each backward pass that brought gradients, as long as it is there.
+        #: Returns the capture to be told when a backward pass that brought gradients has ended, if it still exists.
         self.on_end: Callable[[], Capture | None] = lambda: None
-        #: Whether all gradients come from one backward pass, before which there were none.
+        #: Whether all gradients come from a single backward pass.
         self.single_pass = False
         self.nothing_there = True
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
-        #: Largest magnitudes that the last backward pass has left, and the last one whose gradients a step has used.
+        #: Largest magnitudes after the last backward pass, and after the last one whose gradients a step has used.
         self.newest: tuple[list[nn.Parameter], list[Tensor]] = [], []
         self.used = self.newest
         self._task = -1
-        self._come = -1  # the pass that has been looked at
+        self._come = -1  # the pass that before_backward has already handled
         self.parameters: list[nn.Parameter] = []
-        #: Whether ranks hold pieces of them.
+        #: Whether any are sharded over ranks.
         self._sharded = False
         self._handles: list[RemovableHandle] = []
         self.hooks = Mutable(self._handles)
-        #: Whether somebody has touched gradients between backward and step; then their lengths are noted too.
+        #: Whether to record gradients' norms too: once gradients were changed between backward and step.
         self.lengths_wanted = False
         self._lengths: dict[nn.Parameter, Tensor] = {}
         weakref.finalize(self, remove_hooks, self._handles)
@@ -91,14 +91,14 @@ class GradientWatch:
         self.forget()
 
     def quiet(self, come: bool) -> None:
-        """Do without the hooks: after a forward whose output tells of the backward pass (``come``) all the same."""
+        """Mute the parameters' hooks while a hook on the output reports backward passes; ``come`` reports one."""
         if come:
             self.backward_runs()
         elif not self._sharded and self._processes.size == 1:
             self.hooks.mute(True)
 
     def catch_up(self) -> None:
-        """Note a backward pass that has come by no output while the hooks were away, by what it has left."""
+        """Detect, from the gradients, a backward pass that bypassed the output while the hooks were muted."""
         if not self.hooks.away:
             return
         self.hooks.restore()
@@ -107,7 +107,7 @@ class GradientWatch:
             self._backward_ended()
 
     def forget(self) -> None:
-        """Drop what was noted."""
+        """Drop all records."""
         if self.hooks.away:
             self.hooks.restore()
         self._left = {}
@@ -118,7 +118,7 @@ class GradientWatch:
 
     @contextmanager
     def set_aside(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Leave gradients as they are, whatever happens to them inside, and look at none."""
+        """Save gradients and restore them at the end; do not watch inside."""
         saved = [(p, p.grad) for p in parameters]
         for p, _ in saved:
             p.grad = None
@@ -131,12 +131,12 @@ class GradientWatch:
                 p.grad = grad
 
     def before_forward(self) -> None:
-        """Note, when a forward pass begins, whether its backward pass will find gradients already there."""
+        """Record, at the start of a forward pass, whether there are gradients to which its backward pass will add."""
         self.catch_up()
         self.nothing_there = self._nothing_there()
 
     def before_backward(self) -> bool:
-        """Tell, as a backward pass comes to the model, whether somebody has cleared gradients since the forward."""
+        """Return, as a backward pass reaches the model, whether gradients were cleared since the forward pass."""
         task = torch._C._current_graph_task_id()
         if self.nothing_there or task == self._come:
             return False
@@ -145,9 +145,9 @@ class GradientWatch:
         return self.cleared
 
     def _nothing_there(self, or_unknown: bool = False) -> bool:
-        """Tell whether there are no gradients, or somebody has set all to zero since backward left them; reads these.
+        """Return whether there are no gradients, or all have been set to zero after backward (which reads them).
 
-        Those that no backward pass has left since the last step are read only if asked for (``or_unknown``).
+        Gradients without a backward pass since the last step are read only with ``or_unknown``.
         """
         there = [p for p in self.parameters if p.grad is not None]
         or_unknown = or_unknown and not self._sharded
@@ -157,20 +157,20 @@ class GradientWatch:
 
     @property
     def cleared(self) -> bool:
-        """Whether somebody has cleared the gradients of the last backward pass.
+        """Whether the gradients of the last backward pass were cleared.
 
-        Where ranks hold pieces, a pass may leave its gradients where nobody can clear them, to be averaged later.
+        With sharded parameters this is unknown after a pass that left its gradients in buffers, to be reduced later.
         """
         return self.nothing_there and not (self._sharded and not self._left)
 
     def backward_runs(self) -> None:
-        """Look at the gradients once the backward pass under way has ended."""
+        """Arrange to record the gradients once the current backward pass has ended."""
         task = torch._C._current_graph_task_id()
         if not self.enabled or task == self._task:
             return
         self._task = task
-        # DistributedDataParallel and fully_shard queue their averaging later than this: a callback queued by a callback
-        # runs after it.
+        # DistributedDataParallel and fully_shard queue their averaging later than this. A callback that is queued by a
+        # callback runs after theirs.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._backward_ended))
 
@@ -193,7 +193,7 @@ class GradientWatch:
             self._fingerprints.note()
 
     def used_before(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
-        """Tell whether these are gradients that the last step has used, all of them or clipped alike; reads them."""
+        """Return whether these are the gradients of the last step, perhaps clipped by a common factor; reads them."""
         parameters, before = self.used
         if not before or gradients.keys() != set(parameters):
             return False
@@ -203,16 +203,16 @@ class GradientWatch:
         return bool(ratios) and max(ratios) < 1 + 1e-3 and max(ratios) < (1 + 1e-3) * min(ratios)
 
     def touched(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a gradient has been changed in place or replaced since backward left it."""
+        """Return whether a gradient was changed in place or replaced after backward."""
         left = self._left.get(parameter)
         return left is not None and (left[1] is not parameter.grad or left[2] != parameter.grad._version)
 
     def any_touched(self) -> bool:
-        """Tell whether any gradient has."""
+        """Return whether any gradient was."""
         return any(g is not p.grad or g._version != version for p, (_, g, version) in self._left.items())
 
     def sizes(self, inputs: StepInputs) -> None:
-        """Find the largest magnitude of each ``.grad`` as it stands and as backward left it, and which were touched."""
+        """Find each gradient's largest magnitude now and at the end of backward, and which gradients were touched."""
         changed, pieces = [], []
         for p, gradient in inputs.gradients.items():
             known = self._left.get(p)
@@ -224,7 +224,7 @@ class GradientWatch:
             if left is not p.grad or version != gradient._version:
                 changed.append(p)
                 inputs.touched.append(p)
-            elif self._sharded and is_sharded(gradient):  # which torch changes in place without a trace
+            elif self._sharded and is_sharded(gradient):  # torch changes these in place without bumping versions
                 changed.append(p)
                 pieces.append(p)
         if changed:
@@ -240,10 +240,10 @@ class GradientWatch:
             inputs.touched += [p for p, four in zip(pieces, numbers, strict=True) if _differ(*four)]
 
     def rescaling(self, inputs: StepInputs, loss_scale: float | Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find how much larger gradients that were touched since backward were when it left them.
+        """Find, for each touched gradient, the factor that restores its size at the end of backward.
 
-        Where that is not the same for the largest entry and for the length, the gradient was not rescaled but clipped
-        entry by entry, masked or replaced, and stands for itself.
+        If the largest entry and the norm imply different factors, the gradient was not rescaled but clipped entry by
+        entry, masked or replaced; its factor is then 1.
         """
         ratios = {p: _ratio(inputs.left[p], inputs.sizes[p], loss_scale) for p in inputs.touched}
         self.lengths_wanted |= bool(ratios)
@@ -251,8 +251,8 @@ class GradientWatch:
             apart = (_ratio(before, now, loss_scale) / ratios[p] - 1).abs()
             ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
         if inputs.processes > 1:
-            # Gradients that differed between processes when backward left them were averaged by hand since: that is
-            # no rescaling, and what the average was before a further clipping is not known.
+            # Gradients that differed between processes after backward have been averaged by hand. That is no
+            # rescaling, and any clipping of the average cannot be undone.
             left = [None if is_sharded(p) else inputs.left.get(p) for p in self.parameters]
             apart = self._processes.differ(left, self.parameters[0].device)
             for p, by_hand in zip(self.parameters, apart, strict=True):
@@ -261,10 +261,10 @@ class GradientWatch:
         return ratios
 
     def _both_lengths(self, touched: list[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """Return the lengths of gradients as backward left them and as they stand, where both are known.
+        """Return the norms of gradients at the end of backward and now, if both are known.
 
-        Those of pieces are summed over all ranks, which have the same parameters in ``touched``; where several have the
-        same piece, both lengths grow alike.
+        Shards' squared norms are summed over all ranks, which have the same parameters in ``touched``; replicated
+        shards increase both norms alike.
         """
         known = [p for p in touched if p in self._lengths and p.grad is not None]
         now = lengths_of(known)
@@ -283,13 +283,13 @@ class GradientWatch:
 
 
 def lengths_of(parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Return the length of each gradient, or of this process's piece of it."""
+    """Return the norm of each gradient, or of this process's shard of it."""
     grads = [held(p.grad) for p in parameters if p.grad is not None]
     return dict(zip(parameters, torch._foreach_norm(grads), strict=True)) if grads else {}
 
 
 def _differ(left: float, now: float, left_length: float, now_length: float) -> bool:
-    """Tell whether a gradient, as its largest entry and its length show, is not as backward left it."""
+    """Return whether a gradient's largest entry or norm shows that it was changed after backward."""
     return abs(left - now) > 1e-12 * left or abs(left_length - now_length) > 1e-12 * left_length
 
 
@@ -300,13 +300,13 @@ def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
 def block_step(
     blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool, bounded: bool = False
 ) -> BlockStep:
-    """Return what is preconditioned, ``[G, O, C]`` of each block, and how it differs from what backward left.
+    """Return the gradient to precondition, ``[G, O, C]`` of each block, and how to recover what backward left.
 
-    The first is ``.grad`` as it stands, as that of a mean over examples, with L2 penalty and sign. If it was rescaled
-    as a whole, ``ratio`` is the factor that undoes it; if it differs in other ways, ``left`` is the gradient as
-    backward left it. The scaling is fed with that, so that clipping never enlarges an update. Torch's own rules square
-    the penalty too (``squares_penalty``). In a step that must change nothing both are zero, unless whoever is given
-    them bears what is not finite (``bounded``).
+    The gradient is the current ``.grad``, normalised to a mean over examples, with L2 penalty and sign. If it was
+    rescaled as a whole, ``ratio`` undoes that; if it differs in other ways, ``left`` is the gradient as backward left
+    it, which updates the scaling. So clipping never enlarges an update. torch's own rules square the penalty too
+    (``squares_penalty``). If the step is skipped, all are zero, unless the method tolerates non-finite gradients
+    (``bounded``).
     """
     found = [_gradient_of(block, inputs, rates, squares_penalty) for block in blocks]
     G, ratio, left = found[0]
@@ -327,7 +327,7 @@ def block_step(
 def _gradient_of(
     block: Block, inputs: StepInputs, rates: Rates, squares_penalty: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return one block's gradient, the factor that undoes a rescaling, or the gradient as backward left it."""
+    """Return one block's gradient, and the factor that undoes a rescaling or the gradient as backward left it."""
     rescaled, parameters, mean, dtype = inputs.rescaled, block.parameters, inputs.mean, block.dtype
     stack, gradients, penalised = block.layer.stack, {}, False
     for role, p in parameters.items():
@@ -361,7 +361,7 @@ def _gradient_of(
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """Return max |x| of each tensor, NaN where it holds one; 0 of one without numbers."""
+    """Return max |x| of each tensor: NaN if it contains one, 0 if it is empty."""
     if not tensors:
         return []
     numbers = [t.numel() for t in tensors]
@@ -374,6 +374,6 @@ def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
         if n <= FEW:
             found += torch._foreach_norm([t], torch.inf)
             continue
-        smallest, largest = torch.aminmax(t)  # a tenth of the time of torch's norm
+        smallest, largest = torch.aminmax(t)  # ten times as fast as torch's norm
         found.append(torch.maximum(-smallest, largest))
     return found

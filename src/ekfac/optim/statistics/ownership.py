@@ -1,4 +1,4 @@
-"""Who has the hooks on a model's parameters: of several optimizers that train the same ones, the last."""
+"""Decides which optimizer has its hooks on: of several that train the same parameters, the last constructed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ekfac import checks
 if TYPE_CHECKING:
     from ekfac.optim.statistics.collector import Collector
 
-#: Those that are not closed, the last constructed at the end.
+#: The collectors of all open optimizers, in order of construction.
 _LIVE: list[weakref.ref[Collector]] = []
 
 CLOSED = "step() after close(), which has removed the hooks from the model: construct another optimizer"
@@ -24,14 +24,14 @@ TAKEN_OVER = (
 
 
 def refuse(collector: Collector) -> NoReturn:
-    """Raise an error that tells why an optimizer cannot take a step here, or has no hooks."""
+    """Raise an error that explains why an optimizer cannot take a step, or has no hooks."""
     if torch.is_inference_mode_enabled():
         checks.outside_inference_mode("step()")
     raise RuntimeError(TAKEN_OVER if any(ref() is collector for ref in _LIVE) else CLOSED)
 
 
 def refuse_changed(problem: str) -> NoReturn:
-    """Raise an error: the model is not the one that the optimizer was given."""
+    """Raise an error: the model has changed since the optimizer was constructed."""
     raise RuntimeError(
         f"step(): {problem} since this optimizer was constructed, and would not be trained. Construct another one now; "
         "for parameters that were added, opt.add_param_group({'params': ...}) will do"
@@ -39,14 +39,14 @@ def refuse_changed(problem: str) -> NoReturn:
 
 
 def register(collector: Collector) -> None:
-    """Let a new optimizer take over the hooks on its parameters; those who had them get them back when it is closed."""
+    """Let a new optimizer take over the hooks on its parameters, until it is closed."""
     if not any(ref() is collector for ref in _LIVE):
         _LIVE.append(weakref.ref(collector, lambda _: _share_out()))
     _share_out()
 
 
 def unregister(collector: Collector) -> None:
-    """Let go of an optimizer that is closed; whoever had its hooks before has them again."""
+    """Remove a closed optimizer; an earlier one on the same parameters gets its hooks back."""
     _LIVE[:] = [ref for ref in _LIVE if ref() not in (None, collector)]
     _share_out()
 

@@ -1,4 +1,4 @@
-"""What is trained: which block has each parameter, and where its state is."""
+"""Assigns trained parameters to blocks, and holds their state."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from ekfac.optim.options import Coverage
 from ekfac.optim.statistics.roster import Roster
 from ekfac.optim.types import BlockState
 
-#: What a dict holds.
+#: A dict's values.
 VALUES = operator.methodcaller("values")
-#: A part of a network whose bases are refreshed together has at least so many numbers in its factors.
+#: The least number of factor entries in a part of a network, whose bases are refreshed together.
 PART = 2**21
 
 T = TypeVar("T")
 Members = tuple[bool, tuple[nn.Parameter, ...]]
-#: State that is counted in float64 whatever the dtype of the block.
+#: State in float64, whatever the dtype of the block.
 COUNTS = ("count", "examples")
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """What has changed with an assignment.
+    """What an assignment of parameters to blocks has changed.
 
     Attributes:
-        new: Covered blocks that have not been there before.
-        recast: Whether the model was cast, or moved.
-        moved: Whether it is now on another kind of device.
+        new: Covered blocks seen for the first time.
+        recast: Whether the model was cast or moved.
+        moved: Whether it was moved to another kind of device.
     """
 
     new: set[Block]
@@ -49,14 +49,14 @@ class Assigned:
 
 
 class Partition:
-    """Assigns parameters to blocks, and keeps the state of each.
+    """Assigns parameters to blocks, and holds the state of each.
 
     Args:
         model: The model.
-        coverage: What is covered.
-        state: Where each block keeps its tensors, by its first parameter: torch's ``optimizer.state``.
-        state_class: What a block's state is.
-        owners: Which process keeps it.
+        coverage: Which layers are covered.
+        state: torch's ``optimizer.state``: each block's state is under its first parameter.
+        state_class: The class of a block's state.
+        owners: Which process owns each block.
     """
 
     def __init__(
@@ -72,46 +72,46 @@ class Partition:
         self._coverage = coverage
         self._state_class = state_class
         self.owners = owners
-        #: Blocks of other processes whose factors, and whose bases, are known there.
+        #: Blocks owned by other processes that have factors, and those that have a basis.
         self.factors_elsewhere: set[Members] = set()
         self.ready_elsewhere: set[Members] = set()
-        #: Grows whenever tensors that a CUDA graph may hold on to were replaced.
+        #: Incremented whenever tensors that a CUDA graph may refer to are replaced.
         self.generation = 0
-        #: What the optimizer was given, and those of them that are trained now: the others are frozen.
+        #: The parameters that the optimizer was given, and those of them that are trained now (not frozen).
         self.offered: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
-        #: Those of them that are complex.
+        #: The trained parameters that are complex.
         self.complex: list[nn.Parameter] = []
-        #: All of the model's, those that are trained here first.
+        #: All parameters of the model, trained ones first.
         self.everything: list[nn.Parameter] = []
         #: The names of all parameters of the model.
         self.names: dict[nn.Parameter, str] = {}
-        #: The module that holds each, and its name there.
+        #: The module that holds each parameter, and its name there.
         self.places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-        #: Whether ranks hold pieces of parameters, and whether they gather them when these are used.
+        #: Whether parameters are sharded over ranks, and whether they are gathered for use (fully_shard).
         self.sharded = self.gathers = False
         self.blocks: list[Block] = []
-        #: The covered blocks, each with the number of its part, and how many parts there are: see :func:`in_parts`.
+        #: The covered blocks, each with the index of its part, and the number of parts; see :func:`in_parts`.
         self.covered: dict[Block, int] = {}
         self.parts = 1
         #: Parameters whose layers are never called.
         self.silent: set[nn.Parameter] = set()
-        #: Blocks as they have been at some time, and the state of those that are frozen now.
+        #: All blocks that ever existed, and the state of those that are frozen now.
         self._known: dict[Members, Block] = {}
         self.put_away: dict[Members, BlockState] = {}
-        #: Parameters that are whole, and where they are.
+        #: Unsharded parameters, and where they are.
         self._whole: list[tuple[nn.Parameter, nn.Module, str]] = []
         self._layout = Layout([], [])
         self._modules: list[nn.Module] = []
         #: The kind of device that the parameters were on when they were assigned.
         self.kind = ""
-        #: Why no step can be taken: the model has other parameters than when it was given.
+        #: If not empty, why no step can be taken: how the model's parameters have changed since construction.
         self.problem = ""
         self._roster = Roster(model)
 
     @property
     def device(self) -> torch.device:
-        """Where the trained parameters are."""
+        """The device of the trained parameters."""
         return (self.parameters or self.offered)[0].device
 
     # --- blocks ---------------------------------------------------------------------------------------------------
@@ -126,25 +126,25 @@ class Partition:
 
         Args:
             parameters: The parameters.
-            frozen: As if none were frozen.
-            silent: As if these were those whose layers are never called.
+            frozen: Treat frozen parameters as trained.
+            silent: Treat these as parameters whose layers are never called.
         """
         if silent is None:
             silent = () if frozen else self.silent
         return blocks_under(self._coverage, self.model, parameters, silent, frozen)
 
     def block_with(self, key: Members) -> Block | None:
-        """Return the block of these parameters as it is, or would be if none were frozen."""
+        """Return the block that these parameters form, or would form if none were frozen."""
         covered, parameters = key
         blocks = self.blocks_of(parameters, frozen=True, silent=() if covered else parameters)
         return {members(block): block for block in blocks}.get(key)
 
     def offered_names(self) -> dict[nn.Parameter, str]:
-        """Return the names of what was offered; numbers, on all ranks the same, for what the model has lost."""
+        """Return the names of the given parameters; for those the model has lost, numbers that agree over ranks."""
         return {p: self.names.get(p, f"(lost, number {i})") for i, p in enumerate(self.offered)}
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> Assigned:
-        """Assign the trained parameters to blocks. Blocks that stay or come back as they were keep their state."""
+        """Assign the trained parameters to blocks. Blocks that persist or reappear keep their state."""
         offered = list(parameters)
         self.sharded = any_sharded(offered)
         self.gathers = self.sharded and bool(units(self.model))
@@ -157,7 +157,7 @@ class Partition:
         blocks, new = [], set()
         for block in self.blocks_of(offered):
             known = self._known.get(members(block))
-            # A module may have taken another's place, or a parameter have other numbers.
+            # A module may have been replaced, or a parameter may have another shape.
             if known is None or known.uses.keys() != block.uses.keys() or known.shape != block.shape:
                 self._known[members(block)] = known = block
                 new |= {block} if block.covered else set()
@@ -181,20 +181,20 @@ class Partition:
         held = [(p, m, name) for m in self.model.modules() for name, p in m._parameters.items() if p is not None]
         self.places = {p: (m, name) for p, m, name in reversed(held)}
         chosen = set(offered)
-        scripted = torch.jit.ScriptModule  # whose parameters nobody replaces
+        scripted = torch.jit.ScriptModule  # its parameters cannot be replaced
         self._whole = [x for x in held if x[0] in chosen and not (is_sharded(x[0]) or isinstance(x[1], scripted))]
         self.everything = list(dict.fromkeys([*self.parameters, *self.names]))
         self.blocks = blocks
         self.generation += 1
         self.covered, self.parts = in_parts([b for b in blocks if b.covered])
-        # Where ranks gather parameters when these are used, modules hold now the one, now the other.
+        # With fully_shard, modules hold gathered parameters during use, so their identities cannot be compared.
         modules = () if self.gathers else self.model.modules()
         self._modules = [m for m in modules if not isinstance(m, scripted)]
         self._layout = Layout(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()
         forms, kind = before
-        # A layer that was found not to be called is laid out anew, but its numbers are as they were.
+        # A layer found never to be called gets another kind of block, but that is no cast.
         changed = any(forms.get(members(b), (b.dtype, b.shape)) != (b.dtype, b.shape) for b in blocks)
         recast = changed or kind not in ("", self.kind)
         if recast:
@@ -202,7 +202,7 @@ class Partition:
         return Assigned(new, recast, kind not in ("", self.kind))
 
     def give_up_on(self, silent: list[Block]) -> None:
-        """Give layers that have gradients but were never called the diagonal method, with a warning."""
+        """Switch layers with gradients that were never called to the diagonal method, with a warning."""
         warnings.warn(
             "these layers have gradients although layer(x) was never called, so they get the diagonal method: "
             + checks.listed([b.name for b in silent]),
@@ -212,7 +212,7 @@ class Partition:
         self.silent.update(p for b in silent for p in b.parameters.values())
 
     def assign_owners(self) -> None:
-        """Give every parameter an owner among the processes that train together."""
+        """Assign every parameter an owner among the processes that train together."""
         size = self.owners.processes.size
         if size != self.owners.size > 1:
             raise RuntimeError(
@@ -223,17 +223,17 @@ class Partition:
             self.owners.assign(self.blocks_of(self.offered, frozen=True))
 
     def is_frozen(self) -> bool:
-        """Tell whether nothing is to be trained now."""
+        """Return whether all parameters are frozen."""
         return not any(p.requires_grad for p in self.offered)
 
     def is_replaced(self) -> bool:
-        """Tell whether ``fully_shard`` or tensor parallel has put sharded parameters in the place of whole ones."""
+        """Return whether ``fully_shard`` or tensor parallelism has replaced parameters by sharded ones."""
         if not dist.is_available() or not dist.is_initialized():
             return False
         return any(m._parameters.get(name) is not p for p, m, name in self._whole)
 
     def replace(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Find what stands in the place of each parameter that was offered, and start anew.
+        """Find the replacement of every given parameter, and reset.
 
         Returns:
             The new parameter for every old one.
@@ -255,25 +255,25 @@ class Partition:
         return {p: now[name] for p, name in names.items()}
 
     def is_exchanged(self) -> bool:
-        """Tell whether other tensors stand in the place of parameters for a while, as under functional_call."""
+        """Return whether parameters are temporarily replaced by other tensors, as within functional_call."""
         held = (p for m in self._modules for p in m._parameters.values() if p is not None)
         return not all(isinstance(p, nn.Parameter) for p in held)
 
     def is_current(self) -> bool:
-        """Tell whether parameters are frozen, cast and placed as when they were assigned, in the same modules."""
+        """Return whether parameters have the same modules, dtypes, devices and requires_grad as when assigned."""
         return self._layout.holds()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self, block: Block) -> Any:
-        """Return a block's state, kept from now on if there was none."""
+        """Return a block's state; create it if there is none."""
         found = self.states.get(block.key)
-        if not isinstance(found, BlockState):  # from a checkpoint, or the momentum alone
+        if not isinstance(found, BlockState):  # a plain dict from a checkpoint, or momentum alone
             found = self.states[block.key] = self._state_class(block)(found)
         return found
 
     def _convert(self) -> None:
-        """Bring state to the device and into the dtype of its block: the model was cast or moved."""
+        """Convert state to the dtype and device of its block, after the model was cast or moved."""
         dtypes: dict[Tensor, torch.dtype] = {p: b.dtype for b in self.blocks for p in b.parameters.values()}
         for p, state in self.states.items():
             for name, value in state.items():
@@ -282,9 +282,9 @@ class Partition:
                     state[name] = value.to(p.device, value.dtype if exact else dtypes[p])
 
     def take_states(self, states: MutableMapping[Tensor, Any]) -> None:
-        """Keep state in another mapping from now on, whose entries may be plain dicts.
+        """Use another mapping for state from now on; its entries may be plain dicts.
 
-        What was put away for a block that is trained now, as it was not when a checkpoint was written, comes back.
+        State that was put away for a frozen block is restored if the block is trained now.
         """
         self.states = states
         for block in self.blocks:
@@ -294,14 +294,14 @@ class Partition:
                 self.state(block)
 
     def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
-        """Note what another process now has of a block that it owns."""
+        """Record that another process, the owner of a block, has its factors or its basis."""
         if factors:
             self.factors_elsewhere.add(block)
         if ready:
             self.ready_elsewhere.add(block)
 
     def _pop(self, block: Block) -> BlockState:
-        """Take a block's state away; momentum, which belongs to the parameter, stays."""
+        """Remove and return a block's state, except momentum, which belongs to the parameter."""
         state: BlockState = self.state(block)
         del self.states[block.key]
         if "momentum_buffer" in state:
@@ -316,7 +316,7 @@ def blocks_under(
     silent: Collection[nn.Parameter] = (),
     frozen: bool = False,
 ) -> list[Block]:
-    """Return the blocks of a model's parameters under what is to be covered; see :func:`find_blocks`."""
+    """Return the blocks of a model's parameters under coverage options; see :func:`find_blocks`."""
     return find_blocks(
         model,
         parameters,
@@ -332,7 +332,7 @@ def blocks_under(
 
 
 def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
-    """Return the parts of a network whose bases are refreshed together, by number, and how many there are.
+    """Split a network into parts whose bases are refreshed together; return each block's part, and their number.
 
     Blocks of one shape are in one part. The bases of a small network are so cheap that few parts are best.
     """
@@ -343,11 +343,11 @@ def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
 
 
 class Layout:
-    """What the assignment of parameters to blocks takes for granted: asked for at every forward pass, so it is quick.
+    """A snapshot of all that the assignment to blocks depends on; quick to compare, as every forward pass does.
 
     Args:
-        parameters: Those that are trained or frozen.
-        modules: All that hold parameters.
+        parameters: The given parameters, trained or frozen.
+        modules: All modules that hold parameters.
     """
 
     def __init__(self, parameters: list[nn.Parameter], modules: list[nn.Module]) -> None:
@@ -363,23 +363,23 @@ class Layout:
         return [*forms, where], list(itertools.chain.from_iterable(map(VALUES, self._parts)))
 
     def holds(self) -> bool:
-        """Tell whether all is as it was."""
+        """Return whether nothing has changed."""
         forms, inside = self._now()
         return forms == self._forms and list(map(id, inside)) == self._ids
 
 
 def members(block: Block) -> Members:
-    """Return what makes a block the same as one before."""
+    """Return a block's identity, by which it is recognised when blocks are assigned anew."""
     return block.covered, tuple(block.parameters.values())
 
 
 def only(blocks: Collection[Block], found: Mapping[Block, T]) -> dict[Block, T]:
-    """Return what there is of some blocks."""
+    """Restrict a mapping to some blocks."""
     return {block: of for block, of in found.items() if block in blocks}
 
 
 def fits(block: Block, state: Mapping[str, Any]) -> bool:
-    """Tell whether a block's state, which may come from a checkpoint, is laid out as the block is."""
+    """Return whether a state, perhaps from a checkpoint, has the shapes of a block."""
     s, A, shape = state.get("s"), state.get("A"), block.shape
     if isinstance(s, Tensor) and tuple(s.shape) != (shape.groups, shape.out, shape.columns):
         return False

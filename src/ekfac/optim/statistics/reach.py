@@ -1,4 +1,4 @@
-"""Which parameters a backward pass brings gradients to."""
+"""Finds out which parameters a backward pass will reach."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ekfac.optim.statistics.partition import Partition
 
 
 class Reach:
-    """Asks autograd, within a backward pass, where that pass goes.
+    """Asks autograd, during a backward pass, which nodes the pass will execute.
 
     Args:
         partition: The parameters.
-        watch: Told of a pass that brings gradients to parameters which are sharded: it leaves nothing in these itself.
+        watch: Notified of passes that reach sharded parameters, whose own hooks do not fire.
     """
 
     def __init__(self, partition: Partition, watch: GradientWatch) -> None:
         self._partition = partition
         self._watch = watch
-        #: What adds to each parameter's ``.grad`` in a backward pass.
+        #: The AccumulateGrad node of each parameter.
         self.accumulators: dict[nn.Parameter, Node] = {}
-        #: The pass that was last asked for, and what is known of it: a loss with derivatives asks for many products.
+        #: The last pass, and cached answers for it: a loss with derivatives asks many times.
         self._of_pass: tuple[int, dict[Block | None, bool]] = -1, {}
 
     def reaches_parameters(self, block: Block | None) -> bool:
-        """Tell whether the pass under way brings a gradient to a block's parameters, or to any of the model's."""
+        """Return whether the current pass reaches any parameter of a block, or of the model if None."""
         if self._partition.gathers or self._partition.sharded:
             return self._ask(block)
         task = torch._C._current_graph_task_id()
@@ -54,7 +54,7 @@ class Reach:
         return self._executes(parameter, parameter)
 
     def _reaches_gathered(self, parameter: nn.Parameter) -> bool:
-        """Tell the same of a parameter that is used in a gathered form, which is known while its layer has it."""
+        """Return the same for a parameter that is used in gathered form, as long as its layer holds that."""
         module, name = self._partition.places[parameter]
         used = module._parameters[name]
         return used is None or self._executes(parameter, used) or is_sharded(used)
@@ -64,19 +64,19 @@ class Reach:
         try:
             if known is not None and torch._C._will_engine_execute_node(known):
                 return True
-            # The first time, or the parameter's memory was replaced since and with it what adds to its gradient.
+            # The first time, or after the parameter's storage, and with it the node, was replaced.
             found = self.accumulators[parameter] = accumulator_of(used)
             return bool(torch._C._will_engine_execute_node(found))
         except RuntimeError:
-            # torch.autograd.grad of the parameter itself: for .grad, unless it is to be differentiated.
+            # torch.autograd.grad with respect to the parameter: counts as .grad unless it has create_graph=True.
             return not torch.is_grad_enabled()
 
 
 def accumulator_of(parameter: nn.Parameter) -> Node:
-    """Return what adds to a parameter's gradient."""
+    """Return a parameter's AccumulateGrad node."""
     if not parameter.is_leaf:
         return get_gradient_edge(parameter).node
-    with torch.enable_grad():  # what get_gradient_edge does, in a third of its time
+    with torch.enable_grad():  # what get_gradient_edge does, three times as fast
         view = parameter.view_as(parameter).grad_fn
     node = None if view is None else view.next_functions[0][0]
     assert node is not None

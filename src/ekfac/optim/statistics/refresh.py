@@ -1,4 +1,4 @@
-"""How a basis is renewed: by a full solve, or warm, from the basis in use; and what is done when a solver fails."""
+"""Updates bases, by a full solve or a warm refresh from the current basis, and handles failing solvers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from ekfac.optim.stacks import Stacks
 from ekfac.optim.statistics.schedule import NOTHING, START, Schedule
 from ekfac.optim.types import Rates, factors_of
 
-#: After this many refreshes in a row without a usable answer the layer is reported by an error.
+#: After this many consecutive failed refreshes a layer is reported by an error.
 PATIENCE = 5
-#: What of the solvers' ladder a user is told: a slow way, or an old basis. A small shift and float64 are exact answers.
+#: Rungs of the solvers' ladder worth a warning: a slow device, or the old basis. The other rungs are exact.
 TOLD = ("other_device", "kept")
-#: So many numbers of factors are iterated at a time, since there are some eight float64 copies of them.
+#: At most this many entries of factors are iterated at a time, as iteration makes about eight float64 copies of them.
 NUMBERS = 2**24
 
 
 class Refresher:
-    """Renews bases, counts fallbacks, warns once of each kind, and gives up on a layer only after several.
+    """Updates bases, counts fallbacks, warns once per kind, and gives up on a layer after several failures.
 
     Args:
-        executor: Runs what a warm refresh computes.
-        schedule: Is told how warm refreshes went.
+        executor: Runs warm refreshes.
+        schedule: Receives the outcomes of warm refreshes.
     """
 
     def __init__(self, executor: Executor, schedule: Schedule) -> None:
@@ -55,7 +55,7 @@ class Refresher:
     # --- in full ----------------------------------------------------------------------------------------------------
 
     def solve(self, block: Block, A: Tensor, B: Tensor, old: Basis | None, failures: int) -> tuple[Basis, int]:
-        """Return U_A, S_A, U_B, S_B of the factors, and how many refreshes in a row have now failed."""
+        """Return the eigenbasis of the factors, and the number of consecutive failed refreshes."""
         started = time.perf_counter()
         widest = max(A.shape[-1], B.shape[-1])
         with factors.full_precision(A.device), self.executor.fast_products(widest**3):
@@ -93,8 +93,8 @@ class Refresher:
 
     def _drifted(self, residual: Tensor) -> None:
         drift = self._drift_on(residual.device)
-        # In place: a warm refresh may run on a side stream, and memory that is freed there is not waited for.
-        drift.copy_(torch.fmax(drift, residual))  # a factor that is not finite has none
+        # In place: on a side stream, freed memory could be reused before the work there is done.
+        drift.copy_(torch.fmax(drift, residual))  # fmax ignores the NaN of a non-finite factor
 
     def _drift_on(self, device: torch.device) -> Tensor:
         if self.drift is None:
@@ -105,12 +105,12 @@ class Refresher:
     # --- warm -------------------------------------------------------------------------------------------------------
 
     def renewals(self, stacks: Stacks, due: Mapping[Block, tuple[int, int]], rates: Rates) -> Iterable[list[Renewal]]:
-        """Return the warm refreshes that are due, blocks of one shape as one; those of one device together.
+        """Return the warm refreshes that are due, one per stack, grouped by device.
 
         Args:
-            stacks: The blocks of one shape.
-            due: The blocks, and how many iterations their two sides get.
-            rates: The numbers of this step.
+            stacks: Blocks of one shape together.
+            due: The blocks, with the iterations for A and B.
+            rates: The hyper-parameters of this step.
         """
         found: dict[torch.device, list[Renewal]] = {}
         for stack in stacks.of(due, lambda block: (due[block], rates.group_of[block.key])):
@@ -123,15 +123,15 @@ class Refresher:
     def warm(
         self, renewals: Sequence[Renewal], change: Callable[[Renewal, Basis], None], ok: Tensor | None = None
     ) -> None:
-        """Bring bases in use nearer to the factors' own by orthogonal iteration; nothing waits for the device.
+        """Refresh bases by orthogonal iteration from the current ones, without waiting for the device.
 
-        A side without iterations keeps its basis; its eigenvalues follow the factor all the same, where somebody reads
-        them. Where ``ok`` is 0 the new bases will not be used, and do not count.
+        A side without iterations keeps its basis; its eigenvalues are updated nonetheless if the method reads them.
+        If ``ok`` is 0, the new bases are discarded and not counted.
 
         Args:
-            renewals: What is due; all on one device.
-            change: Writes a new basis over the one in use, and what goes with it.
-            ok: 0 on the device where nothing is to change; None where that is known not to be so.
+            renewals: The refreshes, all on one device.
+            change: Installs a new basis and carries the rule's state over.
+            ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
         """
         started = time.perf_counter()
         drift = self._drift_on(renewals[0].old.S_A.device)
@@ -158,7 +158,7 @@ class Refresher:
         self.seconds += time.perf_counter() - started
 
     def _turned(self, renewals: Sequence[Renewal]) -> tuple[list[Basis], Tensor]:
-        """Return new bases, and what they leave of each block's factors off the diagonal."""
+        """Return new bases, and the off-diagonal residual of each block's factors in them."""
         with factors.full_precision(renewals[0].old.S_A.device):
             sides = [r.sides() for r in renewals]
             turned = iter(self._iterate_all([side for pair in sides for side in pair if side.iterated]))
@@ -167,7 +167,7 @@ class Refresher:
             return new, torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
 
     def _iterate_all(self, sides: list[Side]) -> list[WarmBasis]:
-        """Iterate all sides of one width together, so many at a time that they fit into memory."""
+        """Iterate all sides of one width together, in chunks that fit into memory."""
         together: dict[Any, list[int]] = {}
         for index, side in enumerate(sides):
             kind = side.matrix.shape[1:], side.iterations, side.near, side.values, side.matrix.dtype
@@ -186,8 +186,8 @@ class Refresher:
     def _iterate(self, matrix: Tensor, U: Tensor, iterations: int, near: bool, values: bool) -> WarmBasis:
         try:
             return orthogonal_iteration(matrix, U, iterations, near, values)
-        except RuntimeError:  # torch.linalg.LinAlgError is one
-            if len(matrix) > 1:  # of which the others may be good
+        except RuntimeError:  # includes torch.linalg.LinAlgError
+            if len(matrix) > 1:  # one bad matrix fails the whole batch: try each
                 each = zip(matrix.split(1), U.split(1), strict=True)
                 done = [fields_of(self._iterate(*one, iterations, near, values)) for one in each]
                 return WarmBasis(*(torch.cat(field) for field in zip(*done, strict=True)))
@@ -197,7 +197,7 @@ class Refresher:
 
 
 class Side(NamedTuple):
-    """One side of a basis: the factors, ``[G, D, D]``, and the bases that are in use, if they are not kept diagonal."""
+    """One side of a basis: the factors, ``[G, D, D]``, and the current basis, None if the side is diagonal."""
 
     matrix: Tensor
     U: Any
@@ -208,22 +208,22 @@ class Side(NamedTuple):
 
     @property
     def iterated(self) -> bool:
-        """Whether it is iterated at all."""
+        """Whether this refresh iterates it."""
         return self.U is not None and self.iterations > 0
 
 
 @dataclass(frozen=True)
 class Renewal:
-    """A warm refresh that is due: of one block, or of several that are stacked.
+    """A warm refresh of one block, or of several that are stacked.
 
     Attributes:
         blocks: The blocks.
-        state: Their state, with A and B of each, one below the other.
-        iterations: How many iterations sides A and B get.
+        state: Their (stacked) state.
+        iterations: The iterations for A and B.
         damping: The group's damping.
-        near: Whether the basis in use is known to be near the factors' own.
-        old: That basis, of methods that have one.
-        values: Whether somebody reads the eigenvalues.
+        near: Whether the current basis is known to be near the factors' eigenbasis.
+        old: The current basis, for methods that have one.
+        values: Whether the method reads the eigenvalues.
     """
 
     blocks: tuple[Block, ...]
@@ -235,7 +235,7 @@ class Renewal:
     values: bool = True
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the state that it reads or writes."""
+        """Return all tensors of the state that the refresh reads or writes."""
         still = [side for side, n in zip("AB", self.iterations, strict=True) if not (n or self.values)]
         idle = {name for side in still for name in (side, f"U_{side}", f"S_{side}") if f"U_{side}" in self.state}
         return [t for name, t in sorted(self.state.items()) if isinstance(t, Tensor) and name not in idle]
@@ -243,13 +243,13 @@ class Renewal:
     def sides(self) -> tuple[Side, Side]:
         """Return A and B."""
         o, (n_A, n_B) = self.old, self.iterations
-        # Whether a basis that was far has come near has to be seen.
+        # A basis not known to be near needs eigenvalues too, to see whether it has come near.
         A, B, values = *factors_of(self.state), self.values or not self.near
         return Side(A, o.U_A, o.S_A, n_A, self.near, values), Side(B, o.U_B, o.S_B, n_B, self.near, values)
 
 
 def iterated_numbers(due: Mapping[Block, tuple[int, int]]) -> int:
-    """Return how many numbers the factors have that are iterated in warm refreshes."""
+    """Return the number of factor entries that the warm refreshes iterate."""
     return sum(n for b, sides in due.items() for n, times in zip(b.factor_numbers(), sides, strict=True) if times)
 
 
@@ -268,9 +268,9 @@ def renewed(renewal: Renewal, sides: Sequence[Side], warm: Sequence[WarmBasis | 
 
 
 def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
-    """Return the largest residual of each block, over its two sides and its groups.
+    """Return the largest residual of each block over both sides and all groups.
 
-    Infinity where an iteration failed, NOTHING where no side was iterated.
+    It is infinity if an iteration failed, and NOTHING if no side was iterated.
     """
     count = len(renewal.blocks)
     known = [torch.where(w.good, w.residual, torch.inf).view(count, -1).amax(1) for w in warm if w is not None]
@@ -278,10 +278,10 @@ def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
-    """Put tensors one below the other; a single one stays as it is."""
+    """Concatenate tensors; return a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def fields_of(warm: WarmBasis) -> tuple[Tensor, ...]:
-    """Return what a warm refresh has made."""
+    """Return the fields of a warm refresh's result."""
     return warm.U, warm.values, warm.residual, warm.good

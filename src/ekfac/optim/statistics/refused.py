@@ -1,4 +1,4 @@
-"""Gradients that a step cannot take, and what is said of them."""
+"""Refuses gradients that a step cannot use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ekfac.optim.distributed.processes import Processes
 
-#: What is wrong where there are gradients but nothing was captured.
+#: For gradients without captured examples.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
     "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
@@ -21,7 +21,7 @@ NO_EXAMPLES = (
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 
-#: What is wrong where these are the last step's.
+#: For gradients that the last step has already used.
 USED = (
     "step() found the gradients that the last step used, and no backward pass since: nothing was changed. Call "
     "zero_grad() and backward() before every step; Lightning's StochasticWeightAveraging takes such a step at its end"
@@ -29,7 +29,7 @@ USED = (
 
 
 def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Parameter, Tensor]) -> NoReturn:
-    """Raise, as a gradient is sparse; names its parameter."""
+    """Raise an error that names the parameter with a sparse gradient."""
     name, layout = next((names[p], g.layout) for p, g in gradients.items() if g.layout != torch.strided)
     raise ValueError(
         f"parameter '{name}': its gradient is {layout}. Allowed: dense gradients, as of nn.Embedding(..., sparse=False)"
@@ -37,12 +37,12 @@ def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Param
 
 
 def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) -> None:
-    """Raise, as no example was captured; but not after a batch of none, whose gradients are zero or NaN.
+    """Raise because no example was captured, unless the batch was empty, which leaves gradients of zero or NaN.
 
     Args:
-        reached: Whether a backward pass has come to the model.
-        gradients: All that are there.
-        used: Whether they are those of the last step; there is only a warning then.
+        reached: Whether a backward pass has reached the model.
+        gradients: All gradients.
+        used: Whether the last step has already used them; then only warn.
     """
     if used:
         warnings.warn(USED, RuntimeWarning, stacklevel=5)
@@ -51,7 +51,7 @@ def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) 
 
 
 def refuse_unless_used(processes: Processes, used: bool, device: torch.device) -> None:
-    """Raise, on all processes, as none has captured an example; but warn where all have the last step's gradients."""
+    """Raise on all processes because none captured an example; only warn if all have the last step's gradients."""
     if not processes.least(torch.tensor(float(used), device=device)):
         raise RuntimeError(NO_EXAMPLES)
     warnings.warn(USED, RuntimeWarning, stacklevel=5)

@@ -1,4 +1,4 @@
-"""Whether a model still has the parameters that its optimizer was given, and no others."""
+"""Checks that a model still has the parameters that its optimizer was given, and no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ekfac.curvature.summary import low_coverage
 
 
 class Roster:
-    """Notices what has changed, and names it.
+    """Detects and names changes in a model's parameters.
 
     Args:
         model: The model.
@@ -22,14 +22,14 @@ class Roster:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        #: Names and shapes of all that have been parameters of the model, and whether all are trained.
+        #: Names and shapes of all parameters that the model ever had, and whether all of them are trained.
         self._seen: dict[nn.Parameter, tuple[str, torch.Size]] = {}
         self._all_trained = True
-        #: Those that the model has lost, as far as somebody was told.
+        #: Lost parameters that the user was warned of.
         self._gone: list[str] = []
 
     def compare(self, offered: list[nn.Parameter]) -> str:
-        """Return why no step can be taken, if so; warn where offered parameters are gone, with none in their place."""
+        """Return how the model has changed, if that prevents steps; warn if parameters are gone without replacement."""
         now = {p: (name, p.shape) for name, p in self._model.named_parameters()}
         if not self._seen:
             self._seen, self._all_trained = now, set(now) <= set(offered)
@@ -55,14 +55,14 @@ class Roster:
 
 
 def warn_at_first(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) -> None:
-    """Tell, in the first step, what is not seen otherwise."""
+    """Give warnings in the first step: low coverage, and no differential privacy."""
     for text in (low_coverage(blocks), not_private(parameters)):
         if text:
             warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def not_private(parameters: Iterable[nn.Parameter]) -> str | None:
-    """Tell what opacus does not see to, where it takes the gradients of examples: it marks every parameter."""
+    """Return a warning if opacus is in use (it sets ``grad_sample`` on parameters): steps are not private."""
     if not any(hasattr(p, "grad_sample") for p in parameters):
         return None
     return (

@@ -1,4 +1,4 @@
-"""As much of a batch as A and B need: taken at once, or kept until the step."""
+"""The part of a batch that A and B are computed from: summed at once, or kept until the step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ekfac.optim.statistics.sums import BlockSums
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """As much of a batch as a block's factors need.
+    """The part of a batch that a block's factors are computed from.
 
     Attributes:
-        calls: The calls, of some of the examples or of all.
-        n: How many examples these are.
-        more: What B is multiplied by to make up for those that are left out.
-        step: Every so many-th is taken.
-        placed: Whether its tensors lie where they always do.
+        calls: The calls, restricted to some of the examples or with all of them.
+        n: The number of these examples.
+        more: The factor for B that makes up for the examples left out.
+        step: The stride: every ``step``-th example is used.
+        placed: Whether its tensors are in static buffers.
     """
 
     calls: tuple[Call, ...]
@@ -41,12 +41,12 @@ class Sample:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """All that sums depend on besides the tensors."""
+        """Everything that the sums depend on besides the tensors."""
         return self.n, self.more, *((c.layer, c.layer.mode) for c in self.calls)
 
     @functools.cached_property
     def at_place(self) -> Hashable:
-        """The same of sums that are taken again and again of tensors at the same addresses."""
+        """The same, including the tensors' addresses: for graphs that read them in place."""
         return self.key, *((t.data_ptr(), t.shape) for t in self.tensors())
 
     def tensors(self) -> list[Tensor]:
@@ -54,13 +54,13 @@ class Sample:
         return [t for call in self.calls for t in (call.x, call.d)]
 
     def at(self, tensors: Sequence[Tensor], placed: bool = False) -> Sample:
-        """Return the same with its :meth:`tensors` at other places."""
+        """Return a copy with other :meth:`tensors`."""
         calls = (Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(self.calls))
         return Sample(tuple(calls), self.n, self.more, self.step, placed)
 
 
 def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
-    """Take out of a batch of n examples what the factors of a block need; note whether its loss has derivatives."""
+    """Return the part of a batch that a block's factors need; note whether the loss has derivatives of the network."""
     if len(calls) > 1 and not block.layer.differentiated:
         block.layer.differentiated = any(isinstance(call.layer, DerivativeLayer) for call in calls)
     if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
@@ -80,7 +80,7 @@ def _inexact(options: EngineOptions, block: Block) -> bool:
 
 
 def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorSums:
-    """Take A and B of a sample."""
+    """Sum A and B over a sample."""
     sharing, limit = options.coverage.sharing, options.numerics.memory_limit
     sums = statistics.factor_sums(block, sample.calls, sample.n, sharing, limit, half=_inexact(options, block))
     if sample.more != 1:
@@ -91,15 +91,15 @@ def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorS
 def factor_sums_by(
     executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, replay: bool = True
 ) -> FactorSums:
-    """Take A and B of a batch.
+    """Sum A and B over a batch.
 
     Args:
-        executor: Runs it.
-        options: The engine's.
+        executor: Runs the computation.
+        options: The engine's options.
         block: The block.
         calls: Its calls.
         n: The number of examples.
-        replay: Whether an earlier run may be replayed.
+        replay: Whether a recorded graph may be replayed.
     """
     sample = sample_of(options, block, calls, n)
     if not (replay and executor.can_replay) or block.layer.scattered:
@@ -118,7 +118,7 @@ def factor_sums_by(
 def scaling_sum_by(
     executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, basis: Basis
 ) -> Tensor:
-    """Sum the squared gradients of n examples in a basis, by an earlier run where that can be replayed."""
+    """Sum the squared gradients of n examples in a basis, by replaying a graph if possible."""
     sample, memory = Sample(tuple(calls), n), options.numerics.memory_limit
     if not executor.can_replay or block.layer.scattered:
         return statistics.scaling_sum(block, calls, n, basis, memory)
@@ -132,10 +132,10 @@ def scaling_sum_by(
 
 
 class Room:
-    """How many bytes of calls are kept until the step.
+    """A budget in bytes for calls that are kept until the step.
 
     Args:
-        limit: The most.
+        limit: The budget.
     """
 
     def __init__(self, limit: int) -> None:
@@ -143,7 +143,7 @@ class Room:
         self.taken = 0
 
     def takes(self, block: Block, calls: Sequence[Call]) -> bool:
-        """Tell whether there is room for more calls of a block, which can be replayed; count them if so."""
+        """Reserve room for calls of a block; return False if it is used up or the calls cannot be replayed."""
         if block.layer.scattered or not all(c.layer in block.uses.values() for c in calls):
             return False
         size = sum(t.numel() * t.element_size() for c in calls for t in (c.x, c.d))
@@ -154,7 +154,7 @@ class Room:
 
 
 def multiplications(block: Block, sample: Sample) -> int:
-    """Count those of a sample's A and B."""
+    """Count the multiplications in a sample's A and B."""
     positions = sum(c.layer.positions_per_example(c.d, sample.n) for c in sample.calls) * sample.n
     return positions * (block.shape.inputs**2 + block.shape.out**2)
 
@@ -162,13 +162,16 @@ def multiplications(block: Block, sample: Sample) -> int:
 def kept_sample(
     executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, index: int
 ) -> Sample:
-    """Return a sample that will be there in the step, of this number among the block's; at a place if there is room."""
+    """Copy a sample so that it lasts until the step, into a static buffer if there is room.
+
+    ``index`` is its number among the block's samples of this step.
+    """
     key: Any = block, index, n
     for c in calls:
         x, d = c.x, c.d
         key += c.layer, c.layer.mode, x.shape, x.stride(), x.dtype, d.shape, d.stride(), d.dtype
     kept: Sample | None = executor.kept.get(key)
-    if kept is not None:  # all is as it was: only the numbers are other ones
+    if kept is not None:  # same shapes as before: overwrite the values
         if not calls[0].layer.splittable:
             calls = sample_of(options, block, calls, n).calls
             torch._foreach_copy_(kept.tensors(), [t for c in calls for t in (c.x, c.d)])
@@ -179,11 +182,11 @@ def kept_sample(
         return kept
     sample = sample_of(options, block, calls, n)
     tensors = sample.tensors()
-    half = _inexact(options, block) and statistics.takes_half(calls)  # inputs as the products had them
+    half = _inexact(options, block) and statistics.takes_half(calls)  # keep inputs in autocast's dtype
     dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
     places = executor.places_of(tensors, dtypes) if executor.keeps else None
     if places is None:
-        whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and nobody else's
+        whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and not shared with others
         copies = (t if whole else t.to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True))
         return sample.at(list(copies))
     for place, tensor in zip(places, tensors, strict=True):
@@ -194,19 +197,19 @@ def kept_sample(
 
 @dataclass(frozen=True)
 class Alike:
-    """Samples of blocks that are alike, so that their sums can be taken at once; or one block's, however many."""
+    """Samples of several like blocks, to be summed at once; or all samples of a single block."""
 
     blocks: tuple[Block, ...]
     samples: tuple[Sequence[Sample], ...]
 
     @property
     def multiplications(self) -> int:
-        """How many the largest products of one of the blocks take."""
+        """The multiplications in the largest matrix product of one block."""
         return self.blocks[0].multiplications
 
 
 def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> list[Alike]:
-    """Put together linear layers of one shape with inputs of one shape, where all positions count alike."""
+    """Group linear layers of one shape with inputs of one shape, if all positions count equally."""
     expands = options.coverage.sharing == "expand"
     found: dict[Hashable, list[Block]] = {}
     for block, kept in samples.items():
@@ -221,7 +224,7 @@ def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> 
 def sums_of_samples(
     executor: Executor, options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]
 ) -> dict[Block, BlockSums]:
-    """Return the sums of samples that were kept."""
+    """Return the sums over samples that were kept."""
 
     def taken(of: Alike) -> list[BlockSums]:
         if len(of.blocks) > 1:

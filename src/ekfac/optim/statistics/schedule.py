@@ -1,4 +1,4 @@
-"""What is due when: full solves, warm refreshes, and the batches that A and B take in."""
+"""Decides which steps solve for bases, refresh them warm, or update A and B."""
 
 from __future__ import annotations
 
@@ -18,50 +18,51 @@ from ekfac.optim.types import BlockState
 if TYPE_CHECKING:
     from ekfac.optim.methods.base import Method
 
-#: So many first steps refresh all bases, with the step's own batch among the factors: while these still gain rank, a
-#: basis that has not seen a batch takes its gradient for one without curvature. Until step START others follow, each
-#: after GROWTH times as many steps: the first bases are stale almost at once.
+#: The first EARLY steps refresh all bases after adding their own batch to the factors: while these still gain rank, a
+#: stale basis shows no curvature along a new batch's gradient. Further early refreshes follow until step START, at step
+#: numbers that grow by the factor GROWTH, because the first bases go stale quickly.
 EARLY = 10
 GROWTH = 1.15
 START = 100
-#: So many first steps take their batches into A and B; then so many in an interval, and fewer after SETTLED steps.
+#: A and B are updated in each of the first DENSE steps, then BATCHES times per interval, and after SETTLED steps
+#: LATER_BATCHES times.
 DENSE = 20
 BATCHES = 4
 SETTLED = 300
 LATER_BATCHES = 2
-#: The interval where none is given: orthogonal iteration is cheap beside a step on a GPU, and dear on a CPU.
+#: The default interval, by device: relative to a step, orthogonal iteration is cheap on a GPU and expensive on a CPU.
 INTERVALS = {"cuda": 20}
 INTERVAL = 50
-#: How many times longer that is after SETTLED steps.
+#: The interval is this many times longer after SETTLED steps.
 LATER_INTERVALS = {"cuda": 2}
-#: The same for losses with derivatives, whose steps are dear themselves and whose curvature changes faster.
+#: The default interval for losses with derivatives, whose steps are expensive and whose curvature changes faster.
 INTERVAL_OF_DERIVATIVES = 20
-#: A side wider than this is refreshed more rarely, by the square of its width: the price goes with the cube.
+#: Sides wider than this are refreshed less often, by the square of their width, because the cost grows with its cube.
 WIDE_SIDES = {"cuda": 1024}
 WIDE_SIDE = 400
-#: A warm refresh that has strayed is followed by another after the next step, and so many in a row by a full solve.
+#: A warm refresh that strayed is repeated after the next step; after TRIES in a row there is a full solve.
 TRIES = 3
-#: A warm refresh that leaves more than this of the factor off the diagonal has strayed.
+#: A warm refresh has strayed if the factor's relative off-diagonal residual exceeds this.
 TOLERANCE = 0.5
-#: Stands for what it leaves where no side was iterated.
+#: The residual if no side was iterated.
 NOTHING = -1.0
 
-#: Stands for the state of a block that has none yet.
+#: The state of a block that has none yet.
 NOTHING_YET = BlockState()
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Which steps renew which bases, by the number of applied ones; every basis is solved for at its first step.
+    """Which steps update bases and factors. Steps are counted when applied; every basis starts with a full solve.
 
     Attributes:
         every: The interval, in applied steps.
-        deterministic: Solve in full for all bases within every ``every``-th step, as Algorithm 1 has it. Otherwise each
-            is renewed once in an interval by orthogonal iteration, after a step, one part of the network at a time, so
-            that no step pays for all; and all of them within the steps of :func:`early_steps`.
-        derivatives: Take in one batch an interval, the last before a refresh: a loss with derivatives makes a batch
-            several times dearer, and has several times as many positions an example.
-        later: How many times longer the interval is after SETTLED steps.
+        deterministic: Solve in full for all bases within every ``every``-th step, as in Algorithm 1. Otherwise each is
+            refreshed warm once per interval, after a step, one part of the network at a time, so that no step pays for
+            all; and all of them within the steps of :func:`early_steps`.
+        derivatives: Update A and B once per interval, just before a refresh: with derivatives in the loss, a batch is
+            several times as expensive and has several times as many positions per example.
+        later: The interval is this many times longer after SETTLED steps.
     """
 
     every: int
@@ -72,17 +73,17 @@ class Intervals:
     def warm_after(
         self, applied: int, index: int, parts: int, stretches: tuple[int, int] = (1, 1), strayed: int = 0
     ) -> tuple[int, int]:
-        """Return how many iterations the sides A and B of blocks get when this many steps have been applied.
+        """Return the number of iterations for A and B after this many applied steps.
 
         Args:
-            applied: How many steps have been applied.
-            index: The number of the part of the network that the blocks are in.
-            parts: How many parts there are.
-            stretches: How many times longer than usual the two intervals are.
-            strayed: How many warm refreshes in a row have strayed.
+            applied: The number of applied steps.
+            index: The part of the network that the blocks are in.
+            parts: The number of parts.
+            stretches: The factors by which the intervals of A and B are longer than usual.
+            strayed: The number of consecutive warm refreshes that strayed.
         """
         if strayed:
-            return (1, 1) if strayed < TRIES else (0, 0)  # the next step solves for it
+            return (1, 1) if strayed < TRIES else (0, 0)  # then the next step solves in full
         if self.deterministic or applied < min(self.every, EARLY):
             return 0, 0
         iterations = []
@@ -93,11 +94,11 @@ class Intervals:
         return iterations[0], iterations[1]
 
     def takes_factors(self, applied: int, given: int | None) -> bool:
-        """Tell whether A and B take in the batch of the step after this many applied ones: at first all, later some.
+        """Return whether the step after this many applied ones updates A and B.
 
         Args:
-            applied: How many steps have been applied.
-            given: The user's own interval.
+            applied: The number of applied steps.
+            given: ``factor_every``.
         """
         if given is None and self.derivatives:
             return (applied + 1) % self.every == 0
@@ -110,7 +111,7 @@ class Intervals:
 
 @cache
 def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
-    """Return the steps, by the number of applied ones before them, that refresh a side before they use it."""
+    """Return the early steps (counted by applied steps before them) that refresh a basis before using it."""
     steps, at = set(range(min(every, max(1, EARLY // stretch)))), float(EARLY)
     while at < START:
         steps.add(round(at))
@@ -119,14 +120,14 @@ def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
 
 
 def stretches(block: Block) -> tuple[int, int]:
-    """Return how many times longer than usual the intervals of a block's sides A and B are."""
+    """Return the factors by which a block's intervals for A and B are longer than usual."""
     wide = WIDE_SIDES.get(block.key.device.type, WIDE_SIDE)
     A, B = (max(1, round((width / wide) ** 2)) for width in (block.shape.inputs, block.shape.out))
     return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
 
 class Stretches(dict[Block, tuple[int, int]]):
-    """What :func:`stretches` returns of each block, once it has been asked for."""
+    """A cache of :func:`stretches`."""
 
     def __missing__(self, block: Block) -> tuple[int, int]:
         self[block] = stretches(block)
@@ -134,18 +135,18 @@ class Stretches(dict[Block, tuple[int, int]]):
 
 
 class Schedule:
-    """Knows what the step under way does with each block.
+    """Knows what the current step does with each block.
 
     Args:
-        options: The interval, and which batches A and B take in.
-        method: What is done with blocks that a layer covers.
+        options: The refresh interval, and when A and B are updated.
+        method: The method for blocks that a layer covers.
         partition: The blocks and their state.
     """
 
     def __init__(self, options: EngineOptions, method: Method[Any], partition: Partition) -> None:
         self.applied_steps = 0
         self.warm_refreshes = 0
-        #: What warm refreshes have left off the diagonal, one number a block, and the host has not read.
+        #: Residuals of warm refreshes, one per block, that the host has not read yet.
         self.pending: list[tuple[list[Block], Answer]] = []
         self._options = options
         self._refresh = options.refresh
@@ -154,13 +155,12 @@ class Schedule:
         self._partition = partition
         #: Whether losses are known to have derivatives of the network inside.
         self.derivatives = False
-        #: What is due at a step, and at which: asked for many times.
+        #: Cache of :meth:`due`, with its key.
         self._due: tuple[tuple[int, int], set[Block], dict[Block, tuple[int, int]]] | None = None
-        #: What blocks have in common that the intervals ask for, since none of them has strayed or waits to be counted,
-        #: and what that rests on.
+        #: Cache for :meth:`advance` while no block has strayed: its key, and the distinct arguments of ``warm_after``.
         self._calm: tuple[int, Intervals, set[Any]] | None = None
-        #: Whether a step that refreshes bases may be found later to be one that changes nothing: not where the next
-        #: forward pass would have taken something else, had that been known.
+        #: Whether the host may learn late that a step with warm refreshes was skipped; not if that would have changed
+        #: what the next forward pass captures.
         self.maskable = (
             method.masks_refreshes
             and not method.needs_examples
@@ -170,7 +170,7 @@ class Schedule:
 
     @cached_property
     def intervals(self) -> Intervals:
-        """Which steps renew which bases; asked for when the device is known."""
+        """Which steps update bases and factors; not before the device is known."""
         kind, given = self._partition.device.type, self._options.refresh_every
         deterministic = self._refresh.deterministic
         usual = INTERVALS.get(kind, INTERVAL)
@@ -180,24 +180,24 @@ class Schedule:
 
     @property
     def factor_decay(self) -> float:
-        """What the past weighs in A and B beside a batch; one of a loss with derivatives stands for BATCHES others."""
+        """The weight of the past in A and B; with derivatives in the loss, one batch replaces BATCHES others."""
         r = self._refresh
         return r.factor_decay**BATCHES if self.derivatives and r.factor_every is None else r.factor_decay
 
     def set_derivatives(self, derivatives: bool) -> None:
-        """Go on as for losses with derivatives, or as for others."""
+        """Switch to the schedule for losses with derivatives, or back."""
         self.derivatives = derivatives
         self.__dict__.pop("intervals", None)
         self._due = None
 
     def due(self) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
-        """Find what this step does with the bases of covered blocks before it uses them.
+        """Find which bases this step updates before it uses them.
 
         Returns:
-            The blocks to solve for in full, and those to refresh, warm, with the iterations of their two sides.
+            The blocks to solve in full, and those to refresh warm, with the iterations for A and B.
         """
         known = self.applied_steps, self._partition.generation
-        if self._due is None or self._due[0] != known or self._due[1]:  # blocks to solve for may be there by now
+        if self._due is None or self._due[0] != known or self._due[1]:  # bases to solve for may exist by now
             self._due = known, *self._find_due(self._partition.covered)
         return self._due[1], self._due[2]
 
@@ -220,21 +220,21 @@ class Schedule:
         return solves, warm
 
     def _ready_elsewhere(self, block: Block) -> bool:
-        """Tell whether another process has the block's basis."""
+        """Return whether another process has the block's basis."""
         found = self._partition.ready_elsewhere
         return bool(found) and members(block) in found
 
     def renews(self, block: Block) -> bool:
-        """Tell whether this step uses a basis that is not known before it."""
+        """Return whether this step computes a new basis before using it."""
         return block.covered and any(block in found for found in self.due())
 
     def takes_all(self) -> bool:
-        """Tell whether this step takes its batch into every block's A and B, whatever is due."""
+        """Return whether this step updates A and B of every block."""
         r = self._refresh
         return r.factor_decay > 0 and self.intervals.takes_factors(self.applied_steps, r.factor_every)
 
     def takes_factors(self, block: Block) -> bool:
-        """Tell whether this step takes its batch into the block's A and B."""
+        """Return whether this step updates the block's A and B."""
         if self.takes_all() or self.renews(block):
             return True
         if self._refresh.factor_decay > 0:
@@ -244,13 +244,13 @@ class Schedule:
         return any(self.intervals.warm_after(self.applied_steps + 1, *at))
 
     def takes_any(self) -> bool:
-        """Tell whether this step takes its batch into any A and B."""
+        """Return whether this step updates A and B of any block."""
         if self.takes_all() or any(self.due()):
             return True
         return self._refresh.factor_decay == 0 and any(map(self.takes_factors, self._partition.covered))
 
     def expected(self, unverified: Container[Block]) -> dict[Block, Expected]:
-        """Return what every process gathers for each block at this step; some have a gradient to be verified."""
+        """Return what every process gathers for each block in this step; ``unverified`` ones also a fingerprint."""
         examples = self._method.needs_examples
         return {
             block: Expected(self.takes_factors(block), examples and not self.renews(block), block in unverified)
@@ -258,10 +258,10 @@ class Schedule:
         }
 
     def poll(self, wait: bool) -> None:
-        """Read how warm refreshes went.
+        """Read the outcomes of warm refreshes.
 
         Args:
-            wait: Wait for answers that are not there yet, so that all processes have them at the same step.
+            wait: Wait for outcomes that have not arrived, so that all processes read them at the same step.
         """
         waiting = []
         for blocks, answer in self.pending:
@@ -277,13 +277,13 @@ class Schedule:
         self.pending = waiting
 
     def advance(self) -> list[tuple[Block, tuple[int, int]]]:
-        """Count this step, and what is known of warm refreshes: before the next one, whose hooks depend on it.
+        """Count this step and the outcomes of warm refreshes, on which the next step's hooks depend.
 
         Returns:
-            The blocks to refresh after this step, warm, and the iterations of their two sides.
+            The blocks to refresh warm after this step, with the iterations for A and B.
         """
         found, states, derived, t = [], self._partition.states, self._method.derived, self.applied_steps + 1
-        known: dict[Any, tuple[int, int]] = {}  # most blocks are alike
+        known: dict[Any, tuple[int, int]] = {}  # cached, as most blocks have the same arguments
         calm, at = self._calm, (self._partition.generation, self.intervals)
         still = calm is not None and calm[:2] == at and not any(any(self.intervals.warm_after(t, *k)) for k in calm[2])
         for block, index in () if still else self._partition.covered.items():
@@ -299,7 +299,7 @@ class Schedule:
             alone = self._partition.owners.size == 1
             self._calm = (*at, set(known)) if alone and not any(strayed for *_, strayed in known) else None
         self.applied_steps = t
-        # Not with several processes: another one may have had no batch to see it in.
+        # Not with several processes: one without a batch could not have noticed.
         fixed = self.derivatives or self._refresh.deterministic or self._partition.owners.size > 1
         if not fixed and any(block.layer.differentiated for block in self._partition.covered):
             self.set_derivatives(True)

@@ -1,23 +1,23 @@
-"""Steps that changed nothing, because a gradient was not finite."""
+"""Counts steps that were skipped because a gradient was not finite."""
 
 from __future__ import annotations
 
 import warnings
 
-#: After so many skipped steps without an applied one between them the user is warned.
+#: Warn after this many consecutive skipped steps.
 SKIPPED_IN_A_ROW = 20
 
 
 class SkippedSteps:
-    """Counts skipped steps, and warns if there has been nothing else for a while."""
+    """Counts skipped steps, and warns after many in a row."""
 
     def __init__(self) -> None:
         self.total = 0
-        #: After how many applied steps the last one was skipped, and how many were skipped there.
+        #: The number of applied steps before the last skipped one, and how many were skipped in a row.
         self._last = (0, 0)
 
     def count(self, applied: int) -> None:
-        """Count one that was skipped after this many applied steps."""
+        """Count a step that was skipped after this many applied ones."""
         self.total += 1
         at, row = self._last
         self._last = applied, row + 1 if at == applied else 1

@@ -1,4 +1,4 @@
-"""Sums over the examples of one step, over all its backward passes and over processes."""
+"""Sums over the examples of one step, across all its backward passes and processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ekfac.curvature.statistics import FactorSums
 
 @dataclass
 class BlockSums:
-    """What a step has gathered for one block."""
+    """The statistics gathered for one block in a step."""
 
     factors: FactorSums | None = None
     scaling: Tensor | None = None
     fingerprint: Tensor | None = None
-    #: Calls that wait for the new basis of a step that refreshes it.
+    #: Calls that wait for the new basis, in a step that updates it.
     held: list[tuple[list[Call], int]] = field(default_factory=list)
 
     def add_factors(self, new: FactorSums) -> None:
@@ -40,12 +40,12 @@ class BlockSums:
         self.fingerprint = new if self.fingerprint is None else self.fingerprint + new
 
     def tensors(self) -> list[Tensor]:
-        """Return A, B and squared gradients, those of them that there are."""
+        """Return A, B and squared gradients, as far as they exist."""
         found = [] if self.factors is None else [self.factors.A, self.factors.B]
         return found if self.scaling is None else [*found, self.scaling]
 
     def at(self, places: Iterator[Tensor]) -> BlockSums:
-        """Return the same with its :meth:`tensors`, and then its number of terms if it is one, at other places."""
+        """Return a copy with other :meth:`tensors`, followed by the number of terms if that is a tensor."""
         f = self.factors
         factors = None if f is None else FactorSums(next(places), f.terms, next(places))
         scaling = None if self.scaling is None else next(places)
@@ -56,7 +56,7 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class Expected:
-    """What every process gathers for a block at this step; known to all without asking."""
+    """Which statistics every process gathers for a block in this step; known without communication."""
 
     factors: bool
     scaling: bool
@@ -64,6 +64,6 @@ class Expected:
 
 
 def no_scaling(block: Block, device: torch.device | str | None = None) -> Tensor:
-    """Return the scaling sum of a process that saw no example."""
+    """Return the scaling sum of a process without examples."""
     s = block.shape
     return torch.zeros(s.groups, s.out, s.columns, dtype=block.dtype, device=device or block.key.device)

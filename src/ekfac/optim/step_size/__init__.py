@@ -1,1 +1,1 @@
-"""What acts on the length of a step, one file each."""
+"""Everything that affects the length of a step, one file each."""

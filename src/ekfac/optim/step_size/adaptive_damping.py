@@ -1,4 +1,4 @@
-"""Damping that adapts: Levenberg and Marquardt's rule, on averages that noisy batches can be trusted with."""
+"""Adaptive damping: the Levenberg-Marquardt rule, on averages that are robust to noisy batches."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from ekfac.optim.engine import Engine
 from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.types import StepInputs
 
-#: Ratios above the first let damping fall, ratios below the second let it rise.
+#: Damping decreases for reduction ratios above GOOD and increases for ratios below POOR.
 GOOD, POOR = 0.75, 0.25
-#: A step is undone if the loss is higher than foreseen by this fraction of the model's terms, and damping then rises
-#: by so many powers of 1 / omega.
+#: A step is undone if the loss exceeds the prediction by the fraction SURPRISE of the model's terms; damping is then
+#: multiplied by omega^-LEAP.
 SURPRISE, LEAP = 0.5, 4
-#: A fall of the loss that is smaller than so many units of its rounding tells nothing.
+#: Changes of the loss below this many units of rounding are ignored.
 ROUNDING = 16.0
-#: What a checkpoint holds.
+#: The fields in a checkpoint.
 SAVED = ("damping", "actual", "predicted", "undone_steps", "watched")
 
 
 @dataclass(frozen=True)
 class AdaptiveDamping:
-    r"""Damping that follows how far the quadratic model of the loss can be trusted: ``EKFAC(model, damping=...)``.
+    r"""Damping that adapts to how well the quadratic model predicts the loss: ``EKFAC(model, damping=...)``.
 
-    Every so many steps the loss of the batch is evaluated once more, after the update d, and its fall is compared with
-    the one that the gradient G and the curvature C in use, not damped, foresee:
+    Every few steps the loss of the batch is evaluated again after the update d, and its decrease is compared with the
+    one predicted by the gradient G and the undamped curvature C in use:
 
     .. math::
         r = \frac{L(\theta) - L(\theta + d)}{-(G \cdot d + \frac{1}{2} d^T C d)}, \qquad
         \epsilon \leftarrow \omega \epsilon \; \text{ if } r > 3/4, \qquad
         \epsilon \leftarrow \epsilon / \omega \; \text{ if } r < 1/4
 
-    One batch is noisy, so both falls are averaged over comparisons before they are divided. Each is taken as a
-    fraction of ``|G d| + d^T C d / 2`` and the actual one is bounded by that, so that all comparisons count alike. A
-    step after which the loss is higher than before, and by half of that higher than foreseen, is undone, and damping
-    rises by more. The first steps, and those that follow such a one, are all compared.
+    A single batch is noisy, so both decreases are averaged over comparisons before they are divided. Each is measured
+    in units of ``|G d| + d^T C d / 2``, and the actual one is clamped to that, so that all comparisons count equally. A
+    step is undone if it increases the loss, and by more than half that unit beyond the prediction; damping then rises
+    by more. At first, and after a step was undone, every step is compared.
 
     ``opt.step`` needs a closure, as for torch's LBFGS: a function that clears the gradients, computes the loss of this
     step's batch, calls backward and returns the loss. Its second call leaves gradients, buffers, captured statistics
-    and the random numbers that follow as they were, and sees the same dropout masks as the first.
+    and the random state as they were, and sees the same dropout masks as the first.
 
     Example:
         >>> import torch, ekfac
@@ -63,12 +63,12 @@ class AdaptiveDamping:
         True
 
     Args:
-        start: The damping of the first steps.
-        least: The least that it may become.
-        most: The most that it may become.
-        every: Compare every so many steps, and this many in a row at first and after a step that was undone.
-        omega: A comparison changes damping by this factor or its inverse.
-        decay: Weight of the past in the averages; 0 trusts each comparison alone.
+        start: The initial damping.
+        least: Lower bound on the damping.
+        most: Upper bound on the damping.
+        every: Compare every ``every`` steps, and in this many consecutive steps at first and after one was undone.
+        omega: A comparison multiplies damping by this factor or its inverse.
+        decay: Weight of the past in the averages; 0 uses each comparison alone.
     """
 
     start: float = 1e-3
@@ -89,40 +89,40 @@ class AdaptiveDamping:
 
 
 class Adaptation:
-    """The damping of one optimizer as it stands: a function of the step, like any other, that learns."""
+    """The current damping of one optimizer: a function of the step, like any other, but with state."""
 
     def __init__(self, settings: AdaptiveDamping) -> None:
         self.settings = settings
         self.damping = settings.start
-        #: Averages over comparisons; both begin at zero, which their ratio does not see.
+        #: Averages over comparisons. Both start at zero; the bias cancels in their ratio.
         self.actual = 0.0
         self.predicted = 0.0
         self.undone_steps = 0
-        #: So many of the next steps are compared one by one: a blow-up between comparisons would go unseen.
+        #: How many of the next steps are all compared, so that a divergence is not missed.
         self.watched = settings.every
 
     def __call__(self, step: int) -> float:
-        """Return the damping in use."""
+        """Return the current damping."""
         return self.damping
 
     @property
     def ratio(self) -> float:
-        """Actual over predicted fall of the loss; not a number where the model has foreseen none."""
+        """Actual over predicted decrease of the loss; NaN if no decrease was predicted."""
         return self.actual / self.predicted if self.predicted > 0 else math.nan
 
     def due(self, step: int) -> bool:
-        """Tell whether this step is compared."""
+        """Return whether this step is compared."""
         return self.watched > 0 or step % self.settings.every == 0
 
     def learn(self, fall: float, slope: float, curved: float) -> bool:
-        """Take in a comparison: the fall of the loss, and G.d and d^T C d of the model; tells whether to go on from it.
+        """Adapt to the decrease of the loss, given G.d and d^T C d of the model; return whether to keep the step.
 
-        If not, the step is to be undone: it counts in no average.
+        A step that is not kept counts in no average.
         """
         size = abs(slope) + curved / 2
         if size == 0:  # nothing has moved
             return True
-        actual, predicted = -1.0, 0.0  # of a step after which something is no longer finite
+        actual, predicted = -1.0, 0.0  # if anything is no longer finite
         if math.isfinite(fall + size):
             actual, predicted = fall / size, -(slope + curved / 2) / size
         omega, keep = self.settings.omega, self.settings.decay
@@ -142,15 +142,15 @@ class Adaptation:
         return not undone
 
     def stats(self) -> dict[str, float]:
-        """Return what a logger may want to know."""
+        """Return scalars for a logger."""
         return {"damping": self.damping, "reduction_ratio": self.ratio, "undone_steps": float(self.undone_steps)}
 
     def save(self) -> dict[str, Any]:
-        """Return all of it, as plain numbers."""
+        """Return the state as plain numbers."""
         return {name: getattr(self, name) for name in SAVED}
 
     def check(self, saved: Any) -> None:
-        """Refuse what :meth:`save` cannot have given."""
+        """Refuse what :meth:`save` cannot have returned."""
         if saved is None:
             return
         if not isinstance(saved, Mapping) or not all(name in saved for name in SAVED):
@@ -160,7 +160,7 @@ class Adaptation:
             checks.number(f"state_dict, 'adaptive_damping', {name!r}", saved[name], least=least)
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Take back what :meth:`save` gave, within bounds; None is a checkpoint of a damping that did not adapt."""
+        """Restore what :meth:`save` returned, within bounds; None comes from a damping that did not adapt."""
         if saved is not None:
             for name in SAVED:
                 setattr(self, name, saved[name])
@@ -171,14 +171,14 @@ class Adaptation:
 
 
 class Comparison:
-    """One step from which damping learns; made before the closure is first called, to know its random numbers.
+    """One step after which damping adapts; made before the first call of the closure, to save the random state.
 
     Args:
         adaptation: The damping.
         engine: The engine whose parameters are updated.
         closure: Computes the loss.
-        maximize: Whether it is a rise of the loss that is sought.
-        average: The average of the weights.
+        maximize: Whether the loss is maximized.
+        average: The weight average.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Comparison:
         self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
     def before(self, loss: Any) -> None:
-        """Note loss, parameters and gradients; these as backward left them, if they were clipped since."""
+        """Record loss, parameters, and gradients as backward left them, even if they were clipped since."""
         self._loss = as_number(loss)
         self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
         engine = self._engine
@@ -220,11 +220,11 @@ class Comparison:
         self._offsets = {p: d.clone() for p, d in self._average.offsets.items()}
 
     def after(self) -> None:
-        """Evaluate the loss again, and let damping learn unless rounding hides the change; it may undo the step."""
-        if self._engine.settle():  # a gradient was not finite, and nothing has changed
+        """Evaluate the loss again, adapt damping unless rounding hides the change, and undo the step if need be."""
+        if self._engine.settle():  # the step was skipped
             return
         slope, curved = self._model()
-        torch.clear_autocast_cache()  # which holds the weights as they were
+        torch.clear_autocast_cache()  # it holds casts of the old weights
         size = self._engine.options.processes.size
         numbers = [self._loss, self._evaluate(), float(self._examples), slope * size, curved * size]
         loss, new_loss, examples, slope, curved = self._over_processes(numbers)
@@ -239,7 +239,7 @@ class Comparison:
         return found
 
     def _undo(self) -> None:
-        """Put parameters, momentum and average back as they were; what was learnt of the curvature stays."""
+        """Restore parameters, momentum and weight average; keep what was learnt of the curvature."""
         for p, theta in self._theta.items():
             as_real(p).copy_(theta)
             now, before = self._velocity_of(p), self._velocity[p]
@@ -248,7 +248,7 @@ class Comparison:
         self._average.put_back(self._offsets)
 
     def _over_processes(self, numbers: list[float]) -> list[float]:
-        """Return means over processes, so that all learn the same."""
+        """Average numbers over processes, so that all adapt alike."""
         processes = self._engine.options.processes
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._engine.partition.device)
         return [number / processes.size for number in processes.sum(mine).tolist()]
@@ -269,7 +269,7 @@ class Comparison:
         return float(torch.stack(slope).sum()), float(torch.stack(curved).sum())
 
     def _evaluate(self) -> float:
-        """Return the loss of the same batch with the parameters as they now are; nothing else is changed by it."""
+        """Return the loss of the same batch at the current parameters, without side effects."""
         engine, collector = self._engine, self._engine.collector
         collector.drop()
         gradients = {p: p.grad for p in engine.partition.parameters}
@@ -293,7 +293,7 @@ class Comparison:
 
 
 def as_number(loss: Any) -> float:
-    """Return what a closure returned, as a number."""
+    """Convert the closure's return value to a number."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.item()
     if isinstance(loss, (int, float)):

@@ -1,7 +1,7 @@
-"""The average of the weights, which the model shows between steps.
+"""The running average of the weights, which the model holds between steps.
 
-It goes with the built-in course of the rate (:mod:`ekfac.optim.step_size.rate`), and does what a rate that falls to
-zero does, without a known end.
+It goes with the built-in learning rate schedule (:mod:`ekfac.optim.step_size.rate`), and has the effect of a rate that
+decays to zero, but needs no known end of training.
 """
 
 from __future__ import annotations
@@ -29,60 +29,59 @@ from ekfac.optim.step_size.running_statistics import (
 )
 from ekfac.optim.types import Shared
 
-#: k: the weights after step t count as t^k, so that the average is over about the last ninth of the training so far.
+#: k: the weights after step t count as t^k, so the average covers about the last ninth of training so far.
 POWER = 8
-#: After so many steps in a row for which not the model but its parts were called there is no average any more.
+#: Averaging ends after this many consecutive steps whose gradients did not come from the model's forward.
 PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
 
-#: Who averages the statistics of each norm: several optimizers may have a part of one model each.
+#: Which average owns the statistics of each norm: several optimizers may train parts of one model.
 _TAKEN_BY: weakref.WeakKeyDictionary[nn.Module, weakref.ref[WeightAverage]] = weakref.WeakKeyDictionary()
 
 
 class WeightAverage:
-    r"""Trains weights z and shows their running average x.
+    r"""Trains weights z, and puts their running average x into the model between steps.
 
     .. math:: x \leftarrow x + c_t (z - x), \quad c_t = (k + 1) / (t + k + 1)
 
-    The parameters hold x from the end of a step to the model's next forward with gradients: what is evaluated, saved
-    and exported is the average. From there to the end of the next step they hold z, with which gradients are computed.
-    What is kept is d = z - x, so a change that somebody makes to the weights in between changes both. While a parameter
-    is frozen it holds x throughout, and d waits for it to be thawed.
+    The parameters hold x from the end of a step until the model's next forward pass with gradients, so x is what you
+    evaluate, save and export. From then until the end of the next step they hold z, at which gradients are computed.
+    The state is d = z - x, so user code that changes the weights in between changes both. A frozen parameter holds x
+    throughout; its d is kept until it is unfrozen.
 
-    A model that is trained by other methods than its forward has no such moment, and is not averaged; nor is it from
-    when on it is. Neither are a model whose weights somebody changes again and again (see :class:`Mended`), and
-    parameters in half precision.
+    Some things are not averaged: models trained by other methods than their forward, since those give no moment to
+    switch to z; models whose weights are repeatedly changed by user code (see :class:`Mended`); and parameters in half
+    precision.
 
-    Running statistics of batch-norm belong to the weights that they were taken with, so x has its own: the average,
-    with the same weights c, of what each batch had. The modules' own, which lag behind by some ten batches and begin
-    with 0 and 1, are those of z. Norms whose weights are trained and not averaged keep their own.
+    Running statistics of batch-norm belong to the weights that they were computed with, so x has its own: the average
+    of the batches' statistics, with the same weights c. The modules' own, which start at 0 and 1 and lag by about ten
+    batches, belong to z. Norms whose weights are trained but not averaged keep their own.
 
-    Where ranks hold pieces of parameters, each averages its own. What was gathered from pieces is let go before they
-    change.
+    If parameters are sharded, each rank averages its shards. Gathered copies are freed before the shards change.
 
     Args:
         model: The model.
-        wanted: Average; None for where the built-in course has the rate.
-        answer: Brings a tensor to the host, perhaps later.
+        wanted: Whether to average; None averages parameters on the built-in schedule.
+        answer: Returns a handle by which the host can read a tensor, perhaps later.
     """
 
     def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
         self.wanted = wanted
-        #: Finds who changes weights; how many steps in a row had gradients at x.
+        #: Detects changes of weights by user code; the number of consecutive steps with gradients at x.
         self.mended, self._at_average = Mended(answer), 0
-        #: Whether this process trains alone; whether the average ends at the next forward, as all have agreed.
+        #: Whether this process trains alone; whether all processes have agreed to end averaging at the next forward.
         self._alone, self._ends = True, False
         self._model = weakref.ref(model)
-        #: d = z - x of what this process holds of parameters, and of running statistics by their module.
+        #: d = z - x of this process's parameters or shards, and of running statistics by module and name.
         self.offsets: dict[nn.Parameter, Tensor] = {}
         self.statistics: dict[Place, Tensor] = {}
-        #: Whether the parameters hold z, and those that hold x nevertheless, as they were frozen when z was put in.
+        #: Whether the parameters hold z; those that hold x nonetheless, because they were frozen at the switch.
         self.training = False
         self.resting: set[nn.Parameter] = set()
         #: Whether this model can be averaged: None until its first step.
         self.possible: bool | None = None
-        #: Of the step under way: what :attr:`possible` is after it, the parameters whose average takes it in, their
+        #: For the current step: the value of :attr:`possible` after it, the parameters whose average includes it, their
         #: offsets, whether these are all, and c.
         self._possible_now: bool | None = None
         self.averaged: list[nn.Parameter] = []
@@ -92,26 +91,27 @@ class WeightAverage:
         #: How the model was called since the last step.
         self.called = NOT_CALLED
         self.trains_in_eval = False
-        #: Whether the whole model has been frozen for a while, and was trained on after that.
+        #: Whether the whole model was ever frozen, and whether it was trained again after that (as in a GAN).
         self._was_frozen = self.alternates = False
-        #: Whether ranks hold pieces of the parameters; whether these, or parts of complex numbers, stand for any.
+        #: Whether parameters are sharded; how to list the tensors to update (shards, or real views of complex ones).
         self._sharded = False
         self._listed: Callable[[Iterable[Tensor]], list[Tensor]] = list
-        #: Parameters in whose update the offsets hold d - z.
+        #: Parameters whose offsets hold d - z, during their update.
         self.in_update: Sequence[nn.Parameter] = ()
         #: x of the running statistics while their modules hold z.
         self.shown: dict[Place, Tensor] = {}
         self._pairs: Pairs | None = None
         self._buffers: list[Buffers] = []
-        #: Where these are, in two orders.
+        #: The places of :attr:`_buffers`, in two orders.
         self._places: tuple[list[Place], ...] = ()
-        #: The modules that keep running statistics, each with how many batches it has seen, and, once a step has told,
-        #: how many in a forward: to ask every time would have the host wait. Looked for at the first forward.
+        #: Modules with running statistics and the batches each had seen at the first forward; after the first step also
+        #: the batches per forward. Reading these counters makes the host wait, so it is done only once.
         self._norms: dict[nn.Module, int] | None = None
         self._calls: dict[nn.Module, int] | None = None
-        #: Forwards in training mode since the last step.
+        #: Forward passes in training mode since the last step.
         self._forwards = 0
-        #: Whether this goes on from amid a pass, with z' - x in place of z - x, and x is to be found again.
+        #: Whether the state was loaded from a checkpoint made between forward and step: it then holds z' - x instead of
+        #: z - x, from which x has to be recovered.
         self._found_amid = False
 
     @property
@@ -120,18 +120,19 @@ class WeightAverage:
         return self._model()
 
     def before_frozen(self) -> None:
-        """Put z in although the whole model is frozen, if it has been trained on after that before: a GAN's half.
+        """Switch to z although the whole model is frozen, if it alternates between frozen and trained as in a GAN.
 
-        The other half is trained against what it meets when both are. Another model, a teacher say, goes on showing x.
+        The other network is then trained against z. A frozen model that is never trained again, such as a teacher,
+        keeps x.
         """
         self._was_frozen = True
         if self.alternates and not any(p.requires_grad for p in self.offsets):
             self.before_forward(frozen=True)
 
     def before_forward(self, frozen: bool = False) -> None:
-        """Put z into the parameters, as the model's forward is about to be called with gradients.
+        """Put z into the parameters before a forward pass with gradients.
 
-        Not in evaluation mode, where many forget ``no_grad``, unless the model has been seen to be trained in it.
+        Not in evaluation mode, where users often omit ``no_grad``, unless the model has been trained in that mode.
         """
         model = self.model
         trains = model is not None and model.training
@@ -156,7 +157,7 @@ class WeightAverage:
         self.resting = set() if frozen else self._pairs.frozen.copy()
         if moved := (self._waking() if self.resting else self.offsets):
             model, parameters = self.model, self._pairs.parameters if moved is self.offsets else list(moved)
-            # A penalty may have been made of x before. Its graph stays, with z where it reads the weights again.
+            # A penalty may already have been computed from x. Keep its graph valid; its backward will read z.
             unseen, parts = _unsafe_preserve_version_counter(tuple(parameters)), self._listed(parameters)
             with resharded(model) if self._sharded and model is not None else unseen:
                 torch._foreach_add_(parts, list(moved.values()))
@@ -168,11 +169,11 @@ class WeightAverage:
                 self.shown |= buffers.shown
 
     def _go_on_from_shown(self) -> None:
-        """Go on without an average, from what is there: x."""
+        """Stop averaging and continue training from x."""
         self.offsets, self.statistics, self.possible, self._ends, self._pairs = {}, {}, False, False, None
 
     def _pair(self) -> None:
-        """List parameters and offsets, but for what has another shape by now and stays as it is."""
+        """List parameters and offsets, dropping those whose shape has changed."""
         for p in [p for p, d in self.offsets.items() if held(p).shape != d.shape]:
             del self.offsets[p]
         self._sharded = any_sharded(self.offsets)
@@ -192,18 +193,18 @@ class WeightAverage:
             self.shown = {(m, name): getattr(m, name) - d for (m, name), d in self.statistics.items() if m.training}
 
     def _follow(self) -> None:
-        """Bring the offsets to where the user may have moved the parameters, and to what these were cast to."""
+        """Convert the offsets to the parameters' current devices and dtypes."""
         for p, d in self.offsets.items():
             if d.device != p.device or d.dtype != p.dtype.to_real():
                 self.offsets[p], self._pairs = d.to(p.device, p.dtype.to_real()), None
 
     def _waking(self) -> dict[nn.Parameter, Tensor]:
-        """Return the offsets of what does not rest."""
+        """Return the offsets of parameters that are not resting."""
         return {p: d for p, d in self.offsets.items() if p not in self.resting}
 
     @torch.no_grad()
     def rest(self) -> None:
-        """Show x, after a step that was refused too."""
+        """Put x into the parameters, also after a step that raised an error."""
         if self.in_update:
             self.after_update(self.in_update)
         self._find_shown()
@@ -218,14 +219,14 @@ class WeightAverage:
             self.shown = {}
 
     def _let_go(self) -> None:
-        """Let go of copies that were gathered from pieces which are about to change."""
+        """Free copies gathered from shards that are about to change."""
         if self._sharded and self.model is not None:
             reshard(self.model)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def enter_step(self) -> None:
-        """Make sure that the parameters hold z, where processes have yet to agree on the step."""
+        """Make sure that the parameters hold z, before processes agree on the step."""
         if self.possible and self.offsets and not self.training:
             self._to_training()
 
@@ -233,13 +234,13 @@ class WeightAverage:
     def begin_step(
         self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, shared: Shared | None = None
     ) -> None:
-        """Make sure that the parameters hold z; nothing is decided, as the step may yet be refused.
+        """Make sure that the parameters hold z, and find what the step will average; it may still be refused.
 
         Args:
-            parameters: Those that are to be averaged.
-            trained: Those that the step may move. Frozen ones, which it does not, may have an old gradient.
-            t: How many steps there were before.
-            shared: What all processes know of the step, where others take it too.
+            parameters: The parameters to average.
+            trained: The parameters that the step may move; frozen ones may have stale gradients.
+            t: The number of earlier steps.
+            shared: With several processes, what they have agreed on.
         """
         self._possible_now = self.possible
         self._alone = shared is None
@@ -270,7 +271,7 @@ class WeightAverage:
             if self.possible is False:
                 self._possible_now = False
                 return
-        if gone := self.offsets.keys() - wanted:  # which go on from z, as do the statistics of their norms
+        if gone := self.offsets.keys() - wanted:  # these continue from z, as do the statistics of their norms
             self.offsets, self._pairs = {p: d for p, d in self.offsets.items() if p in wanted}, None
             for norm in {m for m, _ in self.statistics if not gone.isdisjoint(m.parameters(recurse=False))}:
                 self.leave(norm)
@@ -290,7 +291,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
-        """Prepare to see by how much the step moves the parameters."""
+        """Replace d by d - z, so that :meth:`after_update` can add the new z."""
         if averaged:
             self.in_update = averaged
             torch._foreach_sub_([self.offsets[p] for p in averaged], self._listed(averaged))
@@ -299,12 +300,12 @@ class WeightAverage:
     def after_update(
         self, averaged: Sequence[nn.Parameter], weight: float | Tensor = 0.0, ok: Tensor | None = None
     ) -> None:
-        """Take the new z into the average.
+        """Include the new z in the average.
 
         Args:
             averaged: As in :meth:`before_update`.
             weight: c.
-            ok: 0 on the device in a step that changed nothing; None where that is known.
+            ok: 0 on the device if the step was skipped, else 1; None if the host knows.
         """
         if averaged:
             self.in_update = ()
@@ -313,27 +314,27 @@ class WeightAverage:
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
     def put_back(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take back a step that is undone, of which the average has taken something in.
+        """Restore the offsets after a step was undone.
 
         Args:
-            offsets: What they were before it.
+            offsets: The offsets before the step.
         """
         for p, d in self.offsets.items():
             d.copy_(offsets[p] if p in offsets else torch.zeros_like(d))
 
     @torch.no_grad()
     def end_step(self, done: bool | None, ok: Tensor | None, shown: bool = False) -> None:
-        """Take the new running statistics into their average, d <- (1 - c) (z - x), and show everything.
+        """Include the new running statistics in their average, d <- (1 - c) (z - x), and put x into the model.
 
         Args:
             done: Whether the step was taken: False if it was skipped, None if there was no gradient.
-            ok: 0 on the device in a step that changed nothing; None where that is known.
-            shown: Whether the update has left x in the parameters.
+            ok: 0 on the device if the step was skipped, else 1; None if the host knows.
+            shown: Whether the update has already left x in the parameters.
         """
         called, self.called = self.called, NOT_CALLED
         if done:
             self.possible, self.alternates = self._possible_now, self.alternates or self._was_frozen
-        if not self.offsets:  # or no more: the modules keep the statistics that they have
+        if not self.offsets:  # not (or no longer) averaged: the modules keep their own statistics
             self.statistics, self.shown, self.training = {}, {}, False
             return
         self.trains_in_eval |= bool(done) and called == IN_EVALUATION
@@ -362,7 +363,7 @@ class WeightAverage:
             self.mended.look(self.averaged)
 
     def _takes(self, norm: nn.Module) -> bool:
-        """Tell whether to average a norm's statistics: if its weights are, or none is trained and nobody else does."""
+        """Return whether to average a norm's statistics: if its weights are averaged, or else unless others do."""
         own = [] if self._sharded else [p for p in norm.parameters(recurse=False) if p.requires_grad]
         other = _TAKEN_BY.get(norm, lambda: None)()
         others = other is not None and other is not self and (norm, VARIANCE) in other.statistics
@@ -374,7 +375,7 @@ class WeightAverage:
         return True
 
     def leave(self, norm: nn.Module) -> None:
-        """Leave a norm's statistics as they are."""
+        """Stop averaging a norm's statistics."""
         for name in STATISTICS:
             self.statistics.pop((norm, name), None)
             self.shown.pop((norm, name), None)
@@ -389,7 +390,7 @@ class WeightAverage:
         alternates: bool,
         resting: set[nn.Parameter],
     ) -> None:
-        """Go on from what a checkpoint has, in place of what is there."""
+        """Replace the state by that of a checkpoint."""
         self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
         self._pairs, self._buffers, self._places = None, [], ()
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training

@@ -14,12 +14,12 @@ class KLClip:
     """Shortens all directions by nu = min(1, sqrt(bound / sum lr^2 g^2 / damped s)).
 
     Args:
-        bound: The bound; None for none.
+        bound: The bound; None for no bound.
     """
 
     def __init__(self, bound: float | None) -> None:
         self.bound = bound
-        #: How many steps were shortened, counted on the device.
+        #: The number of shortened steps, counted on the device.
         self.hits: Tensor | float = 0.0
 
     def __call__(
@@ -30,7 +30,7 @@ class KLClip:
         inputs: StepInputs,
         processes: Processes = ALONE,
     ) -> Steps:
-        """Return the steps, shortened where they have to be."""
+        """Return the steps, shortened if necessary."""
         if self.bound is None or not directions:
             return steps
         gradients = {}
@@ -42,11 +42,11 @@ class KLClip:
                 gradients.update({p: inputs.gradients[p].to(dtype) for p in parameters})
             else:
                 gradients.update(zip(parameters, d.block.unstack(d.gradient), strict=True))
-        # In any orthonormal basis g^2 / damped s summed is the inner product of gradient and direction.
+        # In any orthonormal basis, the sum of g^2 / damped s is the inner product of gradient and direction.
         terms = [(gradients[p] * step).sum() * lr_of[p] ** 2 for p, step in steps.items()]
         none = torch.zeros((), dtype=torch.float64, device=directions[0].block.key.device)
         size = processes.sum(torch.stack([none, *(term.to(none) for term in terms)]).sum())
-        # NaN is a product that overflowed: the step is too long by far.
+        # NaN means that a product overflowed: the step is far too long.
         nu = (self.bound / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt().clamp(max=1).nan_to_num(nan=0.0)
         if not isinstance(self.hits, Tensor):
             self.hits = torch.full((), self.hits, device=nu.device)

@@ -1,4 +1,4 @@
-"""The fraction of the learning rate that a step takes, found from how far gradients agree with the last direction."""
+"""The fraction of lr that a step uses, adapted to how far gradients agree with the last direction."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from torch import Tensor
 from ekfac import checks
 from ekfac.optim.types import Direction
 
-#: How fast the fraction answers to alignments, and after how many steps it answers half as fast.
+#: How fast the fraction responds to alignments, the number of steps after which it responds half as fast, and its
+#: lower bound.
 RATE = 2.0
 STEPS = 50.0
 LEAST = 1e-4
-#: How many steps "of late" are.
+#: The number of steps behind the recent gradient size e.
 LATE_STEPS = 20
 #: Largest contribution of one step's whitened cosine: at RATE 2 the next step is a tenth longer or shorter. A batch
-#: that is seen again and again agrees with itself even when steps have become too long.
+#: that is used repeatedly agrees with itself even when steps have become too long.
 MAX_COSINE = 0.05
 
 
 class LRFraction:
-    """The fraction of lr that a step takes: more while gradients agree with the last direction, less when they do not.
+    """The fraction of lr that a step uses: more while gradients agree with the last direction, less when they do not.
 
     f <- min(1, f exp(r c)), with r = RATE / (1 + (t / STEPS)^2) and c the mean of the :func:`alignment` of the blocks
     that the step changes. A step that was too long is followed by a gradient that points back, and c < 0. The fraction
-    settles in the first steps and hardly moves later: batches of one epoch have no example in common, so their
-    gradients' noise points back a little at any step length.
+    settles in the first steps and hardly moves later: batches of one epoch have no example in common, so the noise in
+    their gradients points back a little at any step length.
 
-    What it has settled at is multiplied by min(1, sqrt(e / E)), where e is the size of gradients of late, |g|^2 in the
-    geometric mean over blocks, and E that over a quarter of all steps so far. A step of Adam's size does not get
-    shorter when gradients do: a network that fits all its examples would go on about the minimum at the same speed,
-    until an example that it disturbs throws it out again.
+    The settled fraction is multiplied by min(1, sqrt(e / E)), where e is the recent |g|^2 in the geometric mean over
+    blocks, and E its average over a quarter of all steps so far. A step of Adam's size does not get shorter when
+    gradients do. Without this factor, a network that fits all its examples would keep circling the minimum at the same
+    speed, until a large gradient throws it out again.
 
-    A step that :mod:`~ekfac.optim.step_size.max_change` has shortened is shorter than the fraction of lr.
-    So a block that was shortened is no reason for longer steps, however parallel its gradients are, and what no block
-    could take is taken back from the fraction, as fully as alignments count at the time. Otherwise it would grow to 1
-    while the other bound alone limits the steps, and would have settled by the time that it matters.
+    A step that :mod:`~ekfac.optim.step_size.max_change` has shortened is shorter than this fraction of lr. So shortened
+    blocks do not increase the fraction, however parallel their gradients are, and the factor by which every block was
+    shortened is applied to the fraction too, to the degree that alignments count at the time. Otherwise the fraction
+    would grow to 1 while only the other bound limits steps, and would have settled by the time it matters.
 
     Args:
-        start: The fraction of the first step; None for all of lr at all times.
+        start: The fraction of the first step; None for the full lr at all times.
     """
 
     def __init__(self, start: float | None = None) -> None:
         self.start = start
-        #: The fraction of the next step, t, e and E, changed in place: a CUDA graph holds on to their address.
+        #: The fraction of the next step, t, e and E; changed in place, because CUDA graphs refer to their address.
         self._next: Tensor | None = None
 
     def take(self, directions: list[Direction], ok: Tensor | None) -> float | Tensor:
-        """Return the fraction of lr that this step takes."""
+        """Return the fraction of lr that this step uses."""
         if self.start is None:
             return 1.0
         if self._next is None:
@@ -71,12 +72,12 @@ class LRFraction:
         return now if now.is_cuda else float(now)
 
     def follow(self, directions: list[Direction], factors: Tensor | None, ok: Tensor | None) -> None:
-        """Set the fraction of the next step, by the alignments of this one and what was left of its directions.
+        """Set the fraction of the next step from this step's alignments and how far its directions were shortened.
 
         Args:
-            directions: This step's.
-            factors: What each of them was shortened to; ``None`` where nothing bounds them.
-            ok: 0 on the device in a step that must change nothing; None where that is known not to be so.
+            directions: This step's directions.
+            factors: The factor by which each was shortened; ``None`` if there is no bound.
+            ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
         """
         if self._next is None or self.start is None:
             return
@@ -87,7 +88,7 @@ class LRFraction:
         if found is not None:
             counts = 1.0 if ok is None else ok
             rate = RATE * counts * weight
-            # One by one: a list as an index is copied from the host, which a CUDA graph cannot do.
+            # One by one: indexing by a list copies it from the host, which a CUDA graph cannot record.
             known = [index for index, d in enumerate(directions) if d.products is not None]
             whole = None if factors is None else torch.stack([factors[index] for index in known]) >= 1
             fraction.mul_((rate * alignment(found, whole).mean()).exp()).clamp_(max=1.0)
@@ -99,7 +100,7 @@ class LRFraction:
 
     @property
     def fraction(self) -> float:
-        """The fraction of lr that the next step takes, but for what gradients that have become small take from it."""
+        """The fraction of lr that the next step uses, without the factor sqrt(e / E)."""
         return float(self.start or 1.0) if self._next is None else float(self._next[0])
 
     def save(self) -> list[float] | None:
@@ -107,7 +108,7 @@ class LRFraction:
         return None if self._next is None else self._next.tolist()
 
     def check(self, saved: Any) -> None:
-        """Refuse what :meth:`save` cannot have given."""
+        """Refuse what :meth:`save` cannot have returned."""
         good = saved is None or (isinstance(saved, list) and 1 <= len(saved) <= 4)
         for value in saved or () if good else ():
             checks.number("state_dict, 'pace'", value, least=0)
@@ -115,7 +116,7 @@ class LRFraction:
             raise ValueError(f"state_dict, 'pace': {str(saved)[:80]} must be up to four numbers, the first at most 1")
 
     def load(self, saved: list[float] | None, device: torch.device) -> None:
-        """Take back what :meth:`save` gave."""
+        """Restore what :meth:`save` returned."""
         if saved is None or self.start is None:
             self._next = None
         else:
@@ -123,18 +124,18 @@ class LRFraction:
 
 
 def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
-    """Tell how far g agrees with the last direction: cos(g / sqrt(s), m / sqrt(s)), bounded, + max(0, cos(g, m) - 1/2).
+    """Return the alignment of g and m: cos(g / sqrt(s), m / sqrt(s)), clamped, + max(0, cos(g, m) - 1/2).
 
-    In the whitened cosine every coordinate counts alike; in the plain one the few directions of large curvature
-    decide, and these point back long before the many others have got anywhere. But gradients that are nearly parallel
-    even there mean that steps are far too short.
+    The whitened cosine weighs all coordinates equally. The plain one is dominated by the few directions of large
+    curvature, which point back long before the others have made progress. But if gradients are nearly parallel even
+    there, steps are far too short.
 
     Args:
         found: The :func:`~ekfac.optim.methods.rules.products` of any number of blocks, ``[..., 2, 3]``.
-        whole: Whether each takes its whole step, or a part of it; the last term is for those that do.
+        whole: Whether each block's step was not shortened; the last term counts only for those.
     """
     xy, xx, yy = found.unbind(-1)
-    # One root after the other: the product of two squares leaves float32 where gradients are large or small.
+    # Two separate roots: the product of two squared lengths can leave float32's range.
     cosine = (xy * xx.rsqrt() * yy.rsqrt()).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
     whitened, plain = cosine.unbind(-1)
     parallel = (plain - 0.5).clamp(min=0)
@@ -142,13 +143,13 @@ def alignment(found: Tensor, whole: Tensor | None = None) -> Tensor:
 
 
 def _products(directions: list[Direction], device: torch.device) -> Tensor | None:
-    """Return what alignments are made of, ``[blocks, 2, 3]``; ``None`` if nothing is known yet."""
+    """Stack the blocks' inner products, ``[blocks, 2, 3]``; ``None`` if there are none yet."""
     found = [d.products for d in directions if d.products is not None]
     return torch.stack([one.to(found[0]) for one in found]).double().to(device) if found else None
 
 
 def _geometric_mean(sizes: Tensor) -> Tensor:
-    """Return the geometric mean of those that are positive and finite; 0 if there are none."""
+    """Return the geometric mean of the positive, finite sizes; 0 if there are none."""
     counts = torch.isfinite(sizes) & (sizes > 0)
     logs = torch.where(counts, sizes, 1.0).log().sum() / counts.sum().clamp(min=1)
     return torch.where(counts.any(), logs.exp(), 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.types import Direction
 
-#: The least that the root mean square of weights counts as.
+#: Lower bound on the root mean square of theta, so that weights can leave zero.
 FLOOR = 1e-3
 
 ALONE = Processes(None)
@@ -30,20 +30,20 @@ def bound_change(
 ) -> tuple[Steps, Tensor | None]:
     """Shorten each block's direction so that |lr p| <= (max_change / L) |theta|.
 
-    lr is each parameter's own. L counts the blocks that hold weights. The root mean square of theta counts as at least
-    ``FLOOR``, so that weights can leave zero.
+    lr is each parameter's own. L is the number of blocks with weights (matrices). The root mean square of theta counts
+    as at least ``FLOOR``.
 
     Args:
-        directions: Of all blocks; those that other processes update have no steps.
+        directions: The directions of all blocks; those that other processes update have no steps.
         lr_of: The learning rate of each parameter.
         max_change: The bound.
         gradients: Parameters that have a gradient.
-        processes: Who updates the others.
-        weights: What is changed, where that is not the parameter itself.
+        processes: The processes that share the blocks.
+        weights: The tensors to be updated, where they are not the parameters themselves.
 
     Returns:
-        The directions that this process has, by parameter, and what each of all was multiplied by, 0 where it is zero;
-        ``None`` where there is nothing to shorten.
+        This process's shortened directions, by parameter; and the factor of each block, 0 for a zero direction, or
+        ``None`` if there is nothing to shorten.
     """
     blocks = [list(d.steps.items()) for d in directions]
     moving = [d.steps or [p for p in d.block.parameters.values() if p in gradients] for d in directions]
@@ -61,7 +61,7 @@ def bound_change(
         floors = [FLOOR * sum(step.numel() for _, step in block) ** 0.5 for block in alike]
         theta = torch.stack(torch._foreach_clamp_min(list(theta.unbind()), floors))
         factors = (most * theta / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1).to(flat[0][1])
-        # A block that does not move, for want of a gradient or with a learning rate of 0, takes no step of any length.
+        # A block that does not move, for lack of a gradient or with lr = 0, has factor 0.
         found.update(zip(indices, torch.where(length > 0, factors, 0.0).unbind(), strict=True))
         for block, factor in zip(alike, factors.unbind(), strict=True):
             steps.update({p: step * factor for p, step in block})
@@ -70,7 +70,7 @@ def bound_change(
 
 
 def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:
-    """Group blocks with the same number of parameters on the same device in the same dtype: one kernel serves all."""
+    """Group blocks with the same number of parameters, device and dtype, so that one kernel serves all."""
     kinds: dict[object, list[int]] = {}
     for index, block in enumerate(blocks):
         kinds.setdefault(tuple((step.device, step.dtype) for _, step in block), []).append(index)
@@ -78,6 +78,6 @@ def _of_one_kind(blocks: list[list[Pair]]) -> list[list[int]]:
 
 
 def _by_block(norms: Sequence[Tensor], blocks: int) -> Tensor:
-    """Return one norm a block, of those of its parameters, which follow each other."""
+    """Combine the norms of consecutive parameters into one norm per block."""
     found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)).view(blocks, -1), dim=1)
     return found

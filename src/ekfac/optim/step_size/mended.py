@@ -1,4 +1,4 @@
-"""Finds out whether somebody changes weights between steps: clamps, masks, projects or loads them, or adds noise."""
+"""Detects user code that changes weights between steps: clamping, masking, projecting, loading, adding noise."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from ekfac.optim.distributed.shards import held
 from ekfac.optim.executor import Answer
 
-#: The first steps are looked at, and so many after a change; then those that are multiples of one of two primes. What
-#: somebody does every few steps falls on one of these before long.
+#: Check the first FIRST steps, AFTER steps after each change, and then multiples of two primes, so that a change made
+#: every few steps is soon noticed.
 FIRST, AFTER = 10, 20
 EVERY = 7, 17
-#: So many changes are no accident.
+#: This many changes are taken to be systematic.
 ENOUGH = 2
 
 
 class Mended:
-    """Tells it by their norms: as they were shown after a step, and as they are when the next forward begins.
+    """Compares weights' norms after a step with those at the start of the next forward pass.
 
-    What is made to hold of such weights must hold of those that are trained, so they cannot be averaged: the average
-    alone would be clamped, and the gradients computed elsewhere. Nor can others, which were trained beside them. What
-    is exchanged for an evaluation and put back is as it was, and one change may be an accident.
+    Weights that user code changes cannot be averaged, nor can those trained with them: only the average x would be
+    clamped, say, while gradients are computed at z. Weights that are swapped out for an evaluation and put back count
+    as unchanged, and a single change may be an exception.
 
     Args:
-        answer: Brings a tensor to the host, perhaps later.
+        answer: Returns a handle by which the host can read a tensor, perhaps later.
     """
 
     def __init__(self, answer: Callable[[Tensor], Answer]) -> None:
@@ -35,29 +35,29 @@ class Mended:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, as weights come from elsewhere."""
+        """Reset, after weights were loaded from a checkpoint."""
         self._changes, self._closely = 0, FIRST
-        #: Whether to look after the step under way.
+        #: Whether to record norms after the current step.
         self.looks = True
         self._shown: tuple[list[nn.Parameter], list[Tensor]] | None = None
         self._pending: list[Answer] = []
 
     @property
     def found(self) -> bool:
-        """Whether somebody does."""
+        """Whether weights are changed systematically."""
         return self._changes >= ENOUGH
 
     def look(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note what is shown after a step."""
+        """Record the norms after a step."""
         self._closely -= 1
         if shown := list(parameters):
             self._shown = shown, list(torch._foreach_norm(list(map(held, shown))))
 
     def compare(self) -> None:
-        """Find out whether it was changed since, as the next forward begins; a GPU tells it a few steps later."""
+        """Compare with the norms at the start of the next forward; on a GPU the result arrives a few steps later."""
         seen, self._shown = self._shown, None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self.looks = False  # the host asks nothing while a graph is recorded
+            self.looks = False  # the host cannot read anything while a graph is recorded
             return
         if seen is not None:
             parameters, norms = seen

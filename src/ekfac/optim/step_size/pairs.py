@@ -1,4 +1,4 @@
-"""Parameters beside their offsets, listed once."""
+"""Cached lists of parameters and their offsets, for torch's foreach functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ekfac.optim.distributed.shards import held
 
 
 def pieces(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return what this process holds of parameters, as real numbers."""
+    """Return this process's parameters or shards, as real tensors."""
     return list(map(held, parameters))
 
 
 class Pairs:
-    """Parameters and their offsets in lists, as torch takes many at once.
+    """Parameters and their offsets in lists, for torch's foreach functions.
 
     Args:
         offsets: The offset of each parameter.
@@ -24,7 +24,7 @@ class Pairs:
 
     def __init__(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
         self.parameters, self.offsets = list(offsets), list(offsets.values())
-        #: Who they are, and those that are frozen.
+        #: The parameters' identities, and those that are frozen.
         self.ids = [*map(id, self.parameters)]
         self.frozen = {p for p in self.parameters if not p.requires_grad}
         self._forms = self._now()
@@ -34,5 +34,5 @@ class Pairs:
         return [q.requires_grad for q in p], [q.dtype for q in p], [q.shape for q in p], [q.device for q in p]
 
     def hold(self) -> bool:
-        """Tell whether the parameters are as they were: not frozen, thawed, cast, moved or of another shape."""
+        """Return whether no parameter has been frozen, unfrozen, cast, moved or reshaped."""
         return self._now() == self._forms

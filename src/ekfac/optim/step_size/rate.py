@@ -1,7 +1,7 @@
-"""The course of the rate over a training: by default it warms up, then falls slowly.
+"""The built-in learning rate schedule: by default a warm-up, then a slow decay.
 
-Where the end is known, the built-in course also falls to zero over the last fifth. A rate that somebody names has no
-course, or, to a known end, a warm-up and a cosine.
+With ``total_steps`` it also decays to zero over the last fifth. An lr set by the user has no schedule, or, with
+``total_steps``, a warm-up and a cosine.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from dataclasses import dataclass
 
 from ekfac import checks
 
-#: Steps of warm-up where a rate is named and an end is known.
+#: Warm-up steps of the cosine schedule.
 WARMUP = 100
-#: The built-in rate falls as 1 / sqrt(1 + t / ANNEAL).
+#: The built-in rate decays as 1 / sqrt(1 + t / ANNEAL).
 ANNEAL = 100.0
-OF_DERIVATIVES = (2.0, 200.0)  # so many times the rate, which falls as 1 / (1 + t / so many)
-#: The last part of a training of known length, in which the built-in rate falls to zero.
+#: For losses with derivatives, (a, b): a times the rate, decaying as 1 / (1 + t / b).
+OF_DERIVATIVES = (2.0, 200.0)
+#: The last fraction of training, over which the built-in rate decays to zero if ``total_steps`` is known.
 END = 0.2
 
 
 @dataclass(frozen=True)
 class RateCourse:
-    """What lr is multiplied by over the steps t.
+    """The factor of lr as a function of the step t.
 
     Attributes:
         warmup: Steps of linear warm-up.
-        anneal: Fall as 1 / sqrt(1 + t / anneal); None for no such fall.
-        total_steps: Fall to zero over so many steps: along a cosine, or, if automatic, linearly in the last of them.
-        automatic: Nobody has asked for it: a rate that somebody names has another course, :attr:`named`.
+        anneal: Decay as 1 / sqrt(1 + t / anneal); None for no decay.
+        total_steps: Decay to zero over this many steps: along a cosine or, if automatic, linearly at the end.
+        automatic: Whether this is the built-in schedule; an lr set by the user has another, :attr:`named`.
     """
 
     warmup: int = 0
@@ -46,7 +47,7 @@ class RateCourse:
 
     @functools.cached_property
     def named(self) -> RateCourse:
-        """The course of rates that somebody names: none, or to a known end."""
+        """The schedule of an lr set by the user: constant, or a cosine if ``total_steps`` is known."""
         if not self.automatic:
             return self
         return RateCourse() if self.total_steps is None else RateCourse(WARMUP, total_steps=self.total_steps)
@@ -65,12 +66,12 @@ class RateCourse:
 
 
 def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> RateCourse:
-    """Return the built-in course of the rate: where the user has given neither a rate nor one, warm-up and a slow fall.
+    """Return the schedule for these arguments: the built-in one if neither lr nor ``decay_steps`` is given.
 
     Args:
         decay_steps: See :class:`~ekfac.optim.options.StepSize`.
-        total_steps: The length of the training, if it is known.
-        warmup: Steps of the built-in warm-up; None where a rate is given, or the rule has none.
+        total_steps: The length of training, if known.
+        warmup: Steps of the built-in warm-up; None if lr is given, or the rule has no warm-up.
     """
     if decay_steps == "auto" and warmup is not None:
         return RateCourse(warmup, ANNEAL, total_steps, automatic=True)

@@ -1,4 +1,4 @@
-"""The running statistics that a model's batch-norms keep."""
+"""The running statistics of a model's batch-norms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-#: Running statistics of batch-norm, which belong to the weights that they were taken with.
+#: Names of batch-norm's running statistics.
 VARIANCE = "running_var"
 STATISTICS = ("running_mean", VARIANCE)
 #: A norm and the name of one of its running statistics.
@@ -18,11 +18,11 @@ Place = tuple[nn.Module, str]
 
 
 class Buffers:
-    """Running statistics of one dtype on one device, one after the other in flat tensors, variances last.
+    """Running statistics of one dtype on one device, concatenated in flat tensors, variances last.
 
     Args:
-        places: Where they are.
-        statistics: z - x of each; its entries are then parts of a flat tensor.
+        places: The modules and names of the statistics.
+        statistics: z - x of each; its entries are replaced by views of a flat tensor.
     """
 
     def __init__(self, places: Sequence[Place], statistics: dict[Place, Tensor]) -> None:
@@ -43,30 +43,30 @@ class Buffers:
         self._divided_for: list[Any] = []
 
     def hold(self) -> bool:
-        """Tell whether these are what is at the places: a model that is moved or cast gets others."""
+        """Return whether the modules still hold the same buffers; moving or casting a model replaces them."""
         return all(map(operator.is_, self.now, [module._buffers.get(name) for module, name in self.places]))
 
     def to_training(self) -> None:
-        """Keep x, which is there, and put z = x + d there."""
+        """Save x from the modules, and put z = x + d there."""
         torch._foreach_copy_(self._shown, self.now)
         torch.add(self._x, self._d, out=self._z)
         self._z[self._means :].clamp_min_(0)
         torch._foreach_copy_(self.now, self._moved)
 
     def average(self, forwards: int, calls: Mapping[nn.Module, int], weight: float, ok: Tensor | None) -> None:
-        """Take what the batches of a step had into x and show it: x <- x + c (b - x).
+        """Include the statistics b of a step's batches in x <- x + c (b - x), and put x into the modules.
 
-        A module's own go from z to z' = z + f (b - z), where f is its momentum, or more after several batches.
+        b follows from what the modules did: z' = z + f (b - z), with f their momentum (more after several batches).
 
         Args:
-            forwards: How many forwards there were.
-            calls: How many batches of each norm a forward has, where that is not one.
+            forwards: The number of forward passes.
+            calls: The number of batches per forward of each norm, if not one.
             weight: c.
-            ok: 0 on the device in a step that changed nothing; None where that is known.
+            ok: 0 on the device if the step was skipped, else 1; None if the host knows.
         """
         self._divide_for([forwards, *(getattr(module, "momentum", None) for module in self._modules)], calls)
         torch._foreach_copy_(self._moved, self.now)
-        self._z.sub_(self._x)  # z' - x, which is z - x of the next step, less what x is to move
+        self._z.sub_(self._x)  # z' - x: the next d, except for the change of x
         moved = (self._z - self._d).div_(self._fractions).add_(self._d)  # b - x
         moved.mul_(weight if ok is None else (weight * ok).to(moved))
         torch.sub(self._z, moved, out=self._d)
@@ -75,7 +75,7 @@ class Buffers:
         torch._foreach_copy_(self.now, self._shown)
 
     def find_shown(self, shown: Mapping[Place, Tensor]) -> None:
-        """Take x from elsewhere."""
+        """Set x."""
         torch._foreach_copy_(self._shown, [shown[place] for place in self.places])
 
     def _divide_for(self, key: list[Any], calls: Mapping[nn.Module, int]) -> None:
@@ -86,7 +86,7 @@ class Buffers:
 
 
 def buffers_at(places: Sequence[Place], statistics: dict[Place, Tensor]) -> list[Buffers]:
-    """Return the running statistics at some places, those of one dtype on one device together."""
+    """Group running statistics by dtype and device."""
     kinds: dict[object, list[Place]] = {}
     for module, name in places:
         b = getattr(module, name)
@@ -95,18 +95,18 @@ def buffers_at(places: Sequence[Place], statistics: dict[Place, Tensor]) -> list
 
 
 def fraction(module: nn.Module, batches: int) -> float:
-    """Return how much of a norm's running statistics is from its last batches; all where it keeps a plain mean."""
+    """Return the weight of the last batches in a norm's running statistics; 1 if it keeps a cumulative mean."""
     momentum = getattr(module, "momentum", None)
     return 1.0 if momentum is None or not batches else 1 - (1 - momentum) ** batches or 1.0
 
 
 def batches_of(module: nn.Module) -> int:
-    """Return how many batches a norm has seen; 0 where it does not count them."""
+    """Return the number of batches a norm has seen; 0 if it does not count them."""
     counted = getattr(module, "num_batches_tracked", None)
     return int(counted) if isinstance(counted, Tensor) else 0
 
 
 def norms_of(model: nn.Module | None) -> list[nn.Module]:
-    """Return the modules of a model that keep running statistics."""
+    """Return a model's modules with running statistics."""
     modules = [] if model is None else list(model.modules())
     return [m for m in modules if isinstance(m, _NormBase) and isinstance(m.running_mean, Tensor)]

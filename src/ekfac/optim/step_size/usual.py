@@ -1,4 +1,4 @@
-"""The rate and its warm-up for users who set none: what suits a network as wide as theirs."""
+"""The default learning rate and warm-up, as functions of the network's width."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 
 from torch import nn
 
-#: Fewest and most steps over which the built-in rate rises, and how many columns are worth one of them: the first bases
-#: and second moments rest on few batches, and wide ones need more.
+#: Least and most warm-up steps, and the width per warm-up step: the first bases and second moments come from few
+#: batches, and wide ones need more.
 RISE = (10, 100, 8)
-#: The rate of networks up to ``NARROW`` wide; wider ones get less, by the square root.
+#: The rate of networks up to ``NARROW`` wide; it decreases with the square root of the width.
 LARGEST_RATE = 0.02
 NARROW = 64
 
 
 def width_of(model: nn.Module) -> float:
-    """Return how wide a network is: the geometric mean, over all its weights, of how many an output sums over.
+    """Return a network's width: the geometric mean of the fan-in over all its weights.
 
-    Taps of convolutions count where nothing is normalised; where something is, its scale is not that of the weights.
-    Further dimensions of complex weights do not: mostly they are frequencies, each with a matrix of its own.
+    Taps of convolutions count towards the fan-in only in networks without normalisation, which makes the scale of
+    outputs independent of the weights'. Further dimensions of complex weights do not count: they are mostly frequencies
+    with a matrix each.
     """
     numbers = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     matrices = [p for p in numbers if p.dim() > 1 and p.numel()]
@@ -29,15 +30,14 @@ def width_of(model: nn.Module) -> float:
 
 
 def usual_rate(width: float) -> float:
-    """Return the rate for a network: 0.02 sqrt(64 / width), at most 0.02.
+    """Return the default lr: 0.02 sqrt(64 / width), at most 0.02.
 
-    A step moves every weight by about the same amount, but what that does to an output grows with how many weights the
-    output sums over.
+    A step moves every weight by about the same amount, but its effect on an output grows with the fan-in.
     """
     return LARGEST_RATE * min(1.0, math.sqrt(NARROW / width))
 
 
 def usual_warmup(width: float) -> int:
-    """Return the steps over which the rate of a network rises."""
+    """Return the number of warm-up steps."""
     least, most, columns = RISE
     return min(most, max(least, round(width / columns)))
