@@ -32,6 +32,10 @@ Print Put Queue Raise Read Record Refresh Refuse Register Remove Replace Report 
 Search Select Set Settle Shorten Show Solve Sort Split Square Stack Stand Start Stay Step Stop Sum Tabulate Take
 Tell Time Train Try Turn Undo Unscale Update View Wait Watch Write Yield
 Lay Remember Rotate Send
+Adapt Adopt Apply Arrange Attach Average Broadcast Clamp Clip Combine Compile Complete Concatenate Convert Create Detect
+Determine Discard Expand Flush Format Free Handle Hash Include Initialise Join Launch Map Mute Notify Overlap Pack Pause
+Plan Pop Predict Process Project Recompute Recover Release Rename Replay Rescale Reserve Reset Reshape Reshard Restore
+Restrict Round Save Scale Share Skip Strip Switch Synchronise Test Track Transform Unpack Use Wrap
 """
 
 

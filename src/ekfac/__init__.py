@@ -1,11 +1,10 @@
 """An optimizer that steps in a Kronecker-factored eigenbasis, its curvature, and a lab.
 
-`EKFAC` and `KFAC` are torch optimizers, and `AdaptiveDamping` a damping that they find by themselves; `Preconditioner`
-leaves the step to another one. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` hold their less common
-options, and `rules` what may be done in the basis. `fisher` gives the curvature of a model over a dataset as an
-operator, a `Curvature`; `summary` tells which block covers each parameter of a model, and `plan` what that takes, in
-bytes and in arithmetic; `doctor` tries a model for some fifty steps and says what to set; `graphed` makes one call of a
-training step, which replays CUDA graphs.
+`EKFAC` and `KFAC` are torch optimizers, `AdaptiveDamping` adapts their damping, and `Preconditioner` works with any
+other optimizer. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` group less common options; `rules` has the
+scaling rules. `fisher` computes the curvature of a model over a dataset as an operator, a `Curvature`. `summary` shows
+which block covers each parameter, and `plan` predicts memory and arithmetic. `doctor` tries a model for some fifty
+steps and recommends settings. `graphed` wraps a training step so that it replays CUDA graphs.
 """
 
 from importlib import import_module
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 
-# Imported when they are asked for, so that `ekfac --version` does not wait for torch.
+# Imported lazily, so that `ekfac --version` does not wait for torch.
 _PLACES = {
     "EKFAC": "optim.ekfac",
     "KFAC": "optim.kfac",
@@ -77,7 +76,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and keep it."""
+    """Import a public name at its first use."""
     if name in _PLACES:
         value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
     elif name in ("curvature", "diagnosis", "optim", "rules"):
@@ -89,5 +88,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what can be asked for beside what has been."""
+    """List all public names, imported or not."""
     return sorted({*globals(), *__all__})

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: No message shows more of a value.
+#: The most characters of a value that a message shows.
 LONGEST = 100
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: tensors by their shapes, and no more than a line of anything."""
+    """Format a value for a message: tensors by their shapes, anything else in at most a line."""
     if isinstance(value, Tensor):
         return f"<tensor of shape {tuple(value.shape)}>" if value.numel() != 1 else repr(value)
     if isinstance(value, nn.Module):
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Return names as a message shows them: not more than a few."""
+    """Format names for a message: only the first few."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -51,7 +51,7 @@ def number(
     below: float | None = None,
     most: float | None = None,
 ) -> None:
-    """Require a finite number within bounds; a one-element tensor counts as its number where that is free to read."""
+    """Require a finite number within bounds, or a one-element tensor, which is checked only if it is on the CPU."""
     allowed = "a finite number"
     if above is not None:
         allowed += f" > {above:g}"
@@ -77,7 +77,7 @@ def number(
 
 
 def integer(name: str, value: Any, *, least: int) -> None:
-    """Require a whole number from ``least`` on."""
+    """Require a whole number, at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={shown(value)} must be a whole number >= {least}")
 
@@ -109,7 +109,7 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], allowed: str)
 
 
 def device(name: str, value: Any) -> torch.device:
-    """Require a device, by name or as torch has it."""
+    """Require a device or a device's name."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ def decays(name: str, value: Any) -> None:
         number(name, item, least=0, below=1)
 
 
-#: What to do where only parameters are at hand.
+#: The remedy if only parameters are available.
 THE_MODEL = (
     "Pass the model itself, EKFAC(model, lr=...), and parameter groups as params=; where a framework would build the "
     "optimizer from parameters, build it yourself and hand it over, as in Trainer(optimizers=(EKFAC(model), None))"
@@ -132,7 +132,7 @@ THE_MODEL = (
 
 
 def outside_inference_mode(who: str) -> None:
-    """Refuse to make tensors that could not be changed later."""
+    """Refuse inference mode, whose tensors could not be changed later."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{who} inside torch.inference_mode(), whose tensors cannot be changed outside it. Allowed: torch.no_grad()"
@@ -140,23 +140,22 @@ def outside_inference_mode(who: str) -> None:
 
 
 def constructs(who: str, args: tuple[Any, ...], given: Iterable[str]) -> None:
-    """Require a model as the only argument without a name."""
+    """Require a model as the only positional argument."""
     if not args and "model" not in given:
-        raise TypeError(f"{who}() lacks the argument model. {THE_MODEL}")
+        raise TypeError(f"{who}() is missing the argument model. {THE_MODEL}")
     if len(args) > 1:
         second = shown(args[1]) if not hasattr(args[1], "__next__") else f"<{type(args[1]).__name__}>"
         raise TypeError(f"{who}(model, {second}): only the model is positional, name the rest: params=, lr=")
 
 
 def model(value: Any, there: bool = True) -> None:
-    """Require a module with at least one trainable number, all of them, if so asked, there."""
+    """Require a module with trainable parameters; with ``there``, none on the meta device."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"model={shown(value)} must be a torch.nn.Module. {THE_MODEL}")
     if isinstance(value, torch.jit.ScriptModule):
         raise TypeError(
-            "model is a ScriptModule, of whose layers no input can be seen: train the module that it was made from, "
-            "and script that when it is trained, after opt.close(). Or wrap it, as nn.Sequential(model), to train it "
-            "without bases"
+            "model is a ScriptModule, whose layers' inputs cannot be captured: train the original module, and script "
+            "that after training and opt.close(). Or wrap it, as nn.Sequential(model), to train it without bases"
         )
     trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
     for name, p in trainable:
@@ -170,7 +169,7 @@ def model(value: Any, there: bool = True) -> None:
             )
         if p.is_conj():
             raise ValueError(
-                f"parameter '{name}' is the conjugate of another tensor, in that one's memory: make it of "
+                f"parameter '{name}' is the conjugate of another tensor, whose memory it shares: make it from "
                 "tensor.resolve_conj()"
             )
     if not any(p.numel() for _, p in trainable):
@@ -178,10 +177,10 @@ def model(value: Any, there: bool = True) -> None:
 
 
 def real(who: str, value: nn.Module) -> None:
-    """Refuse complex parameters: no curvature is defined over them here."""
+    """Refuse complex parameters, over which no curvature is defined here."""
     for name, p in value.named_parameters():
         if p.requires_grad and p.is_complex():
             raise ValueError(
-                f"{who}: parameter '{name}' is complex ({p.dtype}). Allowed: real parameters, as torch.view_as_real "
-                "has them, or complex ones that are frozen, p.requires_grad_(False)"
+                f"{who}: parameter '{name}' is complex ({p.dtype}). Allowed: real parameters (torch.view_as_real), or "
+                "frozen complex ones, p.requires_grad_(False)"
             )

@@ -1,8 +1,8 @@
-"""Files that are written whole or not at all, and read back only as they were written.
+"""Files that are written atomically, and verified by a checksum when they are read.
 
-Every file that the library reads back holds ``sha256:`` and 64 hex digits, its seal: the digest of all bytes of the
-file, the 64 digits themselves counted as zeros. Text formats keep it in a field ``checksum`` (JSON, and the header of
-safetensors); an archive keeps it at its very end, as the archive's comment. Other programs read the files as before.
+Every file that the library reads back has a seal, ``sha256:`` and 64 hex digits: the digest of the whole file with
+these digits replaced by zeros. JSON and the header of safetensors have it in a field ``checksum``; an archive has it
+at its end, as the archive's comment. Other programs can read the files as usual.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ DIGITS = 64
 BLANK = "sha256:" + DIGITS * "0"
 _FIELD = re.compile(rb'"checksum": ?"sha256:(?=[0-9a-f]{64}")')
 _FIRST = re.compile(rb"\s*\{\s*" + _FIELD.pattern)
-# What a seal looks like at the start of a text, whatever became of its letters.
+# Matches a seal at the start of a text even if its characters were damaged.
 _SHAPE = re.compile(rb'\s*\{\s*"[^"]{8}": ?"[^"]{71}"')
 _CHUNK = 2**20
 
 
 class Altered(ValueError):
-    """A file is not what was written."""
+    """A file was altered after it was written."""
 
 
 def place(header: bytes) -> int | None:
-    """Return where the digits of a seal stand in the header of a file, or ``None`` if there is none."""
+    """Return the offset of a seal's digits in the header of a file, or ``None`` if there is no seal."""
     found = _FIELD.search(header)
     return _end(found)
 
@@ -40,7 +40,7 @@ def _end(found: re.Match[bytes] | None) -> int | None:
 
 
 def digest(stream: BinaryIO, at: int) -> bytes:
-    """Return the digest of a whole file whose digits stand at ``at``."""
+    """Return the digest of a whole file whose seal's digits are at offset ``at``."""
     found = hashlib.sha256()
     stream.seek(0)
     left = at
@@ -55,21 +55,21 @@ def digest(stream: BinaryIO, at: int) -> bytes:
 
 
 def seal(stream: BinaryIO, at: int) -> None:
-    """Fill in the digits, in a file that is otherwise complete."""
+    """Write the digits into a file that is otherwise complete."""
     found = digest(stream, at)
     stream.seek(at)
     stream.write(found)
 
 
 def intact(stream: BinaryIO, at: int) -> bool:
-    """Tell whether a file is the one that was sealed."""
+    """Return whether a file matches its seal."""
     found = digest(stream, at)
     stream.seek(at)
     return stream.read(DIGITS) == found
 
 
 def dumps(data: dict[str, Any], indent: int | None = None) -> bytes:
-    """Return JSON with its seal, one line unless indented, with a newline at its end.
+    """Return sealed JSON, on one line unless indented, with a newline at the end.
 
     Raises:
         ValueError: If a number is not finite, or ``data`` has a field ``checksum`` of its own.
@@ -83,10 +83,10 @@ def dumps(data: dict[str, Any], indent: int | None = None) -> bytes:
 
 
 def loads(text: bytes) -> tuple[Any, bool]:
-    """Read JSON back; return what it holds without its seal, and whether it had one.
+    """Parse sealed JSON; return its data without the seal, and whether it had one.
 
     Raises:
-        Altered: If it is not as it was written.
+        Altered: If it does not match its seal.
         ValueError: If it is not JSON.
     """
     try:
@@ -107,13 +107,13 @@ def loads(text: bytes) -> tuple[Any, bool]:
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give the name of a file to write, and put that in the place of ``path`` when the block ends well.
+    """Yield the name of a temporary file, and move that file to ``path`` when the block succeeds.
 
-    A block that ends badly leaves ``path`` as it was and nothing beside it; so does a process that is killed, but for
-    the file beside it, whose name ends in ``.part``.
+    If the block fails, ``path`` is unchanged and the temporary file is removed. If the process is killed, ``path`` is
+    unchanged too, but the temporary file, whose name ends in ``.part``, remains.
 
     Raises:
-        OSError: If the file cannot be written; it names ``path``.
+        OSError: If the file cannot be written; the error names ``path``.
     """
     target = Path(path)
     part = target.with_name(target.name + ".part")
@@ -136,13 +136,13 @@ def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open what takes the place of ``path`` when the block ends well, as :func:`beside` does."""
+    """Open a temporary file that replaces ``path`` when the block succeeds; see :func:`beside`."""
     with beside(path) as part, part.open("w+b") as stream:
         yield stream
 
 
 def refusal(error: BaseException | None) -> OSError | None:
-    """Return what the system refused when that is why an error came, however torch has wrapped it."""
+    """Return the OSError behind an exception, even if torch has wrapped it; None if there is none."""
     for _ in range(8):
         if error is None or isinstance(error, OSError):
             return error
@@ -153,13 +153,13 @@ def refusal(error: BaseException | None) -> OSError | None:
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replace a file by these bytes."""
+    """Replace a file's content atomically."""
     with replacing(path) as stream:
         stream.write(content)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the new name survive a loss of power, where folders can be flushed."""
+    """Flush a folder, if the system allows it, so that a new name survives a loss of power."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Which block covers each parameter: the map from a model to the pieces that are preconditioned."""
+"""Partitions a model's parameters into blocks, which are preconditioned independently."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ekfac.curvature.layers.recurrent import Cells, Recurrent, RecurrentLayer
 from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.curvature.real import state_dtype
 
-#: Kinds of modules and the class that reads them. A subclass counts when it leaves ``forward`` as it is.
+#: Kinds of modules and the class that reads them. A subclass counts as its base if it does not override ``forward``.
 KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
     **dict.fromkeys(Convs, ConvolutionLayer),
@@ -55,7 +55,7 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.Bilinear: BilinearLayer,
     nn.EmbeddingBag: EmbeddingBagLayer,
 }
-#: Kinds that other libraries define, by the name of the class or a part of it; they are known by what they do.
+#: Kinds from other libraries, by (part of) the class name; whether one really fits is tested by running its forward.
 FOREIGN_KINDS: dict[str, type[Layer]] = {
     "Conv1D": Conv1DLayer,
     "RMSNorm": ForeignRMSNormLayer,
@@ -63,16 +63,16 @@ FOREIGN_KINDS: dict[str, type[Layer]] = {
     "Experts": ExpertsLayer,
     "Linear": ForeignLinearLayer,
 }
-#: Subclasses that have a forward of their own, by the kind whose product it uses, or whose like (Falcon's) it computes.
+#: For subclasses that override ``forward``: classes for those that still call the base's product, or an equal one.
 OWN_FORWARD: dict[type[nn.Module], tuple[type[Layer], ...]] = {
     nn.Linear: (OwnForwardLinearLayer, ForeignLinearLayer),
     nn.Embedding: (OwnForwardEmbeddingLayer,),
 }
 
-#: Sides that are wider are kept diagonal by default: a basis for 50,000 classes would take 10 GB.
+#: Wider sides are kept diagonal by default: a basis for 50,000 classes would take 10 GB.
 MAX_FACTOR_DIM = 4_096
-#: Inputs of a convolution at one position from which on its taps are taken as uncorrelated by default. The
-#: factors of VGG11's layers, with up to 4,608, would make its step several times as long.
+#: Convolutions that read more inputs per position than this use SUA by default. The full factors of VGG11's layers,
+#: up to 4,608 wide, would make its step several times as long.
 WIDE = 512
 
 
@@ -82,18 +82,18 @@ COMPLEX = "complex, no basis"
 
 @dataclass(eq=False)
 class Block:
-    """Parameters that are preconditioned together, and the modules whose calls tell about them.
+    """Parameters that are preconditioned together, and the modules whose calls provide their statistics.
 
     Attributes:
-        name: The owning module's name, or the parameter's where no layer covers it.
-        layer: Reads the owner and lays out the gradient.
+        name: The owning module's name, or the parameter's if no layer covers it.
+        layer: Reads the owner's calls and lays out the gradient.
         uses: Every module that uses the weight, with the layer that reads its calls; empty without a Kronecker block.
         parameters: The trained parameters by role ("weight", "bias").
         parameter_names: Their names in the model.
         diagonal_A: Whether A is kept as a vector.
         diagonal_B: Whether B is kept as a vector.
-        note: What else a reader of the summary should know.
-        why: Why no layer covers the parameter; "" where one does, or where that was asked for.
+        note: A remark for the summary.
+        why: Why no layer covers the parameter; empty if one does, or if the user excluded it.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Block:
 
     @functools.cached_property
     def key(self) -> nn.Parameter:
-        """The parameter under which the block's state is kept: its first."""
+        """The block's first parameter, under which its state is stored."""
         return next(iter(self.parameters.values()))
 
     @functools.cached_property
@@ -123,18 +123,18 @@ class Block:
 
     @functools.cached_property
     def covered(self) -> bool:
-        """Whether a layer's calls feed the block, or it is the plain diagonal method."""
+        """Whether a layer covers the block; otherwise it gets the diagonal method."""
         return bool(self.uses)
 
     @functools.cached_property
     def multiplications(self) -> int:
-        """How many a product of the gradient with a square matrix on its longer side takes; none without such."""
+        """The multiplications in a product of the gradient with a basis on its longer side; 0 without a basis."""
         s = self.shape
         return s.numel * max(s.out, s.inputs) if self.covered else 0
 
     @property
     def form(self) -> Hashable:
-        """What blocks must have in common to be handled as one."""
+        """Everything that blocks must have in common to be stacked."""
         return self.covered, self.shape, self.diagonal_A, self.diagonal_B, self.dtype, self.key.device
 
     def stack(self, tensors: Iterable[Tensor]) -> Tensor:
@@ -156,7 +156,7 @@ class Block:
         return f"{text} ({self.note})" if self.note else text
 
     def factor_numbers(self) -> tuple[int, int]:
-        """Return how many numbers A and B have."""
+        """Return the numbers of entries of A and B."""
         s = self.shape
         return (
             s.groups * (s.inputs if self.diagonal_A else s.inputs**2),
@@ -164,7 +164,7 @@ class Block:
         )
 
     def eigen_numbers(self) -> int:
-        """Return how many numbers A, B, their eigenvectors and their eigenvalues have."""
+        """Return the number of entries of A, B, their eigenvectors and their eigenvalues together."""
         s = self.shape
         values = (0 if self.diagonal_A else s.inputs) + (0 if self.diagonal_B else s.out)
         return 2 * sum(self.factor_numbers()) + s.groups * values
@@ -183,7 +183,7 @@ def layer_class(module: nn.Module) -> type[Layer] | None:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a layer's name equals, lies below, or fits one of the patterns."""
+    """Return whether a layer's name equals, lies below, or matches one of the patterns."""
     return any(name == p or name.startswith(p + ".") or fnmatchcase(name, p) for p in patterns)
 
 
@@ -207,16 +207,16 @@ def find_blocks(
         parameters: The parameters that are trained; all with ``requires_grad`` by default.
         include: Names or patterns of layers that get a Kronecker block; all by default.
         exclude: Names or patterns of layers that do not.
-        sua: Take a convolution's taps as uncorrelated; None where it reads more than ``WIDE`` numbers at a position.
+        sua: Treat a convolution's taps as uncorrelated; None does so for more than ``WIDE`` inputs per position.
         max_factor_dim: A side wider than this is kept diagonal.
         identity: Keep every side diagonal (``basis="identity"``).
         unsupported: "diagonal" gives parameters without a layer the diagonal method, "error" refuses them.
-        silent: Parameters whose layers are known never to be called; they count as without a layer.
-        frozen: Take parameters that are frozen as if they were trained.
+        silent: Parameters whose layers are known never to be called; treated as if no layer covered them.
+        frozen: Treat frozen parameters as trained.
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
-    # A parameter without numbers has nothing to train, and the layer that it leaves behind has no factors.
+    # An empty parameter has nothing to train, and its layer has no factors.
     trained = {p for p in names if p in chosen and (p.requires_grad or frozen) and p.numel()}
     modules = dict(model.named_modules(remove_duplicate=True))
     hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
@@ -263,26 +263,26 @@ def find_blocks(
 
 
 def _why(module: nn.Module, parameter: Tensor, tied: bool) -> str:
-    """Return why a parameter that a module holds has no layer."""
+    """Return why no layer covers a parameter of a module."""
     kind = type(module).__name__
     if parameter.is_complex():
         return COMPLEX
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
-        return "what the layer multiplies with is made of it by a parametrization"
+        return "a parametrization computes the layer's weight from it"
     if isinstance(module, torch.jit.ScriptModule):
-        return "its layer is scripted, so that no input of it can be seen"
+        return "its layer is scripted, so its inputs cannot be captured"
     if not {"weight_g", "weight_orig"}.isdisjoint(module._parameters):
-        return "what the layer multiplies with is made of it by a hook"
+        return "a hook computes the layer's weight from it"
     if tied:
         return "layers of several kinds share it"
     known = [k for k in KINDS if isinstance(module, k)]
     if known and type(module).forward is not known[0].forward:
-        return f"{kind} has a forward of its own"
-    return f"{kind} has {KINDS[known[0]].unsupported_form}" if known else f"{kind} is no kind that is known"
+        return f"{kind} overrides forward"
+    return f"{kind} has {KINDS[known[0]].unsupported_form}" if known else f"{kind} is not a known kind of layer"
 
 
 def _has_no_factors(module: nn.Module) -> bool:
-    """Tell whether a module has a parameter without numbers, or with complex ones."""
+    """Return whether a module has an empty or a complex parameter."""
     return any(p is not None and (p.numel() == 0 or p.is_complex()) for p in module._parameters.values())
 
 
@@ -292,19 +292,19 @@ def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None
             parts = (f"{n}.{part}" for n, m in modules.items() if (cls := layer_class(m)) for part in cls.parts(m))
             if not any(matches(name, [pattern]) for name in itertools.chain(modules, parts)):
                 layers = ", ".join(n for n, m in modules.items() if n and layer_class(m)) or "none"
-                raise ValueError(f"{argument}={pattern!r} names no module of the model. Layers: {layers}")
+                raise ValueError(f"{argument}={pattern!r} matches no module of the model. Layers: {layers}")
 
 
 @dataclass(frozen=True)
 class Use:
-    """A part of a module that a block may cover: the name that the block would have, the module, the part."""
+    """A part of a module that a block may cover, with the name that the block would have."""
 
     name: str
     module: nn.Module
     part: str
 
     def parameters(self, roles: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Return which of the parameters the module has itself; a parametrized one is not its own."""
+        """Return those parameters that the module itself holds, which excludes parametrized ones."""
         found = {}
         for role in roles:
             owner, _, name = role.rpartition(".")
@@ -321,15 +321,15 @@ def _layer_block(
     names: dict[nn.Parameter, str],
     sua: bool | None,
 ) -> Block | None:
-    """Return the block of a parameter that one module, or several that are tied, use; None where they do not fit."""
-    # An embedding tied to an output layer is read as a transposed use of that layer.
+    """Return the block of a parameter used by one module or several tied ones; None if these are incompatible."""
+    # An embedding tied to an output layer is treated as a transposed use of that layer.
     owners = [use for use in sharing if not isinstance(use.module, nn.Embedding)] or sharing
     name, owner, part = owners[0].name, owners[0].module, owners[0].part
     cls = layer_class(owner)
     assert cls is not None
     roles = {}
     for role, p in owners[0].parameters(cls.parts(owner)[part]).items():
-        # A bias that the other modules do not share cannot be a column of the joint block.
+        # A bias can only be a column of the block if all modules share it too.
         if p in users and (p is parameter or users[p] == owners):
             roles[role] = p
     layer = cls.of_part(owner, part, frozenset(roles), sua=bool(sua))

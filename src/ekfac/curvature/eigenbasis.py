@@ -1,7 +1,7 @@
-"""The Kronecker-factored eigenbasis: projecting into it, and carrying state to a new one.
+"""The Kronecker-factored eigenbasis: projecting into it, and carrying state over to a new one.
 
 A = U_A S_A U_A^T, B = U_B S_B U_B^T. Into the basis: ``U_B^T G U_A``; back: ``U_B X U_A^T``.
-A side that is kept diagonal has no matrix: its U is ``None`` and stands for the identity.
+If a side is kept diagonal, its U is the identity and is stored as ``None``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Basis:
-    """A block's eigenbasis U_A, U_B and the eigenvalues S_A ``[G, I]``, S_B ``[G, O]`` that came with it."""
+    """A block's eigenbasis U_A, U_B with the eigenvalues S_A ``[G, I]`` and S_B ``[G, O]``."""
 
     shape: BlockShape
     U_A: Tensor | None
     U_B: Tensor | None
     S_A: Tensor
     S_B: Tensor
-    #: How it multiplies.
+    #: The matrix product to use.
     times: Product = torch.matmul
 
     def project(self, matrix: Tensor) -> Tensor:
         """Return ``U_B^T G U_A``."""
         if self.U_A is not None and self.U_B is not None and self.shape.taps == 1 and not self.shape.extra:
-            return self.times(self.times(self.U_B.mT, matrix), self.U_A)  # two products, and two calls fewer
+            return self.times(self.times(self.U_B.mT, matrix), self.U_A)  # the general case, without its overhead
         return rotate_columns(rotate_rows(matrix, self.U_B, self.times), self.U_A, self.shape, self.times)
 
     def unproject(self, matrix: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Basis:
         return rotate_columns(rotate_rows(matrix, U_B, self.times), U_A, self.shape, self.times)
 
     def column_values(self) -> Tensor:
-        """Return S_A of each of the C columns: repeated for every tap, 1 for the extra bias column."""
+        """Return S_A for each of the C columns: repeated for every tap, 1 for the extra bias column."""
         values = self.S_A.repeat(1, self.shape.taps)
         return torch.cat([values, values.new_ones(values.shape[0], 1)], 1) if self.shape.extra else values
 
@@ -54,7 +54,7 @@ class Basis:
         return self.S_B[:, :, None] * self.column_values()[:, None, :]
 
     def to(self, like: Tensor) -> Basis:
-        """Return the same basis in the dtype and on the device of a tensor."""
+        """Convert the basis to the dtype and device of a tensor."""
         move = {k: None if t is None else t.to(like) for k, t in (("U_A", self.U_A), ("U_B", self.U_B))}
         return Basis(self.shape, move["U_A"], move["U_B"], self.S_A.to(like), self.S_B.to(like), self.times)
 
@@ -65,7 +65,7 @@ def rotate_rows(matrix: Tensor, U: Tensor | None, times: Product = torch.matmul)
 
 
 def rotate_columns(matrix: Tensor, U: Tensor | None, shape: BlockShape, times: Product = torch.matmul) -> Tensor:
-    """Return ``X U`` for X ``[G, rows, C]``: every tap is multiplied by U, the extra column stays."""
+    """Return ``X U`` for X ``[G, rows, C]``: every tap is multiplied by U, the extra column is unchanged."""
     if U is None:
         return matrix
     if shape.taps == 1 and not shape.extra:
@@ -87,7 +87,7 @@ def changes_of_basis(old: Basis, new: Basis) -> Rotations:
 
 
 def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Return R = V^T U from the old basis U to the new basis V; None where they are the same."""
+    """Return R = V^T U from the old basis U to the new basis V; None if they are the same."""
     if old is new:
         return None
     if old is None:
@@ -96,9 +96,9 @@ def change_of_basis(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def carry_second_moment(s: Tensor, old: Basis, new: Basis, rotations: Rotations | None = None) -> Tensor:
-    """Return the diagonal, in the new basis, of the old approximation: (R_B * R_B) s (R_A * R_A)^T.
+    """Return the diagonal of the old approximation in the new basis: (R_B * R_B) s (R_A * R_A)^T.
 
-    Non-negative, keeps the sum, and does not depend on the order or sign of eigenvectors.
+    It is non-negative, preserves the sum, and does not depend on the order or signs of eigenvectors.
     """
     R_B, R_A = changes_of_basis(old, new) if rotations is None else rotations
     s = rotate_rows(s, None if R_B is None else R_B.square().mT)
@@ -106,6 +106,6 @@ def carry_second_moment(s: Tensor, old: Basis, new: Basis, rotations: Rotations 
 
 
 def carry_moment(m: Tensor, old: Basis, new: Basis, rotations: Rotations | None = None) -> Tensor:
-    """Return a mean in coordinates of the old basis in those of the new one: R_B m R_A^T."""
+    """Transform a mean from the old basis to the new one: R_B m R_A^T."""
     R_B, R_A = changes_of_basis(old, new) if rotations is None else rotations
     return rotate_columns(rotate_rows(m, None if R_B is None else R_B.mT), None if R_A is None else R_A.mT, old.shape)

@@ -1,4 +1,4 @@
-"""Eigenvectors of a factor: by a full solve that does not give up, or by orthogonal iteration from a basis in use."""
+"""Eigenvectors of a factor: by a full solve with fallbacks, or by orthogonal iteration from the current basis."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: What is tried, one after the other, and counted by these names in ``opt.stats()``.
+#: The solvers in the order in which they are tried; ``opt.stats()`` counts them by these names.
 RUNGS = ("plain", "shifted", "float64", "other_device", "kept")
-#: Columns that Cholesky's QR takes at a time.
+#: Columns per panel in Cholesky QR.
 PANEL = 256
 
 
 @dataclass(frozen=True)
 class Eigendecomposition:
-    """U ``[G, D, D]``, its eigenvalues ``[G, D]`` (clamped at zero), and the rung of the ladder that gave it."""
+    """U ``[G, D, D]``, the eigenvalues ``[G, D]`` (clamped at zero), and the rung of the ladder that succeeded."""
 
     U: Tensor
     values: Tensor
@@ -26,16 +26,17 @@ class Eigendecomposition:
 def eigh_with_fallback(
     matrix: Tensor, previous: Tensor | None = None, *, symmetric: bool = False
 ) -> Eigendecomposition:
-    """Decompose symmetric ``[G, D, D]`` into eigenvalues and eigenvectors, without giving up.
+    """Decompose symmetric ``[G, D, D]`` into eigenvalues and eigenvectors, with fallbacks.
 
-    ``torch.linalg.eigh`` fails on real training matrices: it raises, or returns NaN without raising. Every answer is
-    checked (finite, residual, orthogonality), and the ladder climbs: as it is, shifted by 1e-6 mean(diag), float64,
-    the other device, and last the previous basis (the identity at the start) with the eigenvalues diag(U^T A U).
+    ``torch.linalg.eigh`` fails on matrices from real training: it raises, or returns NaN without raising. Every result
+    is checked (finite, residual, orthogonality), and the next rung is tried if it fails: the matrix as it is, shifted
+    by 1e-6 mean(diag), in float64, on the other device, and finally the previous basis (initially the identity) with
+    eigenvalues diag(U^T A U).
 
     Args:
         matrix: The factor; it is symmetrised here.
-        previous: The basis in use, kept when nothing else works.
-        symmetric: The factor is symmetric to the last bit, so that no copy is needed.
+        previous: The current basis, kept if all solvers fail.
+        symmetric: Whether the factor is exactly symmetric, so that no copy is needed.
     """
     if not symmetric:
         matrix = (matrix + matrix.mT).div_(2)
@@ -45,7 +46,7 @@ def eigh_with_fallback(
                 continue
             try:
                 values, U = attempt(matrix)
-            except RuntimeError:  # torch.linalg.LinAlgError is one
+            except RuntimeError:  # includes torch.linalg.LinAlgError
                 continue
             values, U = values.to(matrix), U.to(matrix)
             if is_eigendecomposition(matrix, U, values):
@@ -57,10 +58,10 @@ def eigh_with_fallback(
 
 
 def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
-    """Tell whether A = U S U^T and U U^T = 1 hold to working precision, and all is finite (one host sync).
+    """Check that A = U S U^T and U U^T = 1 hold to working precision, and all is finite (one synchronisation).
 
-    Both are tried on a few fixed random vectors z: for any error E the mean of ||E z||^2 is ||E||_F^2, and three thin
-    products cost next to nothing.
+    Both are tested on a few fixed random vectors z: for any error E, the expectation of ||E z||^2 is ||E||_F^2, and
+    thin products are cheap.
     """
     d = matrix.shape[-1]
     chance = torch.Generator().manual_seed(0)
@@ -74,14 +75,14 @@ def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
 
 
 def rayleigh(matrix: Tensor, U: Tensor) -> Tensor:
-    """Return diag(U^T A U), ``[G, D]``: the eigenvalues that belong to a basis that is not A's own."""
+    """Return diag(U^T A U), ``[G, D]``: Rayleigh quotients in a basis that need not be A's eigenbasis."""
     return ((matrix @ U) * U).sum(-2)
 
 
 def off_diagonal_residual(matrix: Tensor, U: Tensor) -> Tensor:
-    """Return ||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's own."""
+    """Return ||offdiag(U^T A U)|| / ||A|| per group: how far the basis has drifted from A's eigenbasis."""
     largest = matrix.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
-    matrix = matrix / largest  # squares of its entries might overflow
+    matrix = matrix / largest  # otherwise squares of its entries might overflow
     return _off_diagonal(U.mT @ matrix @ U, matrix)
 
 
@@ -99,7 +100,7 @@ def _plain(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _double_is_cheap(device: torch.device) -> bool:
-    """Tell whether float64 solves as fast as float32 (faster at sizes 200 to 700), as on data-centre GPUs."""
+    """Return whether float64 solves are as fast as float32 (faster at sizes 200 to 700), as on data-centre GPUs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in {(8, 0), (9, 0), (10, 0)}
 
 
@@ -125,13 +126,13 @@ _LADDER = (("plain", _plain), ("shifted", _shifted), ("float64", _double), ("oth
 
 @dataclass(frozen=True)
 class WarmBasis:
-    """What orthogonal iteration made of bases.
+    """The result of orthogonal iteration.
 
     Attributes:
-        U: ``[G, D, D]``, orthonormal.
+        U: The new bases, ``[G, D, D]``, orthonormal.
         values: diag(U^T A U), ``[G, D]``, clamped at zero.
         residual: ||offdiag(U^T A U)|| / ||A||, ``[G]``.
-        good: Whether all of it is finite, ``[G]``; where it is not, U is the basis that it started from.
+        good: Whether the iteration stayed finite, ``[G]``; otherwise U is the initial basis.
     """
 
     U: Tensor
@@ -143,18 +144,18 @@ class WarmBasis:
 def orthogonal_iteration(
     matrix: Tensor, U: Tensor, iterations: int = 1, near: bool = False, values: bool = True
 ) -> WarmBasis:
-    """Rotate bases towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, the host never waiting.
+    """Rotate bases towards the eigenvectors of ``[G, D, D]``: U <- Q with A U = Q R, without synchronising.
 
-    Columns of small eigenvalues stand first, as ``torch.linalg.eigh`` orders them, so QR runs from the last column to
-    the first. A shift of the diagonal keeps directions that A does not see where they are.
+    Eigenvalues are in ascending order, as from ``torch.linalg.eigh``, so QR runs from the last column to the first. A
+    shift of the diagonal preserves directions in A's null space.
 
     Args:
         matrix: A.
-        U: The bases to start from.
-        iterations: How often.
-        near: The bases are near A's own, so that one pass of Cholesky's QR is enough on a GPU.
-        values: Return the values of the new bases. Otherwise these are of the bases that the last iteration started
-            from, which cost nothing, and the residual is estimated from some of the columns.
+        U: The initial bases.
+        iterations: The number of iterations.
+        near: Whether the bases are near A's eigenbasis, so that one pass of Cholesky QR suffices on a GPU.
+        values: Whether to compute eigenvalues in the new bases. Otherwise they are those of the last iteration's
+            initial bases, which come for free, and the residual is estimated from some columns.
     """
     double = _double_is_cheap(matrix.device)
     A = matrix.double() if double else matrix
@@ -173,7 +174,7 @@ def orthogonal_iteration(
     size = torch.linalg.vector_norm(A, dim=(-2, -1))
     if found is None:
         found = rayleigh(A, Q)
-        # An orthogonal U leaves the norm as it is, so that what is not on the diagonal is what is left of it.
+        # U preserves the norm, so the off-diagonal part is what the diagonal leaves of it.
         off = (size.square() - found.square().sum(-1)).clamp_(min=0).sqrt_()
     else:
         off = _off_diagonal_of_columns(A, Q)
@@ -183,7 +184,7 @@ def orthogonal_iteration(
 
 
 def _off_diagonal_of_columns(A: Tensor, U: Tensor, top: int = 64, others: int = 64) -> Tensor:
-    """Estimate ||offdiag(U^T A U)|| from the last columns, which weigh most, and some of the others; ``[G]``."""
+    """Estimate ||offdiag(U^T A U)|| from the last columns, which matter most, and a sample of the others; ``[G]``."""
     columns = U.shape[-1]
     stride = max(1, -(-(columns - top) // others))
     rest = max(0, columns - top)
@@ -195,16 +196,17 @@ def _off_diagonal_of_columns(A: Tensor, U: Tensor, top: int = 64, others: int = 
 
 
 def _cholesky_qr(Y: Tensor, passes: int = 2, mend: bool = True) -> Tensor:
-    """Return the Q of Y = Q R from the Cholesky factor of Y^T Y, in half of Householder's time on a GPU.
+    """Return the Q of Y = Q R from the Cholesky factor of Y^T Y, twice as fast as Householder QR on a GPU.
 
-    Columns of equal length are as well conditioned as they can be made, and QR does not mind their length. A first
-    pass with a shifted product helps where they are nearly dependent: while a running average still gains rank. What
-    is lost of orthogonality in float64 one Newton step mends; NaN where too much is.
+    Columns are first normalised, which improves the conditioning and does not change Q. A first pass with a shifted
+    product helps if they are nearly dependent, as while a running average still gains rank. A Newton step restores
+    orthogonality lost in float64; Q is NaN if too much was lost.
 
     Args:
         Y: ``[G, D, D]``, float64.
         passes: One or two.
-        mend: Take the Newton step. Without it the loss must be below float32's precision, tried on a few vectors.
+        mend: Whether to take the Newton step. Without it, the loss of orthogonality, tested on a few vectors, must be
+            below float32's precision.
     """
     eye = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
     for shift in (1e-12, 0.0)[-passes:]:
@@ -217,17 +219,17 @@ def _cholesky_qr(Y: Tensor, passes: int = 2, mend: bool = True) -> Tensor:
         lost, most = (gram - eye).abs().amax((-2, -1)), 1e-3
         Y = torch.baddbmm(Y, Y, gram, beta=1.5, alpha=-0.5)
     else:
-        # The same vectors every time: a CUDA graph cannot draw others when it is replayed.
+        # Fixed vectors, as random ones could not be drawn in a CUDA graph.
         z = torch.cos(torch.arange(8 * len(eye), dtype=Y.dtype, device=Y.device).square()).view(-1, 8)
         lost, most = (Y.mT @ (Y @ z) - z).abs().amax((-2, -1)), 1e-6
     return Y.masked_fill_(((info != 0) | ~(lost < most))[:, None, None], float("nan"))
 
 
 def _divided_by_factor(Y: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Y R^-1 with R^T R the Cholesky factorisation of ``gram``, and 0 where there is one, ``[G]``.
+    """Return Y R^-1 with R^T R the Cholesky factorisation of ``gram``, and info (0 on success), ``[G]``.
 
-    Block column by block column, so that nearly all of it are matrix products: the GPU's own factorisations and
-    triangular solves of many matrices at once are several times slower at a thousand columns.
+    It proceeds by block columns, so that nearly all work is matrix products: at a thousand columns, cuSOLVER's batched
+    factorisations and triangular solves are several times slower.
     """
     columns = Y.shape[-1]
     L, Q = torch.empty_like(gram), torch.empty_like(Y)
@@ -250,7 +252,7 @@ def _divided_by_factor(Y: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
 def _inverse(L: Tensor) -> Tensor:
     """Return the inverses of small lower triangular matrices.
 
-    Torch solves for up to eight of them one by one. Nine at once take it a quarter of that (H200, 256 columns).
+    torch solves up to eight of them one by one; a batch of nine takes a quarter of that time (H200, 256 columns).
     """
     count, eye = len(L), torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     several = L.repeat(-(-9 // count), 1, 1) if L.is_cuda and 2 < count < 9 else L

@@ -5,7 +5,7 @@ With h ``[N, S, G, C]`` and delta ``[N, S, G, O]``:
 * ``sharing="expand"``: A = mean over n and s of h h^T, B = mean over n, sum over s, of delta delta^T;
 * ``sharing="reduce"``: A = mean_n (mean_s h)(mean_s h)^T, B = mean_n (sum_s delta)(sum_s delta)^T.
 
-Here only the sums are taken; what they are divided by is known when all examples of a step are in.
+This module computes only the sums; their divisors are known once all examples of a step have arrived.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch import Tensor
 
 from ekfac.curvature.layers.shapes import BlockShape
 
-#: What tensor cores multiply fastest.
+#: Half-precision dtypes.
 HALF = (torch.bfloat16, torch.float16)
-#: Whether torch gives the product of such matrices in float32.
+#: Whether torch can return the product of half-precision matrices in float32.
 TAKES_HALF = hasattr(torch.ops.aten.bmm, "dtype")
-#: Products of so few columns are not worth a call of cuBLAS for every group.
+#: Products of at most this many columns are not worth a cuBLAS call per group.
 FEW = 2
-#: What has torch ask oneDNN for products of float32. It may round their operands where a CPU multiplies matrices of
-#: bfloat16 by itself (AMX), and computes in float32 where it does not.
+#: The setting by which torch uses oneDNN for float32 products. oneDNN may round operands to bfloat16 on a CPU with AMX;
+#: on others it computes in float32.
 ONEDNN = "bf16"
-#: Devices on which a product over very many rows is taken example by example, and summed.
+#: Devices on which products over very many rows are computed per example and then summed.
 BY_EXAMPLE = ("cuda",)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Multiply in the dtypes of the operands."""
-    # Entering autocast costs as much as a small layer's statistics: only where there is something to undo.
+    # Entering autocast costs as much as a small layer's statistics, so do it only if there is something to undo.
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Multiply in full float32, without autocast, whatever the user's flags are.
+    """Multiply in full float32, without autocast, whatever the user's settings.
 
-    In TF32 a true eigenvalue of 0.1 beside one of 2.5e6 comes out as -6: no basis survives that.
+    In TF32, a true eigenvalue of 0.1 next to one of 2.5e6 comes out as -6, which makes the basis useless.
     """
     return _products(device, "ieee") if device.type == "cuda" else no_autocast(device)
 
@@ -79,7 +79,7 @@ def _set(matmul: Any, precision: str) -> Iterator[None]:
 
 @contextmanager
 def by_onednn() -> Iterator[None]:
-    """Have oneDNN do products of float32 on a CPU, without autocast: to full precision, with other last bits."""
+    """Use oneDNN for float32 products on a CPU, without autocast: in full precision, but not bit-identical to MKL."""
     backend: Any = torch.backends.mkldnn
     with no_autocast(torch.device("cpu")), _set(backend.matmul, ONEDNN):
         yield
@@ -87,9 +87,9 @@ def by_onednn() -> Iterator[None]:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Tell whether oneDNN multiplies float32 on this CPU faster than MKL, which torch asks, and as exactly.
+    """Return whether oneDNN multiplies float32 faster than MKL, torch's default, on this CPU, and as accurately.
 
-    On AMD's CPUs with AVX-512 it takes less than half of the time: MKL uses half of their vectors' width.
+    On AMD CPUs with AVX-512 it takes less than half the time, because MKL uses only half the vector width there.
     """
     cpu = capabilities()
     if "AMD" not in cpu.get("cpu_name", "") or cpu.get("amx_tile", True) or not torch.backends.mkl.is_available():
@@ -103,13 +103,13 @@ def onednn_is_faster() -> bool:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Tell whether this CPU has instructions of its own for products of bfloat16, and torch uses them."""
+    """Return whether this CPU has instructions for bfloat16 products, and torch uses them."""
     cpu = capabilities()
     return bool(cpu.get("avx512_bf16", False) or cpu.get("amx_bf16", False))
 
 
 def capabilities() -> dict[str, Any]:
-    """Return what torch knows of this CPU; nothing where it does not use AVX-512 and oneDNN."""
+    """Return torch's record of this CPU's features; empty if torch does not use AVX-512 and oneDNN."""
     used = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if used else {}
     return known
@@ -118,7 +118,7 @@ def capabilities() -> dict[str, Any]:
 def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
     """Sum r r^T over rows ``[M, G, D]``: ``[G, D, D]``, or its diagonal ``[G, D]``.
 
-    Added to ``into`` where that is given; then only the upper half is sure to be right until :func:`mirror` is called.
+    If ``into`` is given, the sum is added to it; then only its upper half is valid until :func:`mirror` is called.
     """
     if diagonal:
         squares = (
@@ -138,12 +138,12 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
         if into is None:
             return (flat.T @ flat)[None]
         return add_outer_sum(flat, into)
-    by_group = rows.transpose(0, 1).contiguous()  # one copy here, or two inside the product
+    by_group = rows.transpose(0, 1).contiguous()  # one copy here saves two within the product
     return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
 
 
 def add_outer_sum(rows: Tensor, into: Tensor, weight: float = 1.0) -> Tensor:
-    """Add the sum of r r^T over rows ``[M, D]``, times a weight, to ``[1, D, D]``, as :func:`outer_sum` does."""
+    """Add a weighted sum of r r^T over rows ``[M, D]`` to ``[1, D, D]``, like :func:`outer_sum` with ``into``."""
     if not is_cut(into):
         into[0].addmm_(rows.T, rows, alpha=weight)
         return into
@@ -153,7 +153,7 @@ def add_outer_sum(rows: Tensor, into: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def half_products(rows: Tensor) -> Tensor:
-    """Sum r r^T over half-precision rows ``[M, G, D]`` in float32: products of two such numbers are exact there."""
+    """Sum r r^T over half-precision rows ``[M, G, D]`` in float32, where products of two such numbers are exact."""
     by_group = rows.transpose(0, 1)
     if rows.is_cuda and TAKES_HALF:
         return torch.bmm(by_group.mT, by_group, out_dtype=torch.float32)
@@ -162,15 +162,16 @@ def half_products(rows: Tensor) -> Tensor:
 
 
 def by_example(positions: int, columns: int, device: torch.device) -> bool:
-    """Tell whether one product for each example is the better way to a sum over positions."""
+    """Return whether a sum over positions is faster as one product per example."""
     return device.type in BY_EXAMPLE and positions >= columns
 
 
 def position_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) -> Tensor:
     """Return :func:`outer_sum` over examples and positions ``[N, S, G, D]``.
 
-    Half a million rows of 64 columns make one product of a single tile, which keeps a GPU waiting. One product an
-    example fills it, takes a convolution's own layout without a copy, and its results are no larger than the rows.
+    A product over half a million rows of 64 columns has a single output tile, which leaves a GPU mostly idle. One
+    product per example fills it, reads a convolution's layout without a copy, and its results are no larger than the
+    rows.
     """
     n, s, g, d = rows.shape
     if diagonal or not by_example(s, d, rows.device):
@@ -190,12 +191,12 @@ def mirror(matrix: Tensor) -> Tensor:
 
 
 def is_cut(matrix: Tensor) -> bool:
-    """Tell whether a symmetric product is taken in strips, so that :func:`mirror` is due."""
+    """Return whether a symmetric product is computed in strips, so that :func:`mirror` is needed."""
     return matrix.device.type == "cpu" and matrix.shape[0] == 1 and matrix.shape[-1] >= 256
 
 
 def _strips(matrix: Tensor) -> list[slice]:
-    """Cut a large symmetric product into strips from the diagonal on, on a CPU: five eighths of the work."""
+    """Divide a large symmetric product on a CPU into strips that start at the diagonal: five eighths of the work."""
     d = matrix.shape[-1]
     width = -(-d // 4) if is_cut(matrix) else d
     return [slice(start, min(start + width, d)) for start in range(0, d, width)]
@@ -204,9 +205,9 @@ def _strips(matrix: Tensor) -> list[slice]:
 def input_sum(
     h: Tensor, shape: BlockShape, sharing: str, diagonal: bool, into: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """Return the sum that gives A, and how many terms it has.
+    """Return A's sum and its number of terms.
 
-    SUA's channel vectors are summed over taps too; its extra bias column has A = [1] and no part in this.
+    Under SUA, channel vectors are summed over taps too; the extra bias column, with A = [1], is left out.
     """
     n, s, g, _ = h.shape
     if sharing == "reduce":
@@ -219,7 +220,7 @@ def input_sum(
 
 
 def output_sum(delta: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> Tensor:
-    """Return the sum that gives B once divided by N (over positions it is a sum in both conventions)."""
+    """Return B's sum, to be divided by N (positions are summed in both conventions)."""
     if sharing == "reduce":
         return outer_sum(delta.sum(1), diagonal, into)
     return position_sum(delta, diagonal, into)

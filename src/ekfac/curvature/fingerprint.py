@@ -1,7 +1,8 @@
-"""u^T G v with two fixed random vectors: a fingerprint of a gradient, cheap to take of it or of what it is a sum of.
+"""u^T G v with two fixed random vectors: a fingerprint of a gradient, cheap to compute from G or from h and delta.
 
-Two questions are asked of it, with a tolerance each. May what G is a sum of stand in its place? Only if both agree to
-rounding. Is there more in G than its sum? Only if they differ by more than the least precise arithmetic explains.
+It answers two questions, each with its own tolerance. May h and delta be used in place of G? Only if the fingerprints
+agree up to rounding. Does G contain more than the layer's calls account for? Only if they differ by more than the least
+precise arithmetic explains.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import sums_of_positions
 
-#: So many units of rounding of the terms' sizes leave two sums the same.
+#: Two sums count as equal up to this many units of rounding of their terms.
 ROUNDING = 1e3
-#: Relative differences that precision explains, by the parameters' dtype: float32 may be TF32, or under autocast.
+#: Relative differences explained by precision, by the parameters' dtype; float32 may mean TF32 or autocast.
 EXPLAINED = {torch.float64: 1e-6, torch.float32: 5e-2}
 EXPLAINED_IN_HALF = 0.2
 
@@ -42,7 +43,7 @@ def of_gradient(block: Block, gradients: Sequence[Tensor], vectors: Vectors) -> 
 
 
 def of_calls(block: Block, calls: Sequence[Call], n: int, memory: int, vectors: Vectors) -> Tensor:
-    """Return u^T G v of the gradient that passed through a layer's calls, and the size of its terms, as ``[2]``."""
+    """Return u^T G v of the gradient from a layer's calls, and the size of its terms, as ``[2]``."""
     u, v = vectors
     total = torch.zeros(2, dtype=block.dtype, device=block.key.device)
     with factors.full_precision(block.key.device):
@@ -71,7 +72,7 @@ def of_rows(h: Tensor, delta: Tensor, vectors: Vectors) -> tuple[Tensor, Tensor]
 
 
 def same(one: Tensor, other: Tensor, size: Tensor) -> bool:
-    """Tell whether two fingerprints agree to rounding, with ``size`` the sum of the terms' sizes."""
+    """Return whether two fingerprints agree up to rounding; ``size`` is the sum of the terms' sizes."""
     return bool((one - other).abs() <= ROUNDING * torch.finfo(one.dtype).eps * size)
 
 
@@ -82,19 +83,19 @@ def of_gradient_with_size(block: Block, gradients: Sequence[Tensor], vectors: Ve
 
 
 def differs(block: Block, of_gradient: Tensor, of_calls: Tensor) -> bool:
-    """Tell whether a gradient holds more than what passed through its layer's calls, beyond what precision explains.
+    """Return whether a gradient differs from what its layer's calls account for by more than precision explains.
 
     Args:
         block: The block.
-        of_gradient: What :func:`of_gradient_with_size` has found.
-        of_calls: What :func:`of_calls` has found.
+        of_gradient: The result of :func:`of_gradient_with_size`.
+        of_calls: The result of :func:`of_calls`.
     """
     dtypes = {p.dtype for p in block.parameters.values()}
     half = not dtypes <= set(EXPLAINED)
     if half and block.layer.rough_in_half:
         return False
     (found, length), (captured, size) = of_gradient.tolist(), of_calls.tolist()
-    # u^T G v is about as large as G itself, and so is what rounding makes of it.
+    # u^T G v is about as large as G, which bounds its rounding error too.
     size = max(size, abs(captured), abs(found), length)
     tolerance = EXPLAINED_IN_HALF if half else max(EXPLAINED[dtype] for dtype in dtypes)
     return bool(abs(captured - found) > tolerance * size)

@@ -1,4 +1,4 @@
-"""The products with one weight that a loss with derivatives makes: how much each counts in A and B."""
+"""Losses with derivatives make several products with one weight; this weighs them in A and B."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ekfac.curvature.layers.derivative import DerivativeLayer
 def weights(
     block: Block, calls: Sequence[Call], counts: Sequence[int | Tensor], inputs: Tensor, outputs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what each product's sums of h h^T and of delta delta^T are multiplied by in A and in B.
+    """Return the weights of each product's sums of h h^T in A, and of delta delta^T in B.
 
     Args:
         block: The block.
         calls: The products.
-        counts: How many terms each one's sum of h h^T has.
+        counts: The number of terms in each product's sum of h h^T.
         inputs: The traces of those sums.
         outputs: The traces of the sums of delta delta^T.
     """
@@ -34,13 +34,13 @@ def weights(
     tiny = torch.finfo(product.dtype).tiny
     known = product > tiny
     product, by = product.clamp(min=tiny), mean.clamp(min=tiny)
-    # Without any gradient there is nothing to weigh by, and B is zero.
+    # Without any gradient the weights are undefined; B is zero.
     of_A = torch.where(known, outputs * by / (product * terms), direct / own.clamp(min=1))
     return of_A, torch.where(known, each / by, 1.0)
 
 
 def are_plain_rows(block: Block, calls: Sequence[Call]) -> bool:
-    """Tell whether all products are of rows as they are, and the host can read their weights without waiting."""
+    """Return whether all products are of plain rows on a CPU, so that weights can be computed from norms."""
     if block.key.device.type != "cpu" or block.diagonal_A or block.diagonal_B:
         return False
     return all(
@@ -51,10 +51,10 @@ def are_plain_rows(block: Block, calls: Sequence[Call]) -> bool:
 
 
 def sums_of_rows(block: Block, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
-    """Return A and N B of products of rows: each is added with its weight, which norms give beforehand."""
+    """Return A and N B for products of plain rows; weights come from norms, so each is added in one pass."""
     rows = [(c.x.reshape(-1, c.x.shape[-1]), c.d.reshape(-1, c.d.shape[-1])) for c in calls]
     inputs, out, w = block.shape.inputs, block.shape.out, rows[0][0].shape[-1]
-    # How many rows have ones for the biases.
+    # The number of rows with ones for the biases: derivatives have none.
     ones = [0 if isinstance(c.layer, DerivativeLayer) else len(x) for c, (x, _) in zip(calls, rows, strict=True)]
     squares = torch.stack(torch._foreach_norm([t for pair in rows for t in pair])).square_().view(-1, 2)
     traces = squares[:, 0] + (inputs - w) * squares.new_tensor(ones)

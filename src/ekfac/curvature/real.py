@@ -1,6 +1,6 @@
-"""Complex parameters as real numbers: pairs of a real and an imaginary part, as torch's own optimizers see them.
+"""Complex parameters as pairs of real numbers, as in torch's own optimizers.
 
-A block has only real numbers. This is where a parameter and its gradient become such, so that nothing else need know.
+Blocks contain only real numbers. Parameters and gradients are converted here, so no other code deals with complex ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs, in the same memory; a real one as it is."""
+    """View a complex tensor as real pairs; return a real one as it is."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -20,18 +20,18 @@ def real_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def as_complex(pairs: Tensor, like: Tensor) -> Tensor:
-    """Undo :func:`as_real`, where ``like`` is complex."""
+    """Undo :func:`as_real` if ``like`` is complex."""
     return torch.view_as_complex(pairs) if like.is_complex() else pairs
 
 
 def state_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which what belongs to a parameter is kept: float32 under half precision."""
+    """Return the dtype of a parameter's state: float64 for double precision, else float32."""
     return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter that has one, as real numbers that lie where its ``.grad`` does."""
+    """Return a parameter's existing gradient as real numbers that share memory with ``.grad``."""
     assert parameter.grad is not None
-    if parameter.grad.is_conj():  # which torch has left to whoever reads it
+    if parameter.grad.is_conj():  # torch conjugates lazily
         parameter.grad = parameter.grad.resolve_conj()
     return as_real(parameter.grad)

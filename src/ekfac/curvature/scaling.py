@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 
-#: Reading and writing one number of a per-example gradient costs about as much as this many multiply-adds
-#: (on two CPU cores and on an H200 alike, within a factor of two): it decides between the two routes.
+#: The cost of reading and writing one entry of a per-example gradient, in multiply-adds (on two CPU cores and on an
+#: H200 alike, within a factor of two). It decides between the two algorithms.
 ELEMENTWISE_COST = 32
 
 
 def scaling_sum(h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
-    """Sum (sum_s (U_B^T delta)(U_A^T h)^T)^2 over n, ``[G, O, C]``, by the cheaper of two exact routes.
+    """Sum (sum_s (U_B^T delta)(U_A^T h)^T)^2 over n, ``[G, O, C]``, by the cheaper of two exact algorithms.
 
     Args:
         h: Inputs ``[N, S, G, C]``.
-        delta: Output gradients ``[N, S, G, O]``, or of several backward passes over the same inputs
-            ``[passes, N, S, G, O]``; their squares are summed.
+        delta: Output gradients ``[N, S, G, O]``, or ``[passes, N, S, G, O]`` for several backward passes over the same
+            inputs, whose squares are summed.
         basis: The basis to project into.
-        memory: Bytes that temporary tensors may take.
+        memory: Bound in bytes on temporary tensors.
     """
     delta = _by_pass(delta)
     h, delta = project_positions(h, delta, basis)
@@ -33,7 +33,7 @@ def scaling_sum(h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
 
 
 def project_positions(h: Tensor, delta: Tensor, basis: Basis) -> tuple[Tensor, Tensor]:
-    """Bring h and delta into the basis: rows h^T U_A (per tap) and delta^T U_B."""
+    """Project h and delta into the basis: rows h^T U_A (per tap) and delta^T U_B."""
     g = h.shape[2]
     h_rows = h.movedim(-2, 0).reshape(g, -1, h.shape[-1])
     d_rows = delta.movedim(-2, 0).reshape(g, -1, delta.shape[-1])
@@ -46,7 +46,7 @@ def project_positions(h: Tensor, delta: Tensor, basis: Basis) -> tuple[Tensor, T
 
 
 def by_gram(h: Tensor, delta: Tensor, memory: int) -> Tensor:
-    """Multiply the square out over pairs of positions: one product of N S (S + 1) / 2 rows, whatever the passes.
+    """Expand the square over pairs of positions: one product of N S (S + 1) / 2 rows for any number of passes.
 
     (sum_s d_s h_s)^2 = sum over s <= s' of w (d_s d_s')(h_s h_s'), w = 1 on the diagonal and 2 off it.
     For S = 1 this is (delta^2)^T (h^2).
@@ -70,7 +70,7 @@ def by_examples(h: Tensor, delta: Tensor, memory: int) -> Tensor:
     n, _, g, c = h.shape
     o = delta.shape[-1]
     total = h.new_zeros(g, o, c)
-    # A chunk's gradients, their sum, and the copy of h and delta that a batched product makes of a strided view.
+    # A chunk's gradients, their sum, and the copies of strided h and delta that a batched product makes.
     each = 2 * g * o * c + h.shape[1] * g * (c + o)
     for start, stop in chunks(n, each * h.element_size(), memory):
         for d in _by_pass(delta):
@@ -85,6 +85,6 @@ def _by_pass(delta: Tensor) -> Tensor:
 
 
 def chunks(n: int, bytes_each: int, memory: int) -> list[tuple[int, int]]:
-    """Split n examples into runs whose temporaries fit into ``memory`` bytes (one example at the least)."""
+    """Split n examples into chunks whose temporaries fit into ``memory`` bytes (at least one example each)."""
     size = max(1, min(n, memory // max(1, bytes_each)))
     return [(start, min(start + size, n)) for start in range(0, n, size)]

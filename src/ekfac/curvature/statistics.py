@@ -1,4 +1,4 @@
-"""From the calls of a block's layers to its sums: A, B and s*."""
+"""Computes the sums for A, B and s* from a block's calls."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ekfac.curvature.scaling import chunks
 #: Further backward passes over the same forward: the same calls with other output gradients.
 Passes = Sequence[Sequence[Call]]
 
-#: So many positions are enough for a factor of up to half as many columns.
+#: This many positions are enough for factors of up to half as many columns.
 ROWS = 4096
 
-#: Takes a few examples out of a captured tensor, in the block's dtype.
+#: Returns some examples of a captured tensor, in the block's dtype.
 Cut = Callable[[Tensor], Tensor]
 
 
@@ -35,7 +35,7 @@ class FactorSums:
     B: Tensor
 
     def mirror(self) -> None:
-        """Make A and B whole: where something was added to them, only their upper halves are sure to be right."""
+        """Complete A and B: after additions, only their upper halves are valid."""
         for matrix in (self.A, self.B):
             if matrix.dim() == 3:
                 factors.mirror(matrix)
@@ -55,13 +55,13 @@ def factor_sums(
 
     Args:
         block: The block.
-        calls: Its calls in one forward pass, with what the backward pass brought.
+        calls: Its calls in one forward pass, with their output gradients.
         n: The number of examples.
         sharing: "expand" or "reduce".
-        memory: Bytes that temporary tensors may take.
+        memory: Bound in bytes on temporary tensors.
         further: See :data:`Passes`.
-        into: Sums of earlier batches, which these are added to, in place; :meth:`FactorSums.mirror` is due at the end.
-        half: Take products of half-precision tensors on tensor cores, where they are exact.
+        into: Sums of earlier batches to add to, in place; call :meth:`FactorSums.mirror` at the end.
+        half: Use tensor cores for half-precision tensors, whose products they compute exactly.
     """
     A, B, terms = (None, None, 0) if into is None else (into.A, into.B, into.terms)
     additions = 0
@@ -101,28 +101,28 @@ def factor_sums(
                 B = factors.output_sum(delta, sharing, block.diagonal_B, B)
                 terms += found
                 additions += 1
-                del h, delta  # before the next ones are made
+                del h, delta  # free them before the next ones are made
     assert A is not None and B is not None
     sums = FactorSums(A.to(block.dtype), terms, B)
-    if into is None and additions + len(further) > 1 and A.device.type == "cpu":  # elsewhere no sum is taken by strips
+    if into is None and additions + len(further) > 1 and A.device.type == "cpu":  # only there are sums cut into strips
         sums.mirror()
     return sums
 
 
 def sums_of_products(block: Block, calls: Sequence[Call], n: int, memory: int) -> FactorSums:
-    """Return the sums of a layer's own calls and of the products that derivatives have made with its weight.
+    """Return the sums of a layer's own calls and of the products that derivatives make with its weight.
 
-    Of each product k let A_k be the mean of h h^T and B_k the sum of delta delta^T. Then A is in proportion to
-    sum_k tr(B_k) A_k and B to sum_k tr(A_k) B_k: the partial traces of sum_k A_k x B_k, whose trace theirs have, too.
-    So a product counts for as much as it has to do with the gradient, and it does not matter which of its two sides
-    has the units of the loss. tr(A) is the layer's own inputs' mean square. Where the loss has only derivatives, no
-    gradient comes to the last layer's own call: then no product is with inputs, and their entries count as ones.
+    For each product k let A_k be the mean of h h^T and B_k the sum of delta delta^T. A is proportional to
+    sum_k tr(B_k) A_k and B to sum_k tr(A_k) B_k: the partial traces of sum_k A_k x B_k, scaled to have its trace. So a
+    product counts in proportion to its part in the gradient, whichever of its sides carries the units of the loss.
+    tr(A) is the mean square of the layer's own inputs. If the loss contains only derivatives, the last layer's own call
+    gets no gradient and no product is with inputs; then tr(A) is as if all entries were ones.
 
     Args:
         block: The block.
         calls: The calls.
         n: The number of examples.
-        memory: Bytes that temporary tensors may take.
+        memory: Bound in bytes on temporary tensors.
     """
     if products.are_plain_rows(block, calls):
         A, B = products.sums_of_rows(block, calls)
@@ -156,17 +156,17 @@ def _sums_of_call(block: Block, call: Call, n: int, memory: int) -> FactorSums:
 
 
 def _traces(matrices: Tensor, diagonal: bool) -> Tensor:
-    """Return the trace, over all groups, of each of several factors."""
+    """Return the trace of each of several factors, summed over groups."""
     return (matrices if diagonal else matrices.diagonal(dim1=-2, dim2=-1)).flatten(1).sum(1)
 
 
 def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) -> list[FactorSums]:
-    """Return the sums of one call each of linear layers of one shape, by the same products for all.
+    """Return the sums for one call each of several linear layers of one shape, in batched products.
 
     Args:
-        block: One of them.
-        calls: The calls, of one shape too.
-        more: What B is multiplied by.
+        block: One of the blocks.
+        calls: One call per block, all of one shape.
+        more: A factor for B.
         half: See :func:`factor_sums`.
     """
     layer = calls[0].layer
@@ -187,15 +187,15 @@ def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) 
 
 
 def takes_half(calls: Sequence[Call]) -> bool:
-    """Tell whether calls ran in half precision, so that their sums can be taken of what they have multiplied."""
+    """Return whether calls ran in half precision, so that sums can use the same half-precision inputs."""
     return all(c.layer.takes_half and c.d.dtype in factors.HALF for c in calls)
 
 
 def stride(block: Block, calls: Sequence[Call], n: int) -> int:
-    """Choose the stride over a batch that is enough for A and B: a few thousand positions, twice the width.
+    """Choose a stride over the batch that leaves enough for A and B: a few thousand positions, and twice the width.
 
-    Odd, so that entries that alternate in kind are all met. What is left out is made up for by the number of examples:
-    B is a mean over these.
+    It is odd, so that a batch of examples that alternate in kind is sampled evenly. B is a mean over examples, so the
+    omitted ones are accounted for by their number.
     """
     lengths = {len(t) for call in calls for t in (call.x, call.d)}
     if len(lengths) > 1 or not all(call.layer.splittable for call in calls):
@@ -209,7 +209,7 @@ def stride(block: Block, calls: Sequence[Call], n: int) -> int:
 def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memory: int, further: Passes = ()) -> Tensor:
     """Sum the squared gradient in the basis over n examples, ``[G, O, C]``.
 
-    Half of the memory is for h, delta and their projections, the other half for what is made of them.
+    Half of the memory is for h, delta and their projections, the other half for products of them.
     """
     total: Tensor | None = None
     for call in calls:
@@ -225,41 +225,41 @@ def scaling_sum(block: Block, calls: Sequence[Call], n: int, basis: Basis, memor
         for h, delta in positions(block, calls, n, memory // 2, further):
             part = block.layer.scaling_sum(h, delta, basis, memory // 2)
             total = part if total is None else total.add_(part)
-            del h, delta, part  # before the next ones are made
+            del h, delta, part  # free them before the next ones are made
     assert total is not None
     return total
 
 
 def refuse_unaligned(block: Block, layer: Layer, x: Tensor, n: int) -> None:
-    """Raise if positions of a call belong to no example, for statistics that need each example's own gradient."""
+    """Raise if a call's positions cannot be assigned to examples, for statistics that need per-example gradients."""
     if not layer.has_examples(x, n) and x.numel():
         refuse(
             block,
             x,
-            f"whose leading dimension is no multiple of the number of examples, {n} (the model's input counts them, or "
-            "batch_dim, count=, batch(n))",
+            f"whose leading dimension is not a multiple of the number of examples, {n} (set by the model's input, or "
+            "by batch_dim, count=, batch(n))",
         )
 
 
 def refuse(block: Block, x: Tensor, why: str) -> NoReturn:
-    """Raise, as an input's positions belong to no example."""
+    """Raise because an input's positions cannot be assigned to examples."""
     raise ValueError(
-        f"layer '{block.name}': its input has shape {tuple(x.shape)}, {why}, so that "
-        "it has no gradient per example, which scaling='per_example', sharing='reduce' and fisher's 'ekfac' need. "
-        f"Allowed: exclude=['{block.name}'], which gives it the diagonal method, or a rule that needs sums over "
-        "positions alone (another scaling, sharing='expand')"
+        f"layer '{block.name}': its input has shape {tuple(x.shape)}, {why}. So it has no per-example gradients, "
+        "which scaling='per_example', sharing='reduce' and fisher's 'ekfac' need. "
+        f"Allowed: exclude=['{block.name}'], which gives it the diagonal method, or options that need only sums over "
+        "positions (another scaling, sharing='expand')"
     )
 
 
 def rows_if_unaligned(call: Call, n: int) -> int:
-    """Return the number of examples, or of rows where these belong to no example: sums over both are the same."""
+    """Return the number of examples, or of rows if these cannot be assigned to examples; sums over both are equal."""
     return n if call.layer.has_examples(call.x, n) else len(call.x)
 
 
 def sums_of_positions(
     block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield :func:`positions` for sums over all of them; calls that do not line up with examples come apart."""
+    """Yield :func:`positions` for sums over all of them; call by call if some do not line up with examples."""
     if all(call.layer.has_examples(call.x, n) for call in calls):
         yield from positions(block, calls, n, memory, further)
         return
@@ -276,12 +276,12 @@ def positions(
     further: Passes = (),
     balance: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield h and delta of all calls side by side, a few examples at a time, to fit into ``memory`` bytes.
+    """Yield h and delta of all calls side by side, in chunks of examples that fit into ``memory`` bytes.
 
-    Where there are further backward passes over the same inputs, delta is ``[passes, n, S, G, O]``.
+    With further backward passes over the same inputs, delta is ``[passes, n, S, G, O]``.
     """
     if further and any(call.layer.transposed for call in calls):
-        # Here h is itself a gradient, so that no two passes share it.
+        # Here h is itself a gradient, which passes do not share.
         for one in (calls, *further):
             yield from positions(block, one, n, memory, (), balance)
         return
@@ -293,7 +293,7 @@ def positions(
             delta = torch.stack([delta, *more])
             del more
         yield h, delta
-        del h, delta  # before the next ones are made
+        del h, delta  # free them before the next ones are made
 
 
 def cuts(
@@ -307,8 +307,8 @@ def cuts(
 ) -> Iterator[tuple[Cut, int]]:
     """Split the examples so that h and delta, with one copy of each, fit into ``memory`` bytes.
 
-    Where h is not written out (``unfolded=False``) the input stands in its place. Tensors come in the block's dtype, or
-    as they are: then inputs that autocast has turned into half precision before the product come so.
+    If h is not formed (``unfolded=False``), the input counts instead. Tensors are converted to the block's dtype, or,
+    with ``as_is``, to the output gradient's: the half precision to which autocast converted the inputs.
     """
     numbers = 0
     for call in calls:
@@ -335,7 +335,7 @@ def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None
     """Return h and delta of several calls as positions of the same n examples."""
     parts = [call.layer.positions(cut(call.x), cut(call.d), n) for call in calls]
     if balance is not None:
-        # Every product delta h^T stays as it is.
+        # Every product delta h^T is unchanged.
         parts = [
             (h * balance, delta / balance) if call.layer.transposed else (h, delta)
             for call, (h, delta) in zip(calls, parts, strict=True)
@@ -346,9 +346,9 @@ def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None
 
 
 def balances(calls: Sequence[Call]) -> Tensor | None:
-    """Return the factor that gives transposed uses' h the mean square of direct ones'; None without both.
+    """Return the factor that gives h of transposed uses the mean square of direct uses; None without both.
 
-    It is taken over all examples at once, so that it does not depend on how they are split.
+    It is computed over all examples at once, so that it does not depend on how they are split.
     """
     if len({call.layer.transposed for call in calls}) < 2:
         return None

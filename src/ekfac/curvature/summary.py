@@ -10,19 +10,18 @@ from torch import nn
 
 from ekfac.curvature.blocks import MAX_FACTOR_DIM, Block, find_blocks
 
-# Matrices as large as a factor, in float64, that a warm renewal of its basis holds at once: the factor, the basis,
-# their product and its QR decomposition. Measured with tests/allocations.py; a full solve takes no more.
+# float64 matrices of a factor's size that a warm refresh holds at once: the factor, the basis, their product and its QR
+# decomposition. Measured with tests/allocations.py; a full solve takes no more.
 WORKSPACE = 4
-# Matrices as large as a block's gradient that a step holds at once: the gradient, its projection, the update.
+# Matrices of a gradient's size that a step holds at once: the gradient, its projection, the update.
 IN_FLIGHT = 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One block: its name, parameters, representation, the bytes of its state and those of a step's temporaries.
+    """One block: its name, parameters, representation, and the bytes of its state and of a step's temporaries.
 
-    Where several processes train together, ``owner`` is the rank that keeps the state, and ``here`` is how many of
-    its bytes this process has.
+    With several processes, ``owner`` is the rank that keeps the state, and ``here`` the bytes of it on this process.
     """
 
     name: str
@@ -46,12 +45,12 @@ class Summary:
 
     @property
     def bytes(self) -> int:
-        """Bytes of state that this process keeps (momentum not counted)."""
+        """Bytes of state on this process, without momentum."""
         return sum(row.here for row in self.rows)
 
     @property
     def peak(self) -> int:
-        """Bytes of state and of the temporaries while the largest block's basis is renewed, one block at a time."""
+        """Bytes of state and temporaries while the largest block's basis is updated, one block at a time."""
         return self.bytes + max((row.temporary for row in self.rows if row.here), default=0)
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class Summary:
 
 
 def human(size: float) -> str:
-    """Write bytes as a person would."""
+    """Format a number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -100,9 +99,9 @@ def summarise(
 
     Args:
         blocks: The blocks.
-        numbers: Returns how many numbers are kept for one.
-        owner: Returns which process keeps them, where there are several.
-        here: Returns how many of them this process keeps; all by default.
+        numbers: Returns the number of entries in a block's state.
+        owner: Returns a block's owner, if there are several processes.
+        here: Returns how many of the entries this process keeps; all by default.
     """
     here = numbers if here is None else here
 
@@ -132,9 +131,9 @@ def summarise(
 
 
 def low_coverage(blocks: Sequence[Block]) -> str | None:
-    """Describe which parameters have no block and why, where these are more than half; None where they are not.
+    """Describe which parameters have no block and why, if these are more than half; else return None.
 
-    What was left out on purpose does not count.
+    Parameters that the user excluded do not count.
     """
     left = sorted((b for b in blocks if not b.covered and b.why), key=lambda b: -b.shape.numel)
     total = sum(b.shape.numel for b in blocks)
@@ -150,7 +149,7 @@ def low_coverage(blocks: Sequence[Block]) -> str | None:
 
 
 def _temporary(block: Block) -> int:
-    """Count the bytes that a step holds for a moment when it renews a block's basis."""
+    """Estimate the temporary bytes of a step that updates a block's basis."""
     sides = (block.diagonal_A, block.diagonal_B)
     widest = max((n for n, diagonal in zip(block.factor_numbers(), sides, strict=True) if not diagonal), default=0)
     in_flight = IN_FLIGHT * block.shape.numel * torch.finfo(block.dtype).bits // 8
@@ -165,9 +164,9 @@ def summary(
     exclude: Sequence[str] = (),
     max_factor_dim: int | None = MAX_FACTOR_DIM,
 ) -> Summary:
-    """Tell which block would cover each trainable parameter of a model, its factor sizes and its memory.
+    """Show which block would cover each trainable parameter of a model, its factor sizes and its memory.
 
-    The last line gives what stays, and the peak of a step on a CPU. Model, gradients and activations come on top.
+    The last line gives the state's size, and the peak of a step on a CPU. Model, gradients and activations are extra.
 
     Example:
         >>> import torch, ekfac
@@ -176,11 +175,11 @@ def summary(
 
     Args:
         model: The model.
-        sua: Take the taps of convolutions as uncorrelated; by default of those that read many numbers at a position.
+        sua: Treat the taps of convolutions as uncorrelated; by default for those that read many inputs per position.
         include: Names or patterns of layers to cover; all by default.
         exclude: Names or patterns of layers to leave to the diagonal method.
         max_factor_dim: A side wider than this is kept diagonal.
     """
     blocks = find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim)
-    # s and the mean gradient, beside what spans the basis.
+    # s and the mean gradient, in addition to factors and basis.
     return summarise(blocks, lambda b: 2 * b.shape.numel + (b.eigen_numbers() if b.covered else 0))

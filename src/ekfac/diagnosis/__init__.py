@@ -1,1 +1,1 @@
-"""Some fifty probe steps on a copy of a model, then a page on what to expect and what to set."""
+"""Probes a copy of a model for some fifty steps, then reports what to expect and which settings to use."""

@@ -1,4 +1,4 @@
-"""``ekfac.doctor``: some fifty probe steps on a copy of a model, then a page on what to expect and what to set."""
+"""``ekfac.doctor``: probes a copy of a model for some fifty steps, then reports what to expect and what to set."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from ekfac.diagnosis.probe import Prices, Probe, Trial, random_numbers_restored
 from ekfac.optim.options import DAMPING, PAPER, Batch, Group, into_groups, out_of_groups
 from ekfac.optim.statistics.schedule import INTERVAL
 
-#: The grid is the given lr and damping times these powers; where its best lies on the edge, it goes on so many times.
+#: Factors between grid points of lr and damping, and how often the grid is extended if the best point is on its edge.
 LR_FACTOR, DAMPING_FACTOR, FURTHER = 3.0, 10.0, 3
-#: The intervals whose price is shown.
+#: The refresh intervals in the table of prices.
 INTERVALS = (1, 5, 10, 20, 50, 100, 200, 500)
-#: The given settings are kept if they reach the best reduction of the loss up to this fraction.
+#: The given settings are kept if they reach the best decrease of the loss up to this fraction.
 KEPT = 0.2
-#: Settings within this fraction of the best reduction count as equal; the more careful one is taken.
+#: Settings within this fraction of the best decrease count as equal; the most cautious one is chosen.
 EQUAL = 0.02
-#: Renewals of the basis may add this fraction to a step; the given interval is kept if it adds no more than the second.
+#: Refreshes may add the first fraction to a step; the given interval is kept if they add at most the second.
 AFFORDABLE, BEARABLE = 0.1, 0.5
-#: How the settings are chosen, in one sentence: what :func:`_chosen` and :func:`_interval` do.
+#: Explains :func:`_chosen` and :func:`_interval` to the user.
 RULE = (
-    f"chosen so: the given lr and damping if they reach {1 - KEPT:.0%} of the best fall of the loss, else, of all "
-    f"within {EQUAL:.0%} of it, the one with most damping and then the smallest lr;\nthe given refresh_every if "
-    f"renewals add at most {BEARABLE:.0%} to a step, else the smallest at which they add at most {AFFORDABLE:.0%}"
+    f"how it is chosen: the given lr and damping if they reach {1 - KEPT:.0%} of the best decrease of the loss; else, "
+    f"of all within {EQUAL:.0%} of it, those with the most damping, then the smallest lr;\nthe given refresh_every if "
+    f"refreshes add at most {BEARABLE:.0%} to a step; else the smallest at which they add at most {AFFORDABLE:.0%}"
 )
 LINES = 12
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`doctor` found; ``print`` it, or take :meth:`to_dict`.
+    """What :func:`doctor` found; ``print`` it, or use :meth:`to_dict`.
 
     Attributes:
         summary: Which block covers each parameter, and its memory.
-        batch_size: Examples in the first batch.
-        steps: Probe steps taken.
+        batch_size: The number of examples in the first batch.
+        steps: The number of probe steps.
         first_loss: The loss before them, over the first batches.
         last_loss: The loss after them.
-        noise_scale: tr(covariance of an example's gradient) / |gradient|^2 before them, in examples: infinite where
-            noise hides the gradient, None where there is one example only.
+        noise_scale: tr(covariance of an example's gradient) / |gradient|^2 before them, in examples: infinite if noise
+            hides the gradient, None if there is only one example.
         noise_scale_after: The same after them.
-        reduction_ratio: Fall of the loss over that which the quadratic model foresaw; None where it foresaw none.
-        drift: Largest off-diagonal residual of the factors in the basis when it was renewed: 0 where it still fits.
-        drift_steps: Steps between the renewals.
-        captured_bytes: The most that captured inputs and output gradients took at one time.
-        prices: Seconds of a step: Adam's, and EKFAC's without and with statistics and renewals.
+        reduction_ratio: Actual over predicted decrease of the loss; None if the quadratic model predicted no decrease.
+        drift: Largest off-diagonal residual of the factors in the old basis at a refresh; 0 if it still fits.
+        drift_steps: Steps between these refreshes.
+        captured_bytes: Peak memory of captured inputs and output gradients.
+        prices: Seconds per step: Adam's, and EKFAC's without and with statistics and refreshes.
         trials: The short runs.
-        trial_steps: Steps of each.
-        options: The options of EKFAC that were given.
-        settings: lr, damping and refresh_every to use; empty where no short run lowered the loss.
-        notes: What stands out, one line each.
+        trial_steps: The number of steps in each.
+        options: The given options of EKFAC.
+        settings: The lr, damping and refresh_every to use; empty if no short run lowered the loss.
+        notes: Remarks, one line each.
     """
 
     summary: Summary
@@ -80,11 +80,11 @@ class Diagnosis:
     notes: tuple[str, ...]
 
     def python_line(self) -> str:
-        """Return the line of Python that makes EKFAC with the settings to use, ready to paste."""
+        """Return a line of Python that constructs EKFAC with these settings."""
         return f"opt = ekfac.{_call(self.options, self.settings)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, for JSON; numbers that are not finite are None."""
+        """Return everything as plain data for JSON, with None for non-finite numbers."""
         data: dict[str, Any] = _plain({**asdict(self), "options": out_of_groups(self.options)})
         data["blocks"] = data.pop("summary")["rows"]
         data["state_bytes"] = self.summary.bytes
@@ -114,12 +114,12 @@ class Diagnosis:
         return f"{table}; captured at most {human(self.captured_bytes)}"
 
     def _numbers(self) -> str:
-        ratio = "none was foreseen" if self.reduction_ratio is None else f"{self.reduction_ratio:.2f}"
+        ratio = "none was predicted" if self.reduction_ratio is None else f"{self.reduction_ratio:.2f}"
         return "\n".join(
             [
                 f"gradient noise scale       {_examples(self.noise_scale)} at first, "
                 f"{_examples(self.noise_scale_after)} after the probe",
-                f"actual over predicted fall {ratio}   (1: the quadratic model holds; below: steps too long for it)",
+                f"actual over predicted drop {ratio}   (1: the quadratic model holds; below: steps too long for it)",
                 f"drift of the basis         {self.drift:.2f} over {self.drift_steps} steps   (0: it still fits)",
             ]
         )
@@ -127,8 +127,8 @@ class Diagnosis:
     def _price(self) -> str:
         seconds = [self.prices.at(interval) for interval in INTERVALS]
         rows = [
-            ("basis renewed every", [f"{interval}" for interval in INTERVALS]),
-            ("ms a step", [f"{1e3 * s:.4g}" for s in seconds]),
+            ("basis updated every", [f"{interval}" for interval in INTERVALS]),
+            ("ms per step", [f"{1e3 * s:.4g}" for s in seconds]),
             ("times Adam's", [f"{s / self.prices.adam:.3f}" for s in seconds]),
         ]
         lines = [f"{name:20}" + "".join(f"{cell:>8}" for cell in cells) for name, cells in rows]
@@ -157,7 +157,7 @@ def doctor(
     say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Diagnosis:
-    """Try EKFAC on copies of a model for some fifty steps, and say what to expect and what to set.
+    """Try EKFAC on copies of a model for some fifty steps, and report what to expect and which settings to use.
 
     The model, its gradients and the random number generators are left as they were.
 
@@ -172,11 +172,11 @@ def doctor(
     Args:
         model: The model, on the device to train on.
         loader: Batches: (inputs, target), a mapping with its target under "labels", "target" or "y", or inputs alone.
-        loss: ``loss(output, target)``, or ``loss(output)`` for batches without a target: the mean over the examples
-            of the batch, or one number for each of them.
-        steps: Probe steps.
-        trial_steps: Steps of each of the short runs around the given lr and damping, nine or a few more.
-        say: Is told what is being done, a line at a time.
+        loss: ``loss(output, target)``, or ``loss(output)`` for batches without a target: the mean over the batch's
+            examples, or one number per example.
+        steps: The number of probe steps.
+        trial_steps: The number of steps in each of the nine or more short runs around the given lr and damping.
+        say: Called with a line about each stage.
         **options: Options of EKFAC to start from.
 
     Raises:
@@ -237,7 +237,7 @@ def _examine(probe: Probe, steps: int, trial_steps: int, say: Callable[[str], No
 
 
 def _trials(probe: Probe, steps: int, first: float, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-    """Try nine settings around the given ones in short runs, and further on where the best lies on the edge."""
+    """Try nine settings around the given ones in short runs, and more if the best is on the edge."""
     lr, damping = probe.middle()
     done: dict[tuple[int, int], Trial] = {}
     wanted = {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
@@ -253,9 +253,9 @@ def _trials(probe: Probe, steps: int, first: float, say: Callable[[str], None] =
 
 
 def _chosen(trials: Iterable[Trial], first: float, given: tuple[float, float] | None = None) -> Trial:
-    """Choose the given lr and damping if they do well; else the trial with the lowest loss.
+    """Choose the given lr and damping if they do well, else the trial with the lowest loss.
 
-    Of equals, the one with most damping is taken, then with the smallest lr.
+    Ties go to the most damping, then to the smallest lr.
     """
     trials = list(trials)
     least = min(trial.loss for trial in trials)
@@ -268,7 +268,7 @@ def _chosen(trials: Iterable[Trial], first: float, given: tuple[float, float] | 
 
 
 def _interval(prices: Prices, given: int | None = None) -> int:
-    """Choose the given interval if renewals are cheap enough at it; else the shortest at which they are."""
+    """Choose the given interval if refreshes are cheap enough at it, else the shortest at which they are."""
     if given is not None and prices.at(given) <= (1 + BEARABLE) * prices.plain:
         return given
     for interval in INTERVALS:
@@ -278,23 +278,23 @@ def _interval(prices: Prices, given: int | None = None) -> int:
 
 
 def _notes(trials: tuple[Trial, ...], best: Trial, first: float, ratio: float, last: float) -> list[str]:
-    """Say what stands out, in one line each."""
+    """Return remarks, one line each."""
     notes = []
     if not best.loss < first:
         notes.append("no setting lowered the loss: try a smaller lr or more damping, or look at data and loss")
         return notes
     lost = sum(math.isinf(t.loss) or t.loss > first for t in trials)
     if lost:
-        notes.append(f"{lost} of the {len(trials)} short runs ended above the loss they began with")
+        notes.append(f"{lost} of the {len(trials)} short runs ended above their initial loss")
     if not last < first:
-        notes.append("with the given lr and damping the loss did not fall over the probe steps")
+        notes.append("with the given lr and damping the loss did not decrease over the probe steps")
     elif ratio < 0.25:
-        notes.append("the loss falls far less than the quadratic model says: more damping, or a smaller lr")
+        notes.append("the loss decreases far less than the quadratic model predicts: more damping, or a smaller lr")
     return notes
 
 
 def _call(options: dict[str, Any], settings: dict[str, float | int]) -> str:
-    """Write the call of EKFAC with these options and settings, as tried: a rate that is named has no course."""
+    """Return the call of EKFAC with these options and settings, as they were tried."""
     wanted = {**into_groups(options), **settings}
     paper = {name for name, value in PAPER.items() if wanted.get(name, ...) == value}
     if len(set(PAPER) - paper) <= len(settings):

@@ -1,4 +1,4 @@
-"""Short runs on copies of a model: what :func:`ekfac.doctor` measures."""
+"""Short runs on copies of a model: the measurements of :func:`ekfac.doctor`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ekfac.optim.ekfac import EKFAC
 from ekfac.optim.options import Refresh, into_groups
 from ekfac.optim.statistics.schedule import BATCHES, EARLY, stretches
 
-#: Batches whose gradients give the noise scale, and batches on which a trial is judged.
+#: The number of batches to measure the noise scale, and to evaluate a trial.
 NOISE_BATCHES, JUDGED_BATCHES = 8, 4
 NEVER = 10**9
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run: its settings and the loss it ended with, infinite where it was lost."""
+    """One short run: its settings and its final loss, infinite if it diverged."""
 
     lr: float
     damping: float
@@ -41,15 +41,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of one training step.
+    """Seconds per training step.
 
     Attributes:
         adam: With Adam.
-        plain: With EKFAC, when it neither takes statistics nor renews a basis.
-        statistics: When it takes the batch into A and B of all layers.
-        renewing: When it also renews all bases.
-        factor_every: Steps between batches that A and B take in, if given; else they follow the interval.
-        wide: The fraction of a renewal's work that falls due in an interval; wide sides are renewed more rarely.
+        plain: With EKFAC, in a step that collects no statistics and updates no basis.
+        statistics: In a step that updates A and B of all layers.
+        renewing: In a step that also updates all bases.
+        factor_every: The option of this name, if given; else updates of A and B follow the interval.
+        wide: The fraction of all refresh work that is due per interval, as wide sides are refreshed less often.
     """
 
     adam: float
@@ -60,7 +60,7 @@ class Prices:
     wide: float = 1.0
 
     def at(self, refresh_every: int) -> float:
-        """Return the seconds of a mean step when the basis is renewed every so many."""
+        """Return the average seconds per step for a refresh interval."""
         taken = max(0.0, self.statistics - self.plain)
         renewed = max(0.0, self.renewing - max(self.statistics, self.plain))
         between = self.factor_every or max(1, refresh_every // BATCHES)
@@ -69,7 +69,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Course:
-    """What the probe steps brought to light."""
+    """The results of the probe steps."""
 
     summary: Summary
     first_loss: float
@@ -82,13 +82,13 @@ class Course:
 
 
 class Probe:
-    """A model that is copied for every run, its batches and its loss.
+    """A model that is copied for every run, with its batches and loss.
 
     Args:
         model: The model; only copies of it are trained.
-        loader: Batches, as :func:`ekfac.fisher` takes them.
-        loss: ``loss(output, target)``, or ``loss(output)`` where batches have no target.
-        steps: How many batches to take; they are repeated where there are fewer.
+        loader: Batches, in the forms that :func:`ekfac.fisher` accepts.
+        loss: ``loss(output, target)``, or ``loss(output)`` if batches have no target.
+        steps: The number of batches to read; they are repeated if there are fewer.
         options: Options of EKFAC.
     """
 
@@ -117,7 +117,7 @@ class Probe:
     # --- one batch ------------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Batch, seed: int = 0) -> Tensor:
-        """Return the mean loss of a batch; the same seed gives the same dropout.
+        """Return the mean loss of a batch; equal seeds give equal dropout masks.
 
         Raises:
             ValueError: If the loss is neither a number nor one number per example.
@@ -135,7 +135,7 @@ class Probe:
         return value.mean()
 
     def check(self) -> float:
-        """Return the loss before the first step, having made sure that it can be trained."""
+        """Check that the loss can be trained; return its value before the first step."""
         value = self.loss(self.model, self.batches[0])
         if not value.requires_grad:
             raise ValueError("loss does not depend on the model's parameters: it has no gradient")
@@ -150,7 +150,7 @@ class Probe:
         return statistics.fmean(self.loss(model, batch).item() for batch in judged)
 
     def optimizer(self, **changes: Any) -> EKFAC:
-        """Return EKFAC on a fresh copy of the model, with other options where given."""
+        """Return EKFAC on a fresh copy of the model, with some options changed."""
         return EKFAC(copy.deepcopy(self.model), **into_groups({**self.options, **changes}))
 
     def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, index: int) -> Tensor:
@@ -164,10 +164,10 @@ class Probe:
     # --- the measurements -----------------------------------------------------------------------------------------
 
     def noise_scale(self, model: nn.Module) -> float | None:
-        """Return tr(covariance of an example's gradient) / |gradient|^2; None where there is but one example.
+        """Return tr(covariance of an example's gradient) / |gradient|^2; None if there is only one example.
 
-        From the gradients of several batches of equal size, or of two halves of the only one: the mean of their
-        squares exceeds the square of their mean by what noise adds.
+        It uses the gradients of several batches of equal size, or of two halves of the only one: noise is what makes
+        the mean of their squared lengths exceed the squared length of their mean.
         """
         alike = [b for b in self.batches if b.n == self.batches[0].n][:NOISE_BATCHES]
         parts = alike if len(alike) > 1 else _halves(alike[0])
@@ -187,8 +187,8 @@ class Probe:
         return torch.cat([g.detach().flatten().float() for g in found])
 
     def course(self, steps: int, every: int) -> Course:
-        """Take the probe steps, and every so many compare the loss with what the quadratic model says of it."""
-        optimizer = self.optimizer(refresh_every=every, average=False)  # whose steps move what is compared
+        """Take the probe steps; every ``every`` steps, compare the loss with the quadratic model's prediction."""
+        optimizer = self.optimizer(refresh_every=every, average=False)  # averaging would hide the step being compared
         model = optimizer.model
         first = self.judge_paused(optimizer)
         falls: list[tuple[float, float]] = []
@@ -198,7 +198,7 @@ class Probe:
                     self.step(optimizer, model, index)
                 else:
                     falls.append(self._checked_step(optimizer, index))
-        except RuntimeError:  # it may give up on numbers that are no longer finite; anything else is an error
+        except RuntimeError:  # expected if the run has diverged; raised again otherwise
             if math.isfinite(self.judge_paused(optimizer)):
                 raise
         stats = optimizer.stats()
@@ -218,12 +218,12 @@ class Probe:
         )
 
     def judge_paused(self, optimizer: EKFAC) -> float:
-        """Return the loss over the judged batches, with nothing captured."""
+        """Return the loss over the first few batches, without capturing anything."""
         with optimizer.paused():
             return self.judge(optimizer.model)
 
     def _checked_step(self, optimizer: EKFAC, index: int) -> tuple[float, float]:
-        """Take a step; return by how much the batch's loss fell, and by how much -g.d - d.F d / 2 says it falls."""
+        """Take a step; return the actual decrease of the batch's loss and the predicted one, -g.d - d.F d / 2."""
         model, batch = optimizer.model, self.batches[index % len(self.batches)]
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in named.items()}
@@ -236,7 +236,7 @@ class Probe:
         return loss.item() - after.item(), -slope - curved / 2
 
     def middle(self) -> tuple[float, float]:
-        """Return the lr and damping that the options say, or EKFAC's own."""
+        """Return the lr and damping in the options, or EKFAC's defaults."""
         sample = self.optimizer()
         group = sample.param_groups[0]
         sample.close()
@@ -257,15 +257,15 @@ class Probe:
         return Trial(lr, damping, loss if math.isfinite(loss) else math.inf)
 
     def prices(self, repeats: int = 8) -> Prices:
-        """Time a step of Adam and three of EKFAC: plain, taking statistics, renewing all bases.
+        """Time a step of Adam and three kinds of steps of EKFAC: plain, with statistics, with all bases updated.
 
-        They are timed in turns, and the shortest of each counts: what else the machine does only adds to a step.
+        They are timed in turns, and the minimum of each counts, as other load on the machine only adds time.
         """
         given = self.options.get("refresh", Refresh())
         never = {"refresh_every": NEVER, "deterministic": True}
         plain = self.optimizer(**never, factor_every=NEVER)
         taking = self.optimizer(**never, factor_every=1)
-        # Where bases are renewed by iteration, each of the first steps does so, with wide ones only now and then.
+        # Unless deterministic, each of the first steps refreshes the bases by iteration, but wide ones less often.
         renewing = self.optimizer(refresh_every=1 if given.deterministic else NEVER)
         wide = 1.0 if given.deterministic else work_due(renewing.engine.partition.covered)
         model = copy.deepcopy(self.model)
@@ -294,7 +294,7 @@ class Probe:
 
 
 def work_due(blocks: Iterable[Block]) -> float:
-    """Return the fraction of all renewals' work, which goes with the cube of a side, that is due in an interval."""
+    """Return the fraction of all refresh work, in proportion to the cube of a side, that is due per interval."""
     whole = due = 0.0
     for block in blocks:
         A, B = stretches(block)
@@ -308,7 +308,7 @@ def work_due(blocks: Iterable[Block]) -> float:
 
 
 def _halves(batch: Batch) -> list[Batch]:
-    """Return a batch cut in two of equal size; nothing where it has one example."""
+    """Split a batch into two halves of equal size; return nothing if it has one example."""
     half = batch.n // 2
     if half == 0:
         return []
@@ -325,7 +325,7 @@ def _halves(batch: Batch) -> list[Batch]:
 
 @contextmanager
 def random_numbers_restored(device: torch.device, loader: Any) -> Iterator[None]:
-    """Leave the generators of torch, numpy, Python and the loader as they were found."""
+    """Restore the random states of torch, numpy, Python and the loader at the end."""
     own = getattr(loader, "generator", None)
     state = own.get_state() if isinstance(own, torch.Generator) else None
     numpy = sys.modules.get("numpy")

@@ -1,7 +1,7 @@
-"""The lab: the paper's experiments, and a place to try one's own.
+"""The lab: the paper's experiments, and a place to try your own.
 
-A user's file adds to it by what this module exports; :mod:`ekfac.lab.training.run` has ``train``,
-``TrainConfig`` and ``load_run``.
+A plugin extends it through what this module exports; :mod:`ekfac.lab.training.run` has ``train``, ``TrainConfig`` and
+``load_run``.
 """
 
 from ekfac.lab.data.datasets import Dataset, Split, register_dataset

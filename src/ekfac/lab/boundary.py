@@ -1,4 +1,4 @@
-"""Where a command ends: what it says if it cannot write, and on Ctrl-C, TERM and HUP. Needs nothing but Python."""
+"""How commands end: messages for files that cannot be written, and for Ctrl-C, TERM and HUP. Needs only Python."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ekfac.lab.registry import LabError
 
 # The options that name a file or folder to write.
 OUTPUTS = ("out", "measures", "write_plan", "data_dir")
-# What a shell says of a command whose reader has gone: 128 and the number of SIGPIPE.
+# A shell's exit status for a command whose reader has closed the pipe: 128 plus the number of SIGPIPE.
 UNREAD = 141
 
 
 def outermost(command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; 141 without a word where nobody reads on, as in ``| head``.
+    """Run a command and return its exit status; silently 141 if the reader closed the pipe, as in ``| head``.
 
-    What the terminal's encoding lacks is written as an escape, as it is on standard error.
+    Characters that the terminal's encoding lacks are escaped, as on standard error.
     """
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
@@ -41,7 +41,7 @@ def outermost(command: Callable[[], int]) -> int:
 
 
 def is_unread() -> bool:
-    """Tell whether the reader of standard output has gone; what is left to be written then goes nowhere."""
+    """Return whether the reader of standard output has closed the pipe; if so, discard the remaining output."""
     number = sys.stdout.fileno()
     if hasattr(select, "poll"):
         look = select.poll()
@@ -56,13 +56,13 @@ def is_unread() -> bool:
 
 @contextmanager
 def writing(values: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what the file system refuses into one line that names the option.
+    """Turn errors of the file system into one line that names the option.
 
     Args:
         values: The command's options by name.
 
     Raises:
-        LabError: Instead of an OSError that is about a file, where memory has run out, and for a name that is no text.
+        LabError: In place of an OSError about a file or an out-of-memory error, and for a name that is not text.
     """
     for name in OUTPUTS:
         if not _is_text(values.get(name)):
@@ -80,18 +80,18 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _is_text(name: object) -> bool:
-    # Bytes of a command line that are no text become lone surrogates, which TensorBoard and pages cannot write.
+    # Undecodable bytes of a command line become lone surrogates, which TensorBoard and pages cannot write.
     return not isinstance(name, str) or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch's own: a class for GPUs, and for the CPU only words.
+    # torch has an exception class for GPUs, but only a message for CPUs.
     return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error)
 
 
 def _refusal(error: OSError, values: Mapping[str, Any]) -> str:
     file = Path(os.fsdecode(error.filename)).absolute()
-    # Asked for a folder where there is a file, the system says that it exists.
+    # Creating a folder in place of a file fails with FileExistsError.
     reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
     distances = {}
     for name in OUTPUTS:
@@ -108,7 +108,7 @@ def _refusal(error: OSError, values: Mapping[str, Any]) -> str:
 
 @contextmanager
 def interruptible(left: str) -> Iterator[None]:
-    """Let Ctrl-C say what a command leaves behind.
+    """Make Ctrl-C report what a command leaves behind.
 
     Args:
         left: What was written, or that nothing was.
@@ -121,7 +121,7 @@ def interruptible(left: str) -> Iterator[None]:
 
 
 class Stopped(KeyboardInterrupt):
-    """The process was asked to end by a signal other than Ctrl-C's; whatever bears Ctrl-C bears this.
+    """A signal other than Ctrl-C's asked the process to end; code that handles Ctrl-C handles this too.
 
     Args:
         number: The signal.
@@ -134,9 +134,9 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let TERM and HUP end a command as Ctrl-C does: with a word, tidily, and resumable.
+    """Make TERM and HUP end a command like Ctrl-C: with a message, cleanly, and resumable.
 
-    A second signal ends it at once. A signal that is ignored, as HUP is under ``nohup``, stays ignored.
+    A second signal ends it immediately. An ignored signal, such as HUP under ``nohup``, stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -159,12 +159,12 @@ def stoppable() -> Iterator[None]:
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """Return 130 for Ctrl-C, and for another signal what a shell would say."""
+    """Return 130 for Ctrl-C, and a shell's exit status for other signals."""
     return 128 + int(getattr(stop, "signal", signal.SIGINT))
 
 
 def interrupted(stop: KeyboardInterrupt) -> str:
-    """Return the line that a command ends with on Ctrl-C, TERM or HUP."""
+    """Return a command's last line on Ctrl-C, TERM or HUP."""
     by = signal_name(getattr(stop, "signal", None))
     return f"interrupted{by}; {stop}" if str(stop) else f"interrupted{by}"
 
@@ -177,5 +177,5 @@ def signal_name(number: int | None) -> str:
 
 
 def plainly(message: Warning | str, *where: Any, **more: Any) -> str:
-    """Write a warning in one line, without the place in the library that it comes from."""
+    """Format a warning as one line, without its location in the library."""
     return f"warning: {message}\n"

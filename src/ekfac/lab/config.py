@@ -1,4 +1,4 @@
-"""The settings of one training run, once, for the command line, for scripts and for the run's folder."""
+"""The settings of one training run, shared by the command line, scripts and the run's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ekfac.lab.tasks import TASKS
 # What bfloat16 means: forward and backward under autocast; parameters stay float32.
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
-# The fields that are options of the optimizer; they are passed on only where they are set.
+# The fields that are options of the optimizer; they are passed on only if set.
 OPTIMIZER_FIELDS = ("lr", "damping", "damping_mode", "refresh_every", "sua")
 
 
@@ -31,7 +31,7 @@ def _option(kind: type, help: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. ``None`` means: as the task or the optimizer has it; :meth:`resolved` fills that in."""
+    """One run. ``None`` means the default of the task or the optimizer, which :meth:`resolved` fills in."""
 
     task: str
     optimizer: str = _option(str, f"one of: {', '.join(OPTIMIZERS)}, or a plugin's [default: ekfac-ra]", "ekfac-ra")
@@ -86,7 +86,7 @@ class TrainConfig:
         return cls(**{**data, "plugins": tuple(data.get("plugins", ())), "options": dict(data.get("options", {}))})
 
     def optimizer_options(self) -> dict[str, Any]:
-        """Return what is passed to the optimizer."""
+        """Return the options that are passed to the optimizer."""
         given = {name: getattr(self, name) for name in OPTIMIZER_FIELDS}
         return {**{name: value for name, value in given.items() if value is not None}, **self.options}
 
@@ -106,7 +106,7 @@ class TrainConfig:
         }
         usual = {**base, **entry.defaults, **task.settings.get(self.optimizer, {})}
         own = {f.name for f in fields(self)}
-        # An option that has a field of its own, like lr, is kept there and nowhere else.
+        # An option with a field of its own, like lr, is stored only in that field.
         set_fields = {name: value for name, value in self.options.items() if name in OPTIMIZER_FIELDS}
         for name, value in set_fields.items():
             _check_kind(name, value)
@@ -133,9 +133,9 @@ class TrainConfig:
             raise LabError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
 
     def command(self) -> str:
-        """Return the command line that repeats this run, on another machine too.
+        """Return the command line that repeats this run, also on another machine.
 
-        It names no folder of this one: data files are where ``EKFAC_DATA`` says, or ``--data-dir``.
+        It contains no folder of this machine: data files are in ``EKFAC_DATA`` or ``--data-dir``.
         """
         words = ["ekfac", "train", self.task]
         for f in fields(self):
@@ -156,17 +156,17 @@ class TrainConfig:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that numpy would not take.
+    """Refuse a seed that numpy does not accept.
 
     Raises:
-        LabError: If it is none.
+        LabError: If it is out of range.
     """
     if not 0 <= seed < 2**32:
         raise LabError(f"seed must be between 0 and 2**32 - 1, not {seed}")
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Refuse a setting of the wrong type; ``None`` stands for the default where a field has none of its own."""
+    """Refuse a setting of the wrong type; ``None`` is allowed in fields whose default it is."""
     known = next(f for f in fields(TrainConfig) if f.name == name)
     kind = known.metadata.get("kind")
     if kind is None or (value is None and known.default is None):

@@ -1,4 +1,4 @@
-"""What a run is called in legends and tables, and what tells it from its neighbours."""
+"""Names of runs in legends and tables, and of the settings that distinguish them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ekfac.lab.tasks import TASKS
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon", "kfac": "KFAC", "ekfac": "EKFAC"}
 NAMES |= {"soap": "SOAP", "ekfac-ra": "EKFAC-ra", "ekfac-default": "EKFAC (defaults)"}
 
-# What a search varies, and a setting's one line always says.
+# What a search varies; a description of a setting always includes these.
 SEARCHED = ("lr", "damping", "batch_size")
-# What does not change the result that a run is after, or only in name.
+# Fields that do not affect a run's result.
 _OUTSIDE = ("device", "channels_last", "compile", "plugins")
 
 
@@ -28,7 +28,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def option(config: TrainConfig, name: str) -> Any:
-    """Return an option of a run's optimizer: as set, else as its signature has it, else ``None``."""
+    """Return an option of a run's optimizer: as set, else its default, else ``None``."""
     given = config.optimizer_options()
     if name in given:
         return given[name]
@@ -39,12 +39,12 @@ def option(config: TrainConfig, name: str) -> Any:
 
 
 def has_option(optimizer: str, name: str) -> bool:
-    """Tell whether an optimizer of the lab takes an option, such as ``damping``."""
+    """Return whether an optimizer of the lab has an option, such as ``damping``."""
     return name in inspect.signature(OPTIMIZERS.get(optimizer).build).parameters
 
 
 def method(config: TrainConfig) -> str:
-    """Return the method's name as the paper's legends have it: ``EKFAC-ra freq=50``, ``SGD + BN``."""
+    """Return the method's name as in the paper's legends: ``EKFAC-ra freq=50``, ``SGD + BN``."""
     name = NAMES.get(config.optimizer, config.optimizer)
     if config.batch_norm:
         name += " + BN"
@@ -53,10 +53,10 @@ def method(config: TrainConfig) -> str:
 
 
 def varied(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the names that one line about each of these settings needs: the usual ones, and what else differs.
+    """Return the names needed to describe each of these settings: the usual ones, and others that differ.
 
     Args:
-        settings: As :meth:`TrainConfig.to_dict` gives them.
+        settings: Settings from :meth:`TrainConfig.to_dict`.
     """
     beside = {*SEARCHED, *_OUTSIDE, "task", "optimizer", "seed", "options"}
     names = [name for name in settings[0] if name not in beside] if settings else []
@@ -64,9 +64,9 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def describe(config: TrainConfig, names: Iterable[str] = SEARCHED) -> str:
-    """Return the settings that a search varies, and options that are not the usual ones, in one line.
+    """Describe in one line the settings that a search varies and options that differ from the lab's.
 
-    Such as ``lr 0.01, damping 0.001, batch 200, kl_clip 0.1``.
+    For example ``lr 0.01, damping 0.001, batch 200, kl_clip 0.1``.
     """
     words = {"batch_size": "batch", "refresh_every": "freq"}
     found = []
@@ -82,7 +82,7 @@ def describe(config: TrainConfig, names: Iterable[str] = SEARCHED) -> str:
 
 
 def _usual(config: TrainConfig) -> dict[str, Any]:
-    """Return the lab's options of a run's optimizer, and those of its task where that is known here."""
+    """Return the lab's options of a run's optimizer, and its task's if the task is registered."""
     if config.optimizer not in OPTIMIZERS:
         return {}
     own = TASKS.get(config.task).settings.get(config.optimizer, {}) if config.task in TASKS else {}
@@ -90,7 +90,7 @@ def _usual(config: TrainConfig) -> dict[str, Any]:
 
 
 def touched(config: TrainConfig) -> bool:
-    """Tell whether a run is named after the library's defaults and has others: tried, but not to be shown as such."""
+    """Return whether a run is named after the library's defaults but changes some of them."""
     if config.optimizer != "ekfac-default":
         return False
     plain, usual = TrainConfig(config.task, config.optimizer), _usual(config)
@@ -100,20 +100,20 @@ def touched(config: TrainConfig) -> bool:
 
 
 def shown_method(config: TrainConfig) -> str:
-    """Return the method's name; settings near the library's defaults are not called the defaults."""
+    """Return the method's name; changed settings are not called the library's defaults."""
     name = method(config)
     return name.replace("(defaults)", "(changed)") if touched(config) else name
 
 
 def key(config: TrainConfig) -> str:
-    """Return a name for a run's folder: readable, the same on every machine, and unlike for unlike settings.
+    """Return a name for a run's folder: readable, the same on every machine, and unique to the settings.
 
     Args:
-        config: The settings, resolved, so that a default and the same value written out are one run.
+        config: The settings, resolved, so that an implicit and an explicit default are the same run.
     """
     data = {name: value for name, value in config.to_dict().items() if name not in _OUTSIDE}
     if data["patience"] is None:
-        del data["patience"]  # it came later: names of runs without it are what they were
+        del data["patience"]  # added later: names of runs without it must not change
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:8]
     words = [config.task, config.optimizer, *(["bn"] if config.batch_norm else [])]
     for letter, name in (("lr", "lr"), ("d", "damping"), ("b", "batch_size"), ("s", "seed")):
@@ -124,6 +124,6 @@ def key(config: TrainConfig) -> str:
 
 
 def without_seed(config: TrainConfig) -> tuple[Any, ...]:
-    """Return what the seeds of one setting have in common, as something to group by."""
+    """Return a key that groups the seeds of one setting."""
     data = {name: value for name, value in config.to_dict().items() if name not in (*_OUTSIDE, "seed")}
     return tuple(json.dumps(data[f.name], sort_keys=True, default=str) for f in fields(config) if f.name in data)

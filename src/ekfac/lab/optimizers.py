@@ -1,4 +1,4 @@
-"""Optimizers by name, for the lab; a user's own file can add to them."""
+"""Optimizers by name, for the lab; plugins can add to them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ekfac.optim.options import FLAT, GROUPS, into_groups, out_of_groups
 
 
 class Trains(Protocol):
-    """What the training loop needs of an optimizer; every ``torch.optim.Optimizer`` has it."""
+    """The interface that the training loop needs; every ``torch.optim.Optimizer`` has it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of parameters, each with its ``lr``."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
 
     def step(self) -> Any:
-        """Change the parameters."""
+        """Update the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as plain data."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a saved state."""
+        """Load a saved state."""
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """How to make an optimizer, with the lab's first guess at its options."""
+    """How to construct an optimizer, with the lab's default options."""
 
     build: Callable[..., Trains]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -53,19 +53,19 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry("optimizer", plugins=True)
 def register_optimizer(
     name: str, build: Callable[..., Trains], defaults: Mapping[str, Any] | None = None, about: str = ""
 ) -> OptimizerEntry:
-    """Make an optimizer known by name to every command of the lab.
+    """Register an optimizer for every command of the lab.
 
     Args:
         name: The name.
-        build: ``build(model, **options)`` returns the optimizer. Its signature says which options there are.
-        defaults: Options to use unless the task or the user say otherwise.
+        build: ``build(model, **options)`` returns the optimizer. Its signature defines the options.
+        defaults: Options to use unless the task or the user sets them.
         about: One line for listings.
     """
     return OPTIMIZERS.add(name, OptimizerEntry(build, dict(defaults or {}), about))
 
 
 def build_optimizer(name: str, model: nn.Module, options: Mapping[str, Any]) -> Trains:
-    """Make an optimizer by name.
+    """Construct an optimizer by name.
 
     Raises:
         LabError: If the name or an option is unknown, or the optimizer refuses a value.
@@ -74,7 +74,7 @@ def build_optimizer(name: str, model: nn.Module, options: Mapping[str, Any]) -> 
     try:
         return OPTIMIZERS.get(name).build(model, **options)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        # Optimizers of others do not always say which value they cannot do with.
+        # Other libraries' optimizers do not always name the value that they refuse.
         named = any(option in str(error) for option in options)
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
         raise LabError(f"optimizer {name}: {error}{'' if named or not given else f' ({given})'}") from error
@@ -101,7 +101,7 @@ def _options(build: Callable[..., Trains]) -> set[str] | None:
 
 
 def of_parameters(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Trains]:
-    """Turn a torch optimizer, made from parameters, into a ``build`` that takes the model."""
+    """Turn a torch optimizer, constructed from parameters, into a ``build`` that takes the model."""
 
     def build(model: nn.Module, **options: Any) -> Trains:
         return optimizer([p for p in model.parameters() if p.requires_grad], **options)
@@ -121,7 +121,7 @@ def of_model(optimizer: Callable[..., Trains], *step_size: str) -> Callable[...,
     """
 
     def build(model: nn.Module, **options: Any) -> Trains:
-        with warnings.catch_warnings():  # options of rules have their old names too
+        with warnings.catch_warnings():  # rules' options also have their old names
             warnings.simplefilter("ignore", DeprecationWarning)
             return optimizer(model, **into_groups(options))
 
@@ -139,7 +139,7 @@ def of_model(optimizer: Callable[..., Trains], *step_size: str) -> Callable[...,
 
 
 EKFAC = of_model(ekfac.EKFAC, "anneal", "pace", "trust", "kl_clip")
-#: With the defaults of an earlier version written out, as recorded runs have them.
+#: With the defaults of an earlier version made explicit, as in recorded runs.
 PAPER = {"pace": None, "trust": None, **out_of_groups(ekfac.PAPER)}
 
 register_optimizer("sgd", of_parameters(torch.optim.SGD), {"lr": 0.01, "momentum": 0.9}, "SGD with momentum 0.9")

@@ -1,4 +1,4 @@
-"""Names for tasks, datasets and optimizers, and the way a user's own file adds to them."""
+"""Registries of tasks, datasets and optimizers, and plugins that add to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LabError(Exception):
 
 
 class Registry(Generic[T]):
-    """Items of one kind by name; an unknown name is answered with the known ones.
+    """Items of one kind by name; an unknown name raises an error that lists the known ones.
 
     Args:
         kind: What the items are, for messages.
-        plugins: Whether a plugin may add to them, which the answer then says.
+        plugins: Whether plugins can add to them, which the error then mentions.
     """
 
     def __init__(self, kind: str, *, plugins: bool = False) -> None:
@@ -62,7 +62,7 @@ class Registry(Generic[T]):
         return iter(self._items)
 
 
-# Files by their whole path: a program may go to another folder before it starts workers.
+# Files by their absolute path, as a program may change its folder before it starts workers.
 _loaded: list[str] = []
 
 
@@ -70,7 +70,7 @@ def load_plugin(where: str) -> None:
     """Import a user's module, whose import registers tasks, datasets or optimizers.
 
     Args:
-        where: A path ending in ``.py``, or the dotted name of a module; loading one again does nothing.
+        where: A path ending in ``.py``, or the dotted name of a module; loading it again does nothing.
 
     Raises:
         LabError: If the file or module does not exist or fails on import.
@@ -92,22 +92,22 @@ def load_plugin(where: str) -> None:
 
 
 def loaded_plugins() -> list[str]:
-    """Return the plugins of this process, for workers that it starts."""
+    """Return the plugins loaded in this process, for workers that it starts."""
     return list(_loaded)
 
 
 def missing_plugins(names: Iterable[str]) -> list[str]:
-    """Return which of the plugins that a file names are not loaded.
+    """Return which of the plugins named in a file are not loaded.
 
-    Nothing that a file names is ever loaded for that reason: only what a command line or a script names. A file counts
-    by its name, wherever it lies now; a module counts once it is imported.
+    Plugins are loaded only if a command line or a script names them, never because a file does. A plugin file is
+    identified by its name, wherever it is now; a module counts as loaded once it is imported.
     """
     files = {Path(name).name for name in _loaded}
     return [name for name in names if (Path(name).name not in files if _is_file(name) else name not in sys.modules)]
 
 
 def require_plugins(names: Iterable[str]) -> None:
-    """Refuse settings that need code which nobody asked for.
+    """Refuse settings that need plugins the user has not loaded.
 
     Raises:
         LabError: If one of the plugins is not loaded; the message says what to pass.
@@ -119,7 +119,7 @@ def require_plugins(names: Iterable[str]) -> None:
 
 
 def portable(where: str) -> str:
-    """Name a plugin without folders of this machine: as it was named, a file's whole path relative or by its name."""
+    """Return a plugin's name without folders of this machine: a file's absolute path becomes relative or its name."""
     path = Path(where)
     if not _is_file(where) or not path.is_absolute():
         return where
@@ -139,7 +139,7 @@ def _import_file(path: Path) -> None:
     if spec is None or spec.loader is None:
         raise LabError(f"plugin {str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, as the import system does: dataclasses and pickling look a module up by name.
+    # Registered before it runs, as by the import system: dataclasses and pickle look a module up by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

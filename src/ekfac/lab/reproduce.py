@@ -1,10 +1,10 @@
-"""``python -m ekfac.lab.reproduce``: the paper's runs for a given time, where only torch and numpy are installed.
+"""``python -m ekfac.lab.reproduce``: the paper's runs within a time budget, with only torch and numpy.
 
     python -m ekfac.lab.reproduce vgg11 resnet34 --budget 600 --workers 14 --data-dir DATA --out runs/cifar
 
-What a step costs is timed first, one kind of run after another. Then trainings go side by side, the most important
-first, until all are done or time is over. The same command again goes on. Where matplotlib is installed,
-``ekfac reproduce NAME --out DIR --judge`` draws the figure and says what came of the paper's claims.
+First the steps of each kind of run are timed one after another. Then trainings run in parallel, the most important
+first, until all are done or time is up. Running the same command again continues. With matplotlib installed,
+``ekfac reproduce NAME --out DIR --judge`` draws the figure and checks the paper's claims.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FILE = "ladder.json"
 
 
 def _silent(line: str) -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
-# At most this part of the time goes into timing steps, before anything is trained.
+# At most this fraction of the time goes into timing steps before anything is trained.
 PACES = 0.2
 NAMES = (*cifar.NAMES, *(name for name in KNOWN if name not in cifar.NAMES))
 
 
 def time_again(out: str | Path, data_dir: str | Path | None = None, say: Callable[[str], None] = _silent) -> int:
-    """Time the steps of every kind of run in a folder again, alone, and write its paces anew; return how many."""
+    """Time the steps of every kind of run in a folder again, alone, and rewrite its paces; return how many."""
     folder = Path(out)
     configs = {paces.label(run.config): run.config for run in find_runs([folder])}
     of_data: dict[str | None, TrainConfig] = {config.dataset: config for config in configs.values()}
@@ -61,9 +61,9 @@ def program(names: Sequence[str], seconds: float, changes: Mapping[str, Any] | N
     """Return the stages of some experiments: CIFAR-10's with their search, all others at known settings.
 
     Args:
-        names: Which, of :data:`NAMES`.
-        seconds: The time there is.
-        changes: Fields to change in every run, for tries.
+        names: Names from :data:`NAMES`.
+        seconds: The time budget.
+        changes: Fields to change in every run, for trying things out.
 
     Raises:
         LabError: If a name is unknown.
@@ -80,7 +80,7 @@ def program(names: Sequence[str], seconds: float, changes: Mapping[str, Any] | N
 
 
 def _at_known_settings(name: str, changes: Mapping[str, Any]) -> list[Stage]:
-    """Return an experiment's runs in two stages, so that all of them are equally long when time ends early."""
+    """Return an experiment's runs in two stages, so that all have equal length if time runs out."""
     configs = unique([replace(config, **changes).resolved() for config in KNOWN[name]()])
     groups = [Group(f"{name} {method(c)} batch {c.batch_size}", c, seeds=(c.seed,)) for c in configs]
     halves = [Stage("best", group, max(1, (group.base.epochs or 1) // 2)) for group in groups]
@@ -97,19 +97,19 @@ def reproduce(
     changes: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Run], list[str]]:
-    """Run as much of some experiments as the time allows; the same call again goes on.
+    """Run as much of some experiments as the time allows; calling it again continues.
 
     Args:
-        names: Which, of :data:`NAMES`.
+        names: Names from :data:`NAMES`.
         out: Folder of the runs and of their paces.
-        seconds: The time there is, all of it.
-        workers: Trainings side by side.
+        seconds: The total time budget.
+        workers: Trainings in parallel.
         data_dir: Folder of the data files.
-        changes: Fields to change in every run, for tries.
-        say: Is told how it goes.
+        changes: Fields to change in every run, for trying things out.
+        say: Called with lines of progress.
 
     Returns:
-        The runs, with the seconds that a machine to themselves gives them, and what is left to do.
+        The runs, with their seconds on an otherwise idle machine, and what is left to do.
     """
     end, folder = time.time() + seconds, Path(out)
     ladder = Ladder(program(names, seconds, changes), folder / "runs", cifar.LANES)
@@ -122,7 +122,7 @@ def reproduce(
     paces.measure_all(one_of_each.values(), folder, load=load, say=say, until=end - (1 - PACES) * seconds)
     ladder.run(end - time.time(), workers, data_dir, say)
     runs, left = ladder.settle(), ladder.remaining()
-    # What there was no time for at first: better late than without its seconds.
+    # Time now what there was no time for at first, so that its seconds are known.
     paces.measure_all((run.config for run in runs), folder, load=load, say=say, until=end)
     paces.apply_all(runs)
     about = {"names": list(names), "seconds": seconds, "workers": workers, "machine": machine(), "versions": versions()}

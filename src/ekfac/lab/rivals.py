@@ -1,4 +1,4 @@
-"""Optimizers of others that need more than their class: Muon, which takes matrices only, and SOAP from PyPI."""
+"""Other optimizers that need more than their class: Muon, which takes only matrices, and SOAP from PyPI."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class MissingPackage(LabError):
 
 
 class Together:
-    """Several optimizers, each with its own parameters, stepped as one."""
+    """Several optimizers over different parameters, stepped as one."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all of them."""
+        """The parameter groups of all of them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -42,15 +42,15 @@ class Together:
         return {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up saved states."""
+        """Load saved states."""
         for index, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(index)])
 
 
 class FlatMuon(torch.optim.Muon):
-    """torch's Muon, for weights of any rank: a convolution's is seen as the matrix (out, in * kh * kw).
+    """torch's Muon for weights of any rank: a convolution's is treated as the matrix (out, in * kh * kw).
 
-    torch's class refuses what is not a matrix, so it is given views that share the weights' memory.
+    torch's class accepts only matrices, so it gets views that share the weights' memory.
 
     Args:
         weights: Contiguous parameters of at least two dimensions.
@@ -66,14 +66,14 @@ class FlatMuon(torch.optim.Muon):
         super().__init__(self.views, **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the weights and of their views."""
+        """Clear the gradients of the weights and of their views."""
         super().zero_grad(set_to_none)
         for weight in self.weights:
             weight.grad = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand the weights' gradients to their views, and step."""
+        """Pass the weights' gradients to their views, and step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,9 +85,9 @@ class FlatMuon(torch.optim.Muon):
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that Muon is meant for: two dimensions or more, and not the rows of a table of embeddings.
+    """Return the weights that Muon is meant for: those of two or more dimensions, except embedding tables.
 
-    A bare parameter that is called otherwise than a weight, such as ``positions``, is taken for such a table.
+    A bare parameter whose name is not a weight's, such as ``positions``, is taken to be an embedding table.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [
@@ -108,17 +108,17 @@ def muon(
     hidden_only: bool = False,
     rest_lr: float | None = 1e-3,
 ) -> Together:
-    """Make Muon for every weight matrix, AdamW for biases, norms and embeddings.
+    """Make Muon for every weight matrix, and AdamW for biases, norms and embeddings.
 
-    A convolution's weight counts as the matrix (out, in * kh * kw).
+    A convolution's weight is treated as the matrix (out, in * kh * kw).
 
     Args:
         model: The model.
         lr: Muon's learning rate.
         momentum: Muon's momentum.
-        nesterov: Whether that is Nesterov's.
+        nesterov: Whether to use Nesterov momentum.
         weight_decay: Decoupled weight decay of both.
-        ns_steps: Newton-Schulz iterations a step.
+        ns_steps: Newton-Schulz iterations per step.
         adjust_lr_fn: ``"original"`` or ``"match_rms_adamw"``; see ``torch.optim.Muon``.
         hidden_only: Leave the first and the last matrix to AdamW, as users of Muon do in language models.
         rest_lr: AdamW's learning rate; ``None`` for Muon's.
@@ -159,7 +159,7 @@ def soap(
     normalize_gradient: bool = False,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """Make SOAP as the package pytorch_optimizer has it, with its options; no weight decay unless asked for.
+    """Make SOAP from the package pytorch_optimizer, with its options but without weight decay by default.
 
     Raises:
         MissingPackage: If the package cannot be imported.
@@ -183,6 +183,6 @@ def soap(
     }
     try:
         found: torch.optim.Optimizer = package.SOAP([p for p in model.parameters() if p.requires_grad], **options)
-    except Exception as error:  # the package has exceptions of its own for bad values
+    except Exception as error:  # the package defines its own exceptions for bad values
         raise ValueError(str(error).splitlines()[0]) from error
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """AdamW without a schedule: gradients are taken at y, steps made at z, and x, their average, is what is learnt.
+    """AdamW without a schedule: gradients are evaluated at y, steps are taken on z, and the result is the average x.
 
     At step t, with gradient g at y:
 
@@ -20,16 +20,16 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         x <- (1 - c) x + c z,  c = w_t / sum of w,  w_t = (the largest lr so far)^2
         y <- beta1 x + (1 - beta1) z
 
-    This is what its authors' package does from version 1.3 on; the paper has the correction of v in lr instead, and so
-    in the weights w too. The parameters hold y while training; call :meth:`eval` before they are measured or saved and
-    :meth:`train` before the next step. Warm-up is made by changing the groups' ``lr``.
+    This matches the authors' package from version 1.3 on; the paper applies the bias correction of v to lr instead, and
+    so to the weights w too. The parameters hold y during training; call :meth:`eval` before evaluating or saving them,
+    and :meth:`train` before the next step. For warm-up, change the groups' ``lr``.
 
     Args:
         params: Parameters or groups of them.
         lr: Learning rate.
         betas: beta1 mixes x and z, beta2 averages squared gradients.
-        eps: Added to the root.
-        weight_decay: Weight decay, taken at y.
+        eps: Added to the square root.
+        weight_decay: Weight decay, evaluated at y.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Let the parameters hold x."""
+        """Switch the parameters to x."""
         for group, p, state in self._switched(training=False):
             if state:
                 p.copy_(state["x"])
@@ -58,20 +58,20 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Let the parameters hold y again."""
+        """Switch the parameters back to y."""
         for group, p, state in self._switched(training=True):
             if state:
                 p.copy_(torch.lerp(state["z"], state["x"], group["betas"][0]))
             group["training"] = True
 
     def _switched(self, training: bool) -> list[tuple[dict[str, Any], Tensor, dict[str, Tensor]]]:
-        """Return the parameters, with their group and state, of groups in the other mode."""
+        """Return the parameters of groups in the other mode, with group and state."""
         groups = [group for group in self.param_groups if group["training"] is not training]
         return [(group, p, self.state.get(p, {})) for group in groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step.
+        """Take one step.
 
         Raises:
             RuntimeError: If the parameters hold x.
@@ -118,7 +118,7 @@ def schedule_free(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Make Schedule-Free AdamW, of its authors' package ``schedulefree`` if installed, else of the class above."""
+    """Make Schedule-Free AdamW, from the authors' package ``schedulefree`` if installed, else from the class above."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
     try:

@@ -1,4 +1,4 @@
-"""Settings from a YAML file, beneath those that a command line gives."""
+"""Settings from a YAML file, overridden by those on the command line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def read_settings(file: str | Path) -> dict[str, Any]:
     except ImportError:
         raise LabError("--config needs PyYAML: pip install 'ekfac[lab]'") from None
     try:
-        found = _numbers(yaml.safe_load(Path(file).read_bytes()))  # which says its encoding, whatever the locale
+        found = _numbers(yaml.safe_load(Path(file).read_bytes()))  # bytes, so that the locale does not matter
     except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:
-        # Its constructors, of dates and numbers say, raise whatever comes.
+        # YAML's constructors (of dates, numbers) raise various exceptions.
         raise LabError(f"config {file} cannot be read: {_reason(error)}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise LabError(f"config {file} must be a mapping of settings: 'lr: 0.01'")
@@ -44,7 +44,7 @@ def read_settings(file: str | Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return in one line what is wrong with a file, and where."""
+    """Describe in one line what is wrong with a file, and where."""
     problem, place = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem and place is not None:
         return f"line {place.line + 1}, column {place.column + 1}: {problem}"
@@ -52,7 +52,7 @@ def _reason(error: Exception) -> str:
 
 
 def _numbers(value: Any) -> Any:
-    """Return what YAML 1.1 takes for text, 1e-3 without a point, as the number that is meant."""
+    """Convert numbers that YAML 1.1 reads as text, such as 1e-3 without a point."""
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     if isinstance(value, dict):
@@ -66,7 +66,7 @@ def _numbers(value: Any) -> Any:
 
 
 def with_file(file: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given over what a file has, options one by one; without a file, what was given."""
+    """Merge given settings over those of a file, if there is one; options are merged one by one."""
     if file is None:
         return dict(given)
     found = read_settings(file)

@@ -17,20 +17,20 @@ from ekfac.lab.registry import Registry
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what.
+    """A network, its loss and its data.
 
     Attributes:
         build: ``build(width, batch_norm)`` returns the network with its initial weights.
         losses: ``losses(output, x, y)`` returns one loss per example; training minimises their mean.
-        dataset: Name of the dataset that is used unless another is asked for.
+        dataset: Name of the default dataset.
         input_shape: Shape of one example.
-        width: Width of the network's first layer as the paper has it.
-        batch_size: Examples a step, unless ``settings`` or the user say otherwise.
+        width: Width of the network's first layer in the paper.
+        batch_size: Examples per step, unless ``settings`` or the user sets it.
         epochs: Passes over the training data.
-        correct: ``correct(output, y)`` returns per example whether it is right, or the fraction of it that is; ``None``
-            without accuracy.
-        floor: ``floor(x)`` returns the smallest loss that each example can have; ``None`` where that is zero.
-        settings: Options that suit an optimizer on this task, by its name; the user's own come first.
+        correct: ``correct(output, y)`` returns for each example whether it is right, or which fraction of it is;
+            ``None`` if there is no accuracy.
+        floor: ``floor(x)`` returns the smallest possible loss of each example; ``None`` if that is zero.
+        settings: Good options for optimizers on this task, by their name; the user's take precedence.
         about: One line for listings.
     """
 
@@ -51,7 +51,7 @@ TASKS: Registry[Task] = Registry("task", plugins=True)
 
 
 def register_task(name: str, task: Task) -> Task:
-    """Make a task known by name to every command of the lab."""
+    """Register a task for every command of the lab."""
     return TASKS.add(name, task)
 
 
@@ -61,7 +61,7 @@ def pixel_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def pixel_entropy(x: Tensor) -> Tensor:
-    """Return each image's sum over pixels of their own entropy: the floor of :func:`pixel_cross_entropy`."""
+    """Return each image's entropy summed over pixels: the floor of :func:`pixel_cross_entropy`."""
     return -(torch.xlogy(x, x) + torch.xlogy(1 - x, 1 - x)).sum(1)
 
 
@@ -71,7 +71,7 @@ def label_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def label_correct(output: Tensor, y: Tensor) -> Tensor:
-    """Tell for each example whether the largest output is that of its label."""
+    """Return for each example whether its label has the largest output."""
     return output.argmax(1) == y
 
 
@@ -84,7 +84,7 @@ register_task(
         dataset="mnist-5k",
         input_shape=(784,),
         width=1000,
-        # Restarting s at every early refresh lets EKFAC-ra leave the start, where N g^2 is far too large, much sooner.
+        # Restarting s at every early refresh lets EKFAC-ra leave the start, where N g^2 is far too large, much earlier.
         settings={"ekfac-ra": {"lr": 0.03, "damping": 1e-3, "refresh_every": 10, "on_refresh": "kronecker"}},
         about="deep auto-encoder of digits, 784-1000-500-250-30 and back",
     ),
@@ -114,8 +114,8 @@ register_task(
         about="digits, eight sigmoid layers of 50 without normalisation: hard to optimize (the demo's)",
     ),
 )
-# The paper trains its CIFAR-10 networks with the spatially-uncorrelated approximation and the appendix's
-# damping; the baselines at batch 200.
+# The paper trains its CIFAR-10 networks with the spatially uncorrelated approximation and the appendix's damping, and
+# the baselines at batch size 200.
 _CONVOLUTIONAL: dict[str, dict[str, Any]] = {
     "sgd": {"batch_size": 200},
     "adam": {"batch_size": 200},

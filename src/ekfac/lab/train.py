@@ -1,6 +1,6 @@
-"""``python -m ekfac.lab.train``: trains where only torch and numpy are installed, such as a bare GPU machine.
+"""``python -m ekfac.lab.train``: trains with only torch and numpy installed, as on a bare GPU machine.
 
-The same run as ``ekfac train``, the same options and the same folder, with plain lines for progress.
+It makes the same run as ``ekfac train``, with the same options and folder, but prints progress as plain lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONAL = {"rich": "live display", "tensorboard": "TensorBoard events"}
 
 
 class PlainProgress(Progress):
-    """Prints one line an epoch."""
+    """Prints one line per epoch."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -37,7 +37,7 @@ class PlainProgress(Progress):
         print(text, file=self.stream, flush=True)
 
     def start(self, run: Run) -> None:
-        """Print what is trained, and what was done before."""
+        """Print what is trained, and earlier epochs."""
         self._floors = floors(run)
         self._print(headline(run))
         self._print("".join(f"{name:>12}" for name in COLUMNS))
@@ -49,7 +49,7 @@ class PlainProgress(Progress):
         self._print("".join(f"{cell:>12}" for cell in cells(record, self._floors)))
 
     def end(self, run: Run) -> None:
-        """Print how it ended."""
+        """Print how the run ended."""
         self._print(closing(run))
 
 
@@ -57,7 +57,7 @@ COLUMNS = ("epoch", "step", "train", "batch mean", "validation", "accuracy", "se
 
 
 def cells(record: Mapping[str, Any], floors: Mapping[str, float] | None = None) -> list[str]:
-    """Return an epoch's record as text, one cell a column of :data:`COLUMNS`; losses above their floor."""
+    """Return an epoch's record as text, one cell per column of :data:`COLUMNS`; losses are minus their floor."""
     below = floors or {}
 
     def number(name: str, pattern: str) -> str:
@@ -81,12 +81,12 @@ def cells(record: Mapping[str, Any], floors: Mapping[str, float] | None = None) 
 
 
 def floors(run: Run) -> dict[str, float]:
-    """Return the smallest loss that there can be, by split, where that is not zero."""
+    """Return the smallest possible loss by split, if it is not zero."""
     return {name: value for name, value in (run.about.get("floor") or {}).items() if value > 0}
 
 
 def headline(run: Run) -> str:
-    """Say what is trained, by which settings, and what the losses are above."""
+    """Describe what is trained, the settings, and the losses' floor."""
     config, examples = run.config, run.about["examples"]["train"]
     below = ", ".join(f"{value:.2f} {name}" for name, value in floors(run).items())
     return (
@@ -99,7 +99,7 @@ def headline(run: Run) -> str:
 
 
 def closing(run: Run) -> str:
-    """Say in one line how a run ended, and where it is."""
+    """Describe in one line how a run ended, and where it is recorded."""
     where = f"; recorded in {run.path}" if run.path else ""
     epoch = run.history[-1]["epoch"] if run.history else 0
     if run.status == "diverged":
@@ -146,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def gather(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn a command line's values into settings: only what was given."""
+    """Turn a command line's values into settings, omitting those not given."""
     names = {item.name for item in fields(TrainConfig)}
     settings = {name: value for name, value in values.items() if name in names and value is not None}
     if values["set"]:
@@ -159,7 +159,7 @@ def gather(values: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train from a command line and return the exit status.
 
-    0, 1 diverged, 2 bad usage or what could not be read or written, 130 Ctrl-C, 143 TERM, 129 HUP.
+    0 is success, 1 divergence, 2 bad usage or a failure to read or write, 130 Ctrl-C, 143 TERM, 129 HUP.
     """
     try:
         values = vars(parser().parse_args(arguments))

@@ -101,7 +101,7 @@ class Grouped(torch.optim.Optimizer):
         return group
 
     def _suit_derivatives(self, groups: Iterable[dict[str, Any]]) -> None:
-        """For losses with derivatives, replace defaults that the user has not set: no decay, and the rule's betas.
+        """Switch to the defaults for losses with derivatives, where the user set none: no decay, and the rule's betas.
 
         Weight decay would pull the solution of the equation towards zero.
         """

@@ -222,8 +222,7 @@ class Optimizer(Base, Joinable, Grouped):
             own = average.called, average.mended.found
             return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, self._group_of, t)
-        # Adaptive damping evaluates the loss at z, so the update must leave z in the parameters.
-        at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None
+        at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None  # which needs z
         everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
         return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
 

@@ -127,7 +127,7 @@ def test_rules_that_need_examples_refuse_by_name_before_anything_changes(
 def test_positions_are_not_taken_for_examples_where_there_are_as_many(n: int) -> None:
     """Eight positions, two, four or eight examples: the shape alone would allow it."""
     model = Places("T").double()
-    with EKFAC(model, lr=0.1, scaling="per_example"), pytest.raises(ValueError, match=r"'places'.*counts up"):
+    with EKFAC(model, lr=0.1, scaling="per_example"), pytest.raises(ValueError, match=r"'places'.*position indices"):
         model(torch.randn(n, 8, 4, dtype=torch.float64))
 
 

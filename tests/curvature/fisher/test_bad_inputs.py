@@ -72,7 +72,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a seed": ({"seed": "x"}, ValueError, "seed='x'"),
     "an unknown sharing": ({"sharing": "sum"}, ValueError, "'expand', 'reduce'"),
     "sua and reduce": ({"sua": True, "sharing": "reduce"}, ValueError, "sua=True with sharing='reduce'"),
-    "an unknown layer": ({"exclude": "head"}, ValueError, "exclude='head' names no module.*Layers: 0, 2"),
+    "an unknown layer": ({"exclude": "head"}, ValueError, "exclude='head' matches no module.*Layers: 0, 2"),
     "a dtype": ({"dtype": torch.float16}, ValueError, r"dtype=torch\.float16.*torch\.float32, torch\.float64"),
     "a progress": ({"progress": "yes"}, ValueError, "progress='yes' must be True, False or None"),
     "nothing to train": ({"model": frozen}, ValueError, "no trainable parameter"),

@@ -354,7 +354,7 @@ def test_examples_that_meet_have_no_fisher() -> None:
         nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Flatten(), nn.Linear(4, 4)
     ).double()
     data = [(x[:, None], y) for x, y in batches()]
-    with pytest.raises(ValueError, match="examples meet within the model"):
+    with pytest.raises(ValueError, match="examples interact within the model"):
         fisher(model, data, "categorical", approximation="full")
 
 

@@ -691,14 +691,14 @@ class DroppedState(nn.Module):
     [
         (lambda: nn.LSTM(3, 4, num_layers=2, dropout=0.1), (5, 2, 3), "LSTM has .* dropout between its layers"),
         (lambda: nn.GRU(3, 4, num_layers=3, dropout=0.5), (5, 2, 3), "GRU has .* dropout between its layers"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (5, 3), "made of it by a parametrization"),
-        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), (5, 3), "made of it by a parametrization"),
-        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 4)), (5, 3), "made of it by a parametrization"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), (5, 3, 6), "made of it by a param"),
-        (lambda: weight_norm(nn.LSTM(3, 4), "weight_hh_l0"), (5, 2, 3), "LSTM has weights made"),
-        (lambda: nn.utils.parametrizations.orthogonal(nn.RNN(3, 4), "weight_hh_l0"), (5, 2, 3), "RNN has weights made"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.GRU(3, 4), "weight_ih_l0"), (5, 2, 3), "GRU has weights"),
-        (lambda: DroppedState(), (5, 2, 3), "GRU has weights made"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (5, 3), "a parametrization computes"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), (5, 3), "a parametrization computes"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 4)), (5, 3), "a parametrization computes"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), (5, 3, 6), "a parametrization computes"),
+        (lambda: weight_norm(nn.LSTM(3, 4), "weight_hh_l0"), (5, 2, 3), "LSTM has derived weights"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.RNN(3, 4), "weight_hh_l0"), (5, 2, 3), "RNN has derived"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.GRU(3, 4), "weight_ih_l0"), (5, 2, 3), "GRU has derived"),
+        (lambda: DroppedState(), (5, 2, 3), "GRU has derived weights"),
     ],
 )
 def test_what_has_no_block_says_why_and_is_trained(build: Any, shape: tuple[int, ...], reason: str) -> None:

@@ -1,1 +1,1 @@
-"""h and delta, recorded during forward and backward passes."""
+"""Captures h and delta during forward and backward passes."""

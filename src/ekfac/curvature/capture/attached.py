@@ -1,4 +1,4 @@
-"""The captures that are on models now."""
+"""The captures that are attached to models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTACHED: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 @contextmanager
 def unseen(model: nn.Module) -> Iterator[None]:
-    """Keep the captures that are on the model now from seeing what happens inside."""
+    """Pause all captures that are attached to the model."""
     modules = set(model.modules())
     with ExitStack() as stack:
         for capture in list(ATTACHED):

@@ -1,12 +1,12 @@
-"""Records the input h of each layer in the forward pass and the gradient delta of its output in the backward pass.
+"""Captures the input h of each layer in the forward pass, and its output gradient delta in the backward pass.
 
-A forward hook on every covered module keeps the input and puts a tensor hook on the output. Tensor hooks, unlike full
-backward hooks, are not disturbed by in-place activations. Every forward of the model is one :class:`Record` of ``n``
-examples. All calls of a layer within one record are positions of the same examples, so they are handed on together:
-at once where there was one call and the graph is freed, else when the record is complete.
+A forward hook on every covered module keeps the input and registers a tensor hook on the output. Unlike full backward
+hooks, tensor hooks work with in-place activations. Every forward of the model is one :class:`Record` of ``n`` examples.
+All calls of a layer within one record are positions of the same examples, so they are passed on together: immediately
+if there was one call and the graph is freed, else when the record is complete.
 
-Layers that are called without the model's own forward (``model.encode(x)``) share a record until a backward pass
-reaches it; ``batch(n)`` groups the calls that belong together, and gives their number of examples.
+Layers called outside the model's own forward (``model.encode(x)``) share a record until a backward pass reaches it;
+``batch(n)`` groups calls that belong together and sets their number of examples.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from ekfac.curvature.statistics import refuse, refuse_unaligned
 
 
 class Capture:
-    """Hooks on a model that hand h and delta to a receiver; :meth:`attach` puts them on.
+    """Hooks on a model that pass h and delta to a receiver; :meth:`attach` registers them.
 
     Args:
-        model: The model whose forward counts the examples.
+        model: The model whose forward sets the number of examples.
         receive: Called with all calls of a block in one record.
-        wanted: Whether a block's tensors (for None: any block's) are needed now; else only examples are counted.
-        before_forward: Called when a forward of the model is about to be captured; returns whether to.
-        reaches_parameters: Called within a backward pass: whether it brings a gradient to a block's parameters (for
-            None: to any of the model), and not only to somebody who asks torch.autograd.grad for that of an input.
-        batch_dim: The dimension of the model's input that counts examples.
-        count: Returns the number of examples of a forward, from its arguments; by default the first tensor's.
-        per_example: Whether statistics need each example's own gradient, so that positions of all layers must be
-            assignable to examples. Otherwise they are sums over positions, whoever these belong to.
+        wanted: Returns whether a block's tensors (for None: any block's) are needed now.
+        before_forward: Called before a forward of the model is captured; returns whether to capture it.
+        reaches_parameters: Called within a backward pass; returns whether the pass computes gradients of a block's
+            parameters (for None: of any), rather than, say, only torch.autograd.grad of an input.
+        batch_dim: The dimension of the model's input that is the batch.
+        count: Returns the number of examples from the arguments of a forward; by default, the first tensor sets it.
+        per_example: Whether statistics need per-example gradients, so that positions of all layers must be assignable
+            to examples. Otherwise statistics are sums over positions.
     """
 
     def __init__(
@@ -82,40 +82,41 @@ class Capture:
         self.held, self.batch_dim = Held(), batch_dim
         self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
         self.per_example = per_example
-        #: Who computes the layers together with this process.
+        #: The processes that compute layers together with this one (tensor parallelism).
         self.mesh = Mesh()
-        self.exact_count = True  # N, at every step: of losses of derivatives only layers' hooks can tell it
-        #: Told that a forward is quiet, and that a backward pass has come to its output.
+        #: Whether N must be exact in every step; for losses with derivatives, this needs the layers' hooks.
+        self.exact_count = True
+        #: Called when a forward is quiet (False), and when a backward pass reaches its output (True).
         self.on_quiet: Callable[[bool], None] = lambda come: None
-        #: Told each tensor whose gradient is waited for.
+        #: Called with each output whose gradient is awaited.
         self.on_output: Callable[[Tensor], None] | None = None
-        #: Inside ``statistics()``: backward passes that are not the training loss's.
+        #: Whether inside ``statistics()``, whose backward passes are not the training loss's.
         self.separate = False
         self.examples = 0
         self.separate_examples = 0
         self.fired: set[Block] = set()
         self._handles: list[RemovableHandle] = []
-        #: What a graph holds: as long as somebody holds on to a loss, its graph is there, and the hooks in it.
+        #: For hooks in autograd graphs, which live as long as the loss: they must not keep the capture alive.
         self.me = weakref.ref(self)
         weakref.finalize(self, remove_hooks, self._handles)
         weakref.finalize(self, self.forwards.forget).atexit = False
         self.uses: dict[nn.Module, list[tuple[Block, Layer]]] = {}
         self._blocks: set[Block] = set()
         self._layer_hooks = Mutable([])
-        #: Whether the compiler has come by a hook: what it has made of the model depends on there being hooks.
+        #: Whether the compiler has met a hook; compiled code depends on the presence of hooks, so they stay on.
         self.compiled = False
         self._readings: dict[nn.Module, Reading] = {}
         self._products: dict[nn.Module, Products] = {}
         self._entered = Entered()
-        #: Whether a backward pass that came to a record has always come by the model's outputs; None before the first.
+        #: Whether all backward passes so far went through the model's outputs; None before the first.
         self.by_outputs: bool | None = None
-        #: Blocks and shapes of inputs that have been found to have examples.
+        #: Blocks and input shapes that were checked to have examples.
         self._looked_at: set[tuple[Block, torch.Size]] = set()
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def attach(self, blocks: Iterable[Block]) -> None:
-        """Put the hooks on; a module copied from the model carries them too, and they ignore it."""
+        """Register the hooks. Copies of modules inherit them, but they ignore calls of the copies."""
         self._layer_hooks.restore()
         remove_hooks(self._handles)
         self.uses = {}
@@ -124,7 +125,7 @@ class Capture:
                 self.uses.setdefault(module, []).append((block, layer))
         self._blocks = {block for uses in self.uses.values() for block, _ in uses}
         self.fired &= self._blocks
-        if "torch._dynamo" in sys.modules:  # torch's optimizers import it, so it is there before a model is compiled
+        if "torch._dynamo" in sys.modules:  # always imported by now if a model is compiled: torch's optimizers do so
             run_hooks_in_compiled_models()
         ATTACHED.add(self)
         self.forwards.closed = False
@@ -146,7 +147,7 @@ class Capture:
         self._handles.append(self.model.register_forward_hook(EndHook(me), always_call=True))
 
     def close(self) -> None:
-        """Remove the hooks and let go of what was captured; graphs that are still there are of no interest."""
+        """Remove the hooks and free what was captured; backward passes through existing graphs are ignored."""
         self.forwards.closed = True
         self._layer_hooks.restore()
         remove_hooks(self._handles)
@@ -154,7 +155,7 @@ class Capture:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was captured and not used, a forward that somebody interrupted too."""
+        """Drop everything captured since the last step, including an interrupted forward."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
         if self._layer_hooks.away:
@@ -174,7 +175,7 @@ class Capture:
             self.held.reset()
 
     def finish(self) -> None:
-        """Hand on everything that waited for the rest of its record."""
+        """Pass on everything that waited for the rest of its record."""
         if not self.examples:
             self.examples = self.forwards.adopt_inner()
         for record in self.forwards.records:
@@ -184,7 +185,7 @@ class Capture:
     # --- the forward pass -----------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note that a forward of the model starts."""
+        """Start a forward of the model."""
         if self._entered.under_way:
             self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
@@ -197,19 +198,19 @@ class Capture:
             self.on_quiet(False)
 
     def passed(self) -> None:
-        """Note that a backward pass has brought gradients: one that came to no record began inside the last forward."""
+        """Handle a finished backward pass: if it reached no record, it started inside the last forward."""
         record = self.forwards.here.latest or self.forwards.latest
         if record is not None and record.quiet and not record.reached and not self.separate:
             self.by_outputs = False
             self.reach(record)
 
     def nothing_to_learn(self) -> bool:
-        """Tell whether no layer's calls are needed at this step, and none waits to be seen for the first time."""
+        """Return whether this step needs no layer's calls, and every layer has been seen at least once."""
         unsure = not self.by_outputs and (self.exact_count or self.by_outputs is None)
         return not (unsure or self.separate or self.on_output) and self._blocks <= self.fired and not self.wanted(None)
 
     def end(self, output: Any) -> None:
-        """Note that a forward of the model has ended, well or by an exception."""
+        """End a forward of the model, also after an exception."""
         self.forwards.here.quiet = False
         self._layer_hooks.restore()
         record = self.forwards.end()
@@ -222,17 +223,17 @@ class Capture:
                 capture._come(record)
 
         for tensor in tensors(output):
-            if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
+            if tensor.grad_fn is not None:  # examples count even if no covered layer contributes
                 tensor.register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """Keep a covered layer's input until its output's gradient comes; return what to give out."""
+        """Keep a covered layer's input until its output gradient arrives; return a replacement output, if any."""
         uses = self.uses.get(module)
         if uses is None or not self.forwards.enabled or inside_transform():
             return None
         if module in self._readings:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
-                # A cell's new state is made of its new memory: only a view has the gradient that comes from outside.
+                # An LSTM cell's h depends on its c. A view of c receives only the gradient from outside the cell.
                 output = tuple(t.view_as(t) for t in output)
             watch_whole(self, self._readings[module], uses, args, kwargs, output)
             return output
@@ -243,7 +244,7 @@ class Capture:
         return None
 
     def watch(self, block: Block, layer: Layer, x: Tensor, output: Tensor, arrange: Arrange | None = None) -> None:
-        """Keep ``x``, the input of a block's product ``output``, until the gradient of the output comes."""
+        """Keep ``x``, the input of a block's product ``output``, until the output's gradient arrives."""
         record = self.forwards.record() if output.requires_grad else None
         if record is None:
             return
@@ -266,7 +267,7 @@ class Capture:
         self.wait_for(output, record, block, layer, given, origin)
 
     def wait_for(self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
-        """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
+        """Wait for a product's output gradient; if that pass is itself differentiated, follow the new product."""
         call, me = self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
@@ -279,7 +280,7 @@ class Capture:
         output.register_hook(hook)
 
     def number(self, record: Record, block: Block) -> int:
-        """Count a call of a block within a record; return how many there were before."""
+        """Count a call of a block within a record; return the number of earlier calls."""
         number = record.calls.get(block, 0)
         record.calls[block] = number + 1
         if inside_backward():
@@ -290,12 +291,12 @@ class Capture:
         return tensor.movedim(self.batch_dim, 0)
 
     def _leading(self, layer: Layer, x: Tensor) -> int:
-        """Guess how many examples a layer's input has."""
+        """Guess the number of examples in a layer's input."""
         free = layer.free_dims(x)
         return int(x.size(self.batch_dim if free > self.batch_dim else 0)) if free else 1
 
     def enter(self, module: nn.Module) -> None:
-        """Watch the products of a module that hides them and is about to be called, if any is needed."""
+        """Start watching the products of a module whose hooks do not show them, if any is needed."""
         uses = self.uses.get(module)
         if uses is None or not (self.forwards.enabled and torch.is_grad_enabled()) or inside_transform():
             return
@@ -303,18 +304,18 @@ class Capture:
             self._entered.enter(module, self._products[module])
 
     def leave(self, module: nn.Module) -> None:
-        """Stop watching: the module has been called."""
+        """Stop watching after the module's call."""
         self._entered.leave(module)
 
     def checked(self, block: Block, layer: Layer, x: Tensor, n: int, arrange: Arrange | None = None) -> Input:
-        """Keep an input; refuse one whose positions belong to no example, where that matters."""
+        """Keep an input; if per-example gradients are needed, refuse one whose positions belong to no example."""
         if layer.free_dims(x) == 0:
             arrange = as_batch
         x = x if arrange is None else arrange(x)
         if self.per_example:
             refuse_unaligned(block, layer, x, n)
             if (block, x.shape) not in self._looked_at and layer.shared(x):
-                refuse(block, x, "and counts up, as positions that all examples share do")
+                refuse(block, x, "and holds position indices, which all examples share")
             self._looked_at.add((block, x.shape))
         self.held.add(x)
         return Input(x, arrange)
@@ -322,14 +323,14 @@ class Capture:
     # --- the backward pass ----------------------------------------------------------------------------------------
 
     def counts(self, block: Block | None) -> bool:
-        """Tell whether the backward pass under way is to be captured."""
+        """Return whether to capture the current backward pass."""
         return self.forwards.enabled and (self.separate or self.reaches_parameters(block))
 
     def _come(self, record: Record) -> None:
-        """Note that a backward pass has come to the output of a forward."""
+        """Handle a backward pass that has reached the output of a forward."""
         self.forwards.reach(record)
         if torch.is_grad_enabled():
-            self.by_outputs = False  # which gradients a differentiated pass is after, only layers can tell
+            self.by_outputs = False  # only layers can tell which gradients a differentiated pass computes
         if self.counts(None):
             record.by_output = True
             self.reach(record)
@@ -337,7 +338,7 @@ class Capture:
                 self.on_quiet(True)
 
     def reach(self, record: Record) -> None:
-        """Count the examples of a record that a backward pass has come to, once."""
+        """Count the examples of a record that a backward pass has reached, once."""
         if not self.separate:
             self.forwards.on_backward()
         self.forwards.reach(record)
@@ -351,10 +352,10 @@ class Capture:
             self.examples += record.examples(matters=bool(self._blocks) or self.exact_count)
 
     def arrived(self, record: Record, block: Block, layer: Layer, given: Input, d: Tensor, call: int) -> None:
-        """Take the gradient of a call's output."""
+        """Process the gradient of a call's output."""
         if given.x is None and record.reached and block in self.fired and not self.separate:
             self.forwards.reach(record)
-            return  # nothing that is not known
+            return  # nothing new
         if not self.counts(block):
             return
         self.reach(record)
@@ -371,7 +372,7 @@ class Capture:
         if given.arrange is not None:
             d = given.arrange(d)
         if not x.numel():
-            return  # an expert that no token was sent to
+            return  # an expert without tokens
         keep = keeps and not self.separate
         record.kept |= keep
         alone = record.calls[block] == 1 and block not in record.recomputed and not record.inner
@@ -389,7 +390,7 @@ class Capture:
 
     @contextmanager
     def separate_statistics(self) -> Iterator[None]:
-        """Capture backward passes inside apart from the training loss and its examples."""
+        """Capture backward passes inside separately from the training loss and its examples."""
         self.separate = True
         try:
             yield

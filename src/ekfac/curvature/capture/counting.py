@@ -1,4 +1,4 @@
-"""How many examples a forward of the model has."""
+"""Counts the examples of a forward from the model's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-#: The user's own count: from the arguments of the model's forward to the number of its examples.
+#: A user's function from the arguments of the model's forward to the number of examples.
 Count = Callable[..., int]
 
 
@@ -18,10 +18,10 @@ class Counted:
     """The number of examples, from the model's arguments.
 
     Attributes:
-        n: The number of examples; None where no argument tells, and the first layer that is reached has to.
-        listed: How many tensors the list has in which the first tensor stands: that may be the number of examples too
-            (a list of images), and is if it is what the first layer is given.
-        dims: How many dimensions the tensor has that was counted by.
+        n: The number of examples; None if no argument shows it, and the first covered layer has to.
+        listed: If the first tensor is in a list, the length of that list. It is taken as the number of examples (as in
+            a list of images) if the first layer's input confirms it.
+        dims: The number of dimensions of the tensor that set n.
     """
 
     n: int | None
@@ -30,9 +30,9 @@ class Counted:
 
 
 def count_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: int) -> Counted:
-    """Count by the first tensor that has the dimension of examples; a single number (a time, for example) has none.
+    """Read the number of examples off the first tensor with a batch dimension, preferring those of several elements.
 
-    A packed sequence knows its number of examples.
+    A single number (a time, for example) has no batch dimension; a packed sequence knows its number of examples.
     """
     single: Counted | None = None
     for value in (*args, *kwargs.values()):

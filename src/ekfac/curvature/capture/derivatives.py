@@ -1,4 +1,4 @@
-"""Losses that have derivatives of the network inside: the products with weights that those derivatives make."""
+"""Captures products with weights that are made by derivatives of the network inside the loss."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
 
 
-#: Where an input comes from: a node of autograd's graph, or itself; None where it has no gradient.
+#: Where an input comes from: a node of autograd's graph, or a leaf tensor; None if it needs no gradient.
 Origin = Node | Tensor | None
 
 
 def origin_of(x: Tensor) -> Origin:
-    """Return where an input comes from; that holds on to no other tensor."""
+    """Return where an input comes from, without keeping the input itself alive."""
     return (x.grad_fn or x) if x.requires_grad else None
 
 
 def follow(
     capture: Capture, record: Record, block: Block, layer: Layer, given: Input, origin: Origin, d: Tensor
 ) -> None:
-    """Watch the product of the weight with ``d``, which a pass that is differentiated has brought.
+    """Watch the product of the weight with ``d``, the output gradient in a pass that is itself differentiated.
 
-    What the product is cannot be seen, but the gradient of the layer's input can, of which it is a part: the gradient
-    of the one is that of the other. Where the pass does not come to that, it is after the weight's: an inner batch's.
+    The product cannot be observed, but it is a summand of the input's gradient, so the gradients with respect to both
+    are equal. A pass that does not reach the input computes the weight's gradient, as for an inner batch (MAML).
     """
     if not _comes_to(origin):
         record.inner |= not (capture.separate or capture.reaches_parameters(block))
@@ -55,24 +55,24 @@ def follow(
 
 
 def _comes_to(origin: Origin) -> bool:
-    """Tell whether the pass under way will come to where an input comes from."""
+    """Return whether the current pass will reach the origin of an input."""
     if origin is None:
         return False
     try:
         node = get_gradient_edge(origin).node if isinstance(origin, Tensor) else origin
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        return True  # it is what the pass was asked for
+        return True  # it is an input of torch.autograd.grad
 
 
 def call_of(layer: Layer, x: Tensor, d: Tensor, before: Call | None = None) -> Call:
-    """Return the call of a layer that was given ``x`` and whose output has the gradient ``d``.
+    """Return the call of a layer with input ``x`` and output gradient ``d``.
 
     Args:
         layer: The layer.
-        x: What it was given.
-        d: What has come back.
-        before: The same call, if an earlier pass has come to it.
+        x: Its input.
+        d: Its output gradient.
+        before: The same call from an earlier backward pass, whose gradient is added.
     """
     if layer.transposed and isinstance(layer, DerivativeLayer):
         return Call(layer, d if before is None else before.x + d, x)

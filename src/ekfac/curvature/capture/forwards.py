@@ -1,4 +1,4 @@
-"""Which examples a call belongs to: every forward of the model is a record, and calls outside of one share one."""
+"""Assigns calls to records: every forward of the model has one, and calls outside of a forward share one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ekfac.curvature.capture.records import Record
 
 
 class UnderWay(threading.local):
-    """What one thread is in the middle of: another may evaluate the model meanwhile.
+    """The state of one thread; another may evaluate the model at the same time.
 
     Attributes:
-        current: The record of the forward that is under way.
-        loose: That of layers that are called without the model's own forward.
-        latest: That of the last forward.
-        depth: How many forwards of the model are under way within each other.
-        in_batch: Whether ``batch()`` is.
-        quiet: Whether the forward tells no more than its number of examples, so that hooks on layers do nothing.
+        current: The record of the current forward.
+        loose: The record of layers called outside the model's forward.
+        latest: The record of the last forward.
+        depth: The depth of nested forwards of the model.
+        in_batch: Whether inside ``batch()``.
+        quiet: Whether only the number of examples is needed, so that hooks on layers do nothing.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class UnderWay(threading.local):
 
 
 class Forwards:
-    """The forwards of a model since the last step, and those that are under way.
+    """The forwards of a model since the last step, including current ones.
 
     Args:
         model: The model.
-        before_forward: Called when a forward is about to be captured; returns whether to.
-        hand_on: Called with a record that can receive no more.
-        batch_dim: The dimension of the model's input that counts examples.
-        count: Returns the number of examples of a forward, from its arguments; by default the first tensor's.
+        before_forward: Called before a forward is captured; returns whether to capture it.
+        hand_on: Called with a record that is complete.
+        batch_dim: The dimension of the model's input that is the batch.
+        count: Returns the number of examples from the arguments of a forward; by default, the first tensor sets it.
     """
 
     def __init__(
@@ -60,34 +60,34 @@ class Forwards:
         self.records: list[Record] = []
         self._before_forward = before_forward
         self.hand_on = hand_on
-        #: Called when the model's forward, or ``batch()``, begins with gradients: nothing of it has been computed yet.
+        #: Called before the model's forward with gradients, or ``batch()``, computes anything.
         self.on_begin: Callable[[], None] = lambda: None
-        #: Called in its place where it is not captured, as the whole model is frozen.
+        #: Called instead if the forward is not captured because the whole model is frozen.
         self.on_frozen: Callable[[], None] = lambda: None
-        #: Called whenever a backward pass of the training loss has come to a layer or an output.
+        #: Called whenever a backward pass of the training loss reaches a layer or an output.
         self.on_backward: Callable[[], None] = lambda: None
         self._batch_dim = batch_dim
         self._count_by = count
         self.here = UnderWay()
         self.closed = False
-        #: How often each thread has paused.
+        #: The depth of nested ``paused()``, by thread.
         self._paused: Counter[int] = Counter()
-        #: The record that each backward pass has come to last; torch runs a pass in several threads.
+        #: The last record that each backward pass has reached, by pass, as torch runs a pass in several threads.
         self.reached_by: dict[int, Record] = {}
         self.latest: Record | None = None
 
     @property
     def enabled(self) -> bool:
-        """Whether forwards and backwards of this thread are captured."""
+        """Whether forward and backward passes of this thread are captured."""
         if not self._paused or self.closed:
             return not self.closed
-        # A thread of torch's own, which runs a part of a backward pass, belongs to whoever has paused.
+        # autograd's own threads are assumed to work for the thread that has paused.
         ours = not isinstance(threading.current_thread(), threading._DummyThread)
         return ours and threading.get_ident() not in self._paused
 
     @property
     def any_reached(self) -> bool:
-        """Whether a backward pass has come to one."""
+        """Whether a backward pass has reached any record."""
         return any(record.reached for record in self.records)
 
     @contextmanager
@@ -103,35 +103,35 @@ class Forwards:
                 del self._paused[thread]
 
     def busy_elsewhere(self) -> bool:
-        """Tell whether there are records of another thread, whose backward pass may be under way."""
+        """Return whether there are records of another thread, whose backward pass may be running."""
         thread = threading.get_ident()
         return any(record.thread != thread for record in self.records)
 
     def forget(self) -> None:
-        """Let go of what records hold: graphs that are still there keep these alive."""
+        """Free the tensors in records, which live as long as the graphs."""
         for record in self.records:
             record.waiting = {}
 
     def adopt_inner(self) -> int:
-        """Count batches whose gradients were differentiated, where there are no others: a penalty on gradients."""
+        """Count batches whose gradients were differentiated, if there are no others (as with a gradient penalty)."""
         inner = [record for record in self.records if record.inner and record.reached]
         for record in inner:
             record.inner = False
         return sum(record.examples() for record in inner)
 
     def list(self, record: Record) -> None:
-        """Look after a record; one that was dropped comes back when a backward pass reaches it."""
+        """Track a record; a dropped one is tracked again when a backward pass reaches it."""
         if not record.listed:
             record.listed = True
             self.records.append(record)
 
     def reach(self, record: Record) -> None:
-        """Note that the backward pass under way has come to a record."""
+        """Record that the current backward pass has reached a record."""
         self.reached_by[torch._C._current_graph_task_id()] = record
 
     @contextmanager
     def batch(self, n: int) -> Iterator[None]:
-        """Take all calls inside as of the same ``n`` examples, whether or not the model's own forward is called."""
+        """Assign all calls inside to the same ``n`` examples, whether or not the model's own forward is called."""
         here = self.here
         if here.in_batch:
             raise RuntimeError("batch() cannot be used within batch()")
@@ -147,18 +147,18 @@ class Forwards:
             here.current, here.depth, here.in_batch = None, 0, False
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
-        """Count the examples of a forward of the model that starts; return its record if it gets one."""
+        """Start a forward of the model and count its examples; return its record if it gets one."""
         here = self.here
         if here.depth and not here.in_batch and calls_under_way(self.model) < 2:
-            here.current, here.depth = None, 0  # the one that it was within has been interrupted
+            here.current, here.depth = None, 0  # the enclosing forward was interrupted
         here.depth += 1
         if here.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return None
         if torch.compiler.is_exporting():
             return None
         if inside_backward():
-            # Checkpointing computes a forward again: one that has a record, or, in its reentrant form, one that ran
-            # without gradients before.
+            # Activation checkpointing recomputes a forward. In its reentrant form, that forward ran without gradients
+            # before and has no record yet.
             if torch._C._current_graph_task_id() in self.reached_by:
                 return None
         elif not self._before_forward():
@@ -171,7 +171,7 @@ class Forwards:
         return here.current
 
     def end(self) -> Record | None:
-        """Return the record of a forward that has ended, well or by an exception; None if it has none."""
+        """End a forward, also after an exception; return its record, if it has one."""
         here = self.here
         here.depth = max(0, here.depth - 1)
         if here.depth:
@@ -180,11 +180,11 @@ class Forwards:
         return record
 
     def record(self) -> Record | None:
-        """Return the record that a call under way belongs to; None if it is not to be captured."""
+        """Return the record that the current call belongs to; None if it is not to be captured."""
         here = self.here
         if here.current is not None:
             return here.current
-        if inside_backward():  # activation checkpointing calls layers again: the same examples once more
+        if inside_backward():  # activation checkpointing calls layers again, on the same examples
             latest = self.reached_by.get(torch._C._current_graph_task_id()) or here.latest or self.latest
             if latest is not None:
                 return latest
@@ -197,7 +197,7 @@ class Forwards:
         return here.loose
 
     def _new(self, counted: Counted) -> Record:
-        # Records whose graph is gone cannot receive any more: hand them on before their successors add to memory.
+        # Records whose graph is gone are complete: pass them on to free memory before new ones add to it.
         for record in self.records:
             if record.reached and not record.kept and not record.inner:
                 self.hand_on(record)

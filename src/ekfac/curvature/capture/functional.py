@@ -1,4 +1,4 @@
-"""Sees the products that a module computes with its own parameters by torch's functions, where no hook can."""
+"""Captures products that a module computes by torch's functions with its own parameters, which hooks cannot see."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 def _attention() -> types.FunctionType:
-    """Copy torch's attention, which hands itself over as a whole to whoever watches, so that its own calls are seen.
+    """Return a copy of torch's attention function whose inner calls reach a ``TorchFunctionMode``.
 
-    Made anew each time, so that it calls what ``torch.nn.functional`` holds now.
+    The original dispatches to the mode as a whole. The copy is made anew each time, to call the current functions in
+    ``torch.nn.functional``.
     """
     original = F.multi_head_attention_forward
     names = {**vars(F), "has_torch_function": lambda tensors: False}
@@ -41,39 +42,39 @@ _STACKED |= {F.grouped_mm} if hasattr(F, "grouped_mm") else set()
 
 
 class Entered(threading.local):
-    """Modules whose products this thread watches, in the order of their calls."""
+    """The modules whose products this thread watches, in the order of their calls."""
 
     def __init__(self) -> None:
         self.under_way: list[tuple[nn.Module, Products]] = []
 
     def enter(self, module: nn.Module, products: Products) -> None:
-        """Watch the products of a module that is about to be called."""
+        """Start watching the products of a module before its call."""
         products.__enter__()  # type: ignore[no-untyped-call]
         self.under_way.append((module, products))
 
     def leave(self, module: nn.Module) -> None:
-        """Stop watching: the module has been called."""
+        """Stop watching after the module's call."""
         if self.under_way and self.under_way[-1][0] is module:
             _, products = self.under_way.pop()
             products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def leave_interrupted(self) -> None:
-        """Stop watching modules whose calls were interrupted (by Ctrl-C), which skips the hooks after them."""
+        """Stop watching modules whose calls were interrupted (by Ctrl-C), so that their LeaveHook did not run."""
         while self.under_way and not calls_under_way(self.under_way[-1][0]):
             self.leave(self.under_way[-1][0])
 
 
 class Attention(threading.local):
-    """The number of examples of the attention that this thread is within."""
+    """The number of examples in this thread's current attention call; None outside of one."""
 
     examples: int | None = None
 
 
 class Products(TorchFunctionMode):
-    """While entered, hands each product with a parameter of a module, or with some of its rows, to the capture.
+    """While entered, passes each product with a module's parameter, or with some of its rows, to the capture.
 
     Args:
-        capture: Who is told.
+        capture: The capture.
         module: The module.
         uses: The module's blocks.
     """
@@ -81,14 +82,14 @@ class Products(TorchFunctionMode):
     def __init__(self, capture: Capture, module: nn.Module, uses: list[tuple[Block, Layer]]) -> None:
         super().__init__()
         self._capture = weakref.ref(capture)
-        #: Where each block's parameters are: under fully_shard the module holds others while it is called.
+        #: The places of each block's parameters, because fully_shard replaces the parameters during calls.
         self._places = [
             (module.get_submodule(role.rpartition(".")[0])._parameters, role.rpartition(".")[2], block, layer)
             for block, layer in uses
             for role in block.parameters
         ]
         self._rows: dict[tuple[Block, int], Layer] = {}
-        #: Attention puts time first, and flattens it with the examples before its last projection.
+        #: Attention has time first, and flattens time and batch before its last projection.
         self._attention = Attention()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,24 +115,24 @@ class Products(TorchFunctionMode):
         where: Tensor | None = None,
         **options: Any,
     ) -> None:
-        """Note that ``output`` is ``input`` times ``weight``, ``[out, in]`` or a stack of such matrices."""
+        """Handle ``output`` = ``input`` times ``weight``, ``[out, in]`` or a stack of such matrices."""
         capture = self._capture()
         if capture is None:
             return
         examples = self._attention.examples
         arrange = None if examples is None else partial(_examples_first, examples)
-        if where is None and weight.dim() == input.dim() == 3:  # a stack of inputs too, one for each matrix
+        if where is None and weight.dim() == input.dim() == 3:  # a stack of inputs too, one per matrix
             where = torch.arange(1, len(weight) + 1, device="cpu") * input.shape[1]
         found = self._find(weight, where)
         if found is not None:
             capture.watch(*found, input, output, arrange)
         shift = self._find(bias, None) if isinstance(bias, Tensor) else None
-        # Where the weight is not the block's own (but a masked copy, for example), neither is the product.
+        # If the weight is not the block's own (but a masked copy, for example), neither is the product.
         if shift is not None and not (isinstance(shift[1], LinearLayer) and shift[1].widths) and shift != found:
             capture.watch(*shift, input, output, arrange)
 
     def _find(self, tensor: Tensor, where: Tensor | None) -> tuple[Block, Layer] | None:
-        """Find the block of a parameter, or of the parameter that a tensor is some rows of."""
+        """Find the block of a parameter, or of the parameter of which a tensor is a view of some rows."""
         held = {id(places.get(name)): (block, layer) for places, name, block, layer in self._places}
         base = tensor if id(tensor) in held else tensor._base
         if base is None or id(base) not in held:
@@ -156,5 +157,5 @@ class Products(TorchFunctionMode):
 
 
 def _examples_first(examples: int, tensor: Tensor) -> Tensor:
-    """Return ``[T, N, D]`` or ``[T N, D]`` with its N examples first."""
+    """Bring the N examples of ``[T, N, D]`` or ``[T N, D]`` to the front."""
     return tensor.reshape(-1, examples or 1, tensor.shape[-1]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The hooks of a capture, and what they ask torch about the pass under way."""
+"""The hooks of a capture, and queries about the current forward or backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Hook(ABC):
-    """A hook that does not keep the capture alive, nor drag it along when a model is copied or saved."""
+    """A hook with only a weak reference to the capture, which is not copied or saved with the model."""
 
     def __init__(self, capture: weakref.ref[Capture]) -> None:
         self._capture = capture
@@ -28,17 +28,17 @@ class _Hook(ABC):
         return self._capture()
 
     def __call__(self, *args: Any) -> Any:
-        # What the compiler traces it would run once, and capture nothing.
+        # If the compiler traced the hook, it would run only once, during tracing.
         if torch.compiler.is_dynamo_compiling():
             return _outside(self, args)
-        return None if torch._C._get_tracing_state() else self.run(*args)  # nor has torch.jit.trace anything to train
+        return None if torch._C._get_tracing_state() else self.run(*args)  # do nothing under torch.jit.trace
 
     @abstractmethod
     def run(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Do what the hook is for."""
+        """Run the hook."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__name__":  # torch.jit.script asks for it, of every hook
+        if name == "__name__":  # torch.jit.script reads it from every hook
             raise AttributeError(
                 "an optimizer of ekfac has hooks on this model, which torch.jit.script cannot compile: script it after "
                 "opt.close(), or use torch.compile or torch.export, which leave hooks out"
@@ -53,21 +53,21 @@ class _Hook(ABC):
 
 
 def _outside(hook: _Hook, args: tuple[Any, ...]) -> Any:
-    """Run a hook where the compiler does not see it; :func:`run_hooks_in_compiled_models` keeps it out of here."""
+    """Run a hook outside of compiled code; :func:`run_hooks_in_compiled_models` disables compilation of this."""
     if hook.capture is not None:
         hook.capture.compiled = True
     return hook.run(*args)
 
 
 def _nothing() -> None:
-    """Stand in for the capture in an unpickled hook, which has none."""
+    """Return None, in place of the weak reference of an unpickled hook."""
 
 
 class ForwardHook(_Hook):
-    """After a call of a layer."""
+    """Runs after a call of a layer."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
-        # Torch leaves kwargs out where the hook is being taken off at this moment, since its capture is gone.
+        # torch omits kwargs if the hook is being removed at this moment, after its capture was deleted.
         capture = self._capture()
         return (
             None if capture is None or capture.forwards.here.quiet else capture.called(module, args, *kwargs_and_output)
@@ -75,7 +75,7 @@ class ForwardHook(_Hook):
 
 
 class EnterHook(_Hook):
-    """Before a call of a module that hides its products."""
+    """Runs before a call of a module whose products are captured through torch's functions."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.capture is not None:
@@ -83,7 +83,7 @@ class EnterHook(_Hook):
 
 
 class LeaveHook(_Hook):
-    """After it."""
+    """Runs after such a call."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None:
@@ -91,7 +91,7 @@ class LeaveHook(_Hook):
 
 
 class BeginHook(_Hook):
-    """Before a forward of the whole model."""
+    """Runs before a forward of the whole model."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if self.capture is not None and module is self.capture.model:
@@ -99,7 +99,7 @@ class BeginHook(_Hook):
 
 
 class EndHook(_Hook):
-    """After a forward of the whole model."""
+    """Runs after a forward of the whole model."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.capture is not None and module is self.capture.model:
@@ -107,21 +107,21 @@ class EndHook(_Hook):
 
 
 class Mutable:
-    """Hooks that can be taken away for a while: one that is not there costs nothing.
+    """Hooks that can be removed temporarily, to save the cost of calling them.
 
     Args:
-        handles: Of the hooks.
+        handles: The handles of the hooks.
     """
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
-        #: Those that are away, with where they belong.
+        #: The removed hooks, with the dicts and keys they belong to.
         self.away: list[tuple[dict[int, Any], int, Any]] = []
-        #: The threads that have asked.
+        #: The threads that have called :meth:`mute`.
         self._threads: set[int] = set()
 
     def mute(self, muted: bool) -> None:
-        """Take them away, where no other hook is beside one and no other thread may need them; or put them back."""
+        """Remove hooks that are the only ones in their dict, unless several threads use them; or restore all."""
         self._threads.add(threading.get_ident())
         if not muted or len(self._threads) > 1:
             self.restore()
@@ -132,7 +132,7 @@ class Mutable:
                     self.away.append((there, key, there.pop(key)))
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the removed hooks."""
         for hooks, key, hook in reversed(self.away):
             hooks[key] = hook
         self.away.clear()
@@ -140,29 +140,29 @@ class Mutable:
 
 @functools.cache
 def run_hooks_in_compiled_models() -> None:
-    """Keep the compiler out of the hooks, and let it see whether a model has any.
+    """Keep the compiler out of the hooks, and make it guard on their presence.
 
-    What it traces it would run once, and capture nothing. And it takes models that differ in their hooks alone for the
-    same, unless told to look: what it had compiled for one without hooks, it would then run in place of ours. So it is
-    told, and what it compiled before that is dropped, to be compiled anew when it is next called.
+    If it traced a hook, the hook would run only once. And by default it does not distinguish models that differ only in
+    their hooks, so it would reuse code compiled for a model without hooks. This turns the guard on, and drops code
+    compiled before, which is compiled anew when it is next called.
     """
     global _outside
     _outside = torch.compiler.disable(_outside)
-    for room in ("ekfac.curvature", "ekfac.optim"):  # a compiled training step would compile each of them, for minutes
-        torch._dynamo.trace_rules.add(room)
+    for package in ("ekfac.curvature", "ekfac.optim"):  # compiling all of this in a training step would take minutes
+        torch._dynamo.trace_rules.add(package)
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     torch._dynamo.reset()
 
 
 def remove_hooks(handles: list[RemovableHandle]) -> None:
-    """Take hooks off."""
+    """Remove hooks."""
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
 def calls_under_way(module: nn.Module) -> int:
-    """Return how many calls of a module this thread is within."""
+    """Return the number of calls of a module on this thread's stack."""
     count, frame = 0, sys._getframe()
     while frame is not None:
         count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
@@ -171,15 +171,15 @@ def calls_under_way(module: nn.Module) -> int:
 
 
 def inside_backward() -> bool:
-    """Tell whether this thread is executing a backward pass."""
+    """Return whether this thread is executing a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def inside_transform() -> bool:
-    """Tell whether a transform of torch.func is under way: its gradients are returned, and never reach ``.grad``."""
+    """Return whether inside a torch.func transform, whose gradients are returned and never reach ``.grad``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def keeps_graph() -> bool:
-    """Tell whether the backward pass under way keeps its graph, so that a second one may follow."""
+    """Return whether the current backward pass retains its graph, so that another may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,4 +1,4 @@
-"""What layers take and give, made whole: of tensor parallel's pieces, and of tensors in tensors."""
+"""Converts layers' inputs and outputs to plain tensors: from shards of tensor parallelism, and from nested tensors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor, nn
 
 
 class Mesh:
-    """The processes that compute layers together, all on the same examples; known once a layer was called so."""
+    """The processes that compute layers together on the same examples; known after the first such call."""
 
     def __init__(self) -> None:
         self._mesh: Any = None
 
     @property
     def size(self) -> int:
-        """How many processes see the same examples."""
+        """The number of processes with the same examples."""
         return 1 if self._mesh is None else int(self._mesh.size())
 
     @property
     def first(self) -> bool:
-        """Whether this is the first of them, which speaks for all."""
+        """Whether this is the first of them, which provides the statistics."""
         return self._mesh is None or not any(self._mesh.get_coordinate())
 
     def note(self, output: Any) -> None:
-        """Remember over which processes a layer's output is spread, if it is."""
+        """Record the mesh over which a layer's output is distributed, if it is."""
         if type(output) is Tensor or not hasattr(output, "device_mesh"):
             return
         if self._mesh is None:
@@ -38,9 +38,9 @@ class Mesh:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return all of a tensor of which each process has a piece, or a summand; once it has arrived.
+    """Return the full tensor of a sharded or partial DTensor, waiting for it to arrive.
 
-    Of a nested one, the rows of all its parts: that examples have unlike numbers of them does not matter to factors.
+    Nested tensors are concatenated: factors do not depend on how many rows each example has.
     """
     if tensor.is_nested:
         return torch.cat(tensor.unbind())
@@ -52,9 +52,9 @@ def whole(tensor: Any) -> Tensor:
 
 
 def gives_out_pieces(module: nn.Module, model: nn.Module) -> bool:
-    """Tell whether tensor parallel may give out a module's output in another form than the module computes.
+    """Return whether tensor parallelism may return a module's output in another layout than the module computes.
 
-    Where its parameters are merely stored in pieces, by ``fully_shard`` over one dimension, it does not.
+    It does not if parameters are merely stored in shards, by ``fully_shard`` over one dimension.
     """
     meshes = [p.device_mesh for p in module.parameters(recurse=False) if hasattr(p, "device_mesh")]
     if not meshes:

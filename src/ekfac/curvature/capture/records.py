@@ -1,4 +1,4 @@
-"""What a capture keeps of a forward pass until the backward pass has brought the rest."""
+"""What a capture keeps of a forward pass until its backward pass."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ekfac.curvature.layers.base import Call
 
 #: Receives all calls of one block in one record, once: (block, calls, n).
 Receiver = Callable[[Block, list[Call], int], None]
-#: Brings the examples of a tensor to the front.
+#: Moves the examples of a tensor to the front.
 Arrange = Callable[[Tensor], Tensor]
 
 
 class Held:
-    """Counts the bytes of captured tensors that are referred to, a storage that several layers read only once."""
+    """Counts the bytes of captured tensors; a storage that several layers read counts once."""
 
     def __init__(self) -> None:
         self._references: dict[int, int] = {}
-        #: Bytes that are held now.
+        #: The current bytes.
         self.now = 0
-        #: The most that was held at one time so far.
+        #: The peak so far.
         self.peak = 0
 
     def add(self, tensor: Tensor) -> None:
@@ -39,7 +39,7 @@ class Held:
         references[address] = known + 1
 
     def remove(self, tensor: Tensor) -> None:
-        """Discount a tensor that is let go."""
+        """Discount a tensor that is freed."""
         storage, references = tensor.untyped_storage(), self._references
         address = storage.data_ptr()
         left = references.get(address, 0) - 1
@@ -56,28 +56,28 @@ class Held:
             self.add(call.d)
 
     def remove_calls(self, calls: Iterable[Call]) -> None:
-        """Count those of calls that are let go."""
+        """Discount inputs and output gradients of calls that are freed."""
         for call in calls:
             self.remove(call.x)
             self.remove(call.d)
 
     def reset(self) -> None:
-        """Begin again from nothing kept."""
+        """Reset the count to zero."""
         self._references.clear()
         self.now = 0
 
 
 class Input:
-    """A layer's input, kept by the hook that waits for its output's gradient, and no longer than that.
+    """A layer's input, kept until the gradient of its output arrives.
 
-    The hook itself lives as long as the graph: as long as somebody holds on to the loss.
+    The hook that holds this object lives as long as the graph, and so as long as the loss.
     """
 
     def __init__(self, x: Tensor | None, arrange: Arrange | None = None) -> None:
         self.x = x
-        #: What brings the examples of the output's gradient to the front, where they are not there.
+        #: Moves the examples of the output's gradient to the front, if necessary.
         self.arrange = arrange
-        #: The input within autograd's graph, where a pass that is differentiated may come to it.
+        #: The input within autograd's graph, if a differentiated pass may reach it.
         self.source: Tensor | None = None
         self._version = self._current_version()
 
@@ -86,54 +86,54 @@ class Input:
 
     @property
     def changed(self) -> bool:
-        """Whether it was changed in place since; autograd does not mind where autocast has made a copy of it."""
+        """Whether it was changed in place since; autograd does not detect this if autocast copied it."""
         return self._current_version() != self._version
 
 
 class Record:
-    """One forward of the model: its examples, and what the backward pass has brought of it so far."""
+    """One forward of the model: its examples, and the output gradients that have arrived so far."""
 
     def __init__(self, counted: Counted) -> None:
         self._counted = counted
         self.thread = threading.get_ident()
-        #: None until the first layer that is reached has counted them, where the model's input cannot.
+        #: The number of examples; None until the first covered layer sets it, if the model's input does not.
         self.n = None if counted.listed is not None else counted.n
-        #: How often each block's layers were called; more calls than one must be summed before they are squared.
+        #: The number of calls of each block; several calls must be summed before squaring.
         self.calls: dict[Block, int] = {}
-        #: Gradients that wait for the rest of their record, by the number of the call.
+        #: Gradients that wait for the rest of their record, by call number.
         self.waiting: dict[Block, dict[int, Call]] = {}
-        #: Whether a backward pass has reached this record, in general and within ``statistics()``.
+        #: Whether a backward pass has reached this record: of the training loss, and within ``statistics()``.
         self.reached = False
         self.reached_separately = False
-        #: Whether one has come by the model's outputs.
+        #: Whether one went through the model's outputs.
         self.by_output = False
         #: Whether hooks on layers did nothing in this forward.
         self.quiet = False
-        #: The graph was kept, so a second backward pass may add to these gradients.
+        #: Whether the graph was retained, so that another backward pass may add to these gradients.
         self.kept = False
-        #: Blocks called again within the backward pass (checkpointing): more of their calls may come later in it.
+        #: Blocks called again within the backward pass (checkpointing), of which more calls may follow.
         self.recomputed: set[Block] = set()
-        #: Its gradients were differentiated, as those of MAML's inner batch: part of other examples' loss, none itself.
+        #: Whether its gradients were differentiated, as for MAML's inner batch, and are part of another batch's loss.
         self.inner = False
-        #: Whether the capture looks after it; one that was dropped is, once more, when a backward pass reaches it.
+        #: Whether the capture tracks it; a dropped one is tracked again when a backward pass reaches it.
         self.listed = False
 
     def settle(self, leading: int) -> int:
-        """Settle N, now that a layer is called with, as far as it can tell, so many examples in its input."""
+        """Determine N, given the number of examples that a layer's input appears to have."""
         if self.n is None:
             known, listed = self._counted.n, self._counted.listed
             self.n = leading if known is None or leading == listed else known
         return self.n
 
     def counted_by_features(self, x: Tensor) -> bool:
-        """Tell whether one example, without a dimension that counts them, is all that the model was given."""
+        """Return whether the model was given a single example without a batch dimension."""
         return self.n is not None and self.n > 1 and len(x) == self.n and self._counted.dims == x.dim()
 
     def examples(self, matters: bool = True) -> int:
-        """Return N, when a backward pass comes; 0 for a batch whose gradients are a part of another's loss.
+        """Return N; 0 for a batch whose gradients are part of another batch's loss.
 
         Args:
-            matters: Whether anything reads it; else what nobody can count is one.
+            matters: Whether N is used; if not, an unknown N is 1 instead of an error.
         """
         if self.inner:
             return 0
@@ -149,7 +149,7 @@ class Record:
 
 
 def hand_on(receive: Receiver, held: Held, record: Record) -> None:
-    """Hand on the gradients that waited for the rest of their record."""
+    """Pass on the gradients that waited for the rest of their record."""
     for block, calls in record.waiting.items():
         receive(block, list(calls.values()), record.examples())
         held.remove_calls(calls.values())
@@ -157,7 +157,7 @@ def hand_on(receive: Receiver, held: Held, record: Record) -> None:
 
 
 def refuse_changed(block: Block) -> NoReturn:
-    """Raise, as an input is no longer what the layer has read."""
+    """Raise because an input was changed after the layer had read it."""
     raise RuntimeError(
         f"layer '{block.name}': its input was changed in place after the layer had read it, so it cannot be captured: "
         f"change a copy, or exclude=['{block.name}']"

@@ -1,4 +1,4 @@
-"""Modules that are read as a whole, once the gradients of all their outputs are there: recurrent ones, for example."""
+"""Captures modules that are read as a whole (such as recurrent ones), once the gradients of all outputs exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watch_whole(
     kwargs: Mapping[str, Any],
     output: Any,
 ) -> None:
-    """Keep what a reading needs of a call until the gradients of all its outputs are there."""
+    """Keep what a reading needs of a call until the gradients of all its outputs exist."""
     outputs = [t for t in tensors(output) if t.requires_grad]
     record = capture.forwards.record() if outputs else None
     if record is None:
@@ -44,7 +44,7 @@ def watch_whole(
             capture.on_output(tensor)
 
     me = capture.me
-    del capture  # which a graph must not keep alive
+    del capture  # the graph must not keep it alive
 
     def hook(grads: Sequence[Tensor | None]) -> None:
         if (capture := me()) is None:

@@ -1,4 +1,4 @@
-"""The Fisher of a model over a dataset, and its approximations, as operators."""
+"""The Fisher of a model over a dataset, exact or approximated, as an operator."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def fisher(
     .. math::
         G = \frac1N \sum_n E[g_n g_n^T], \quad g_n = \nabla_\theta \, l_n
 
-    with l_n the loss of example n, and the expectation over the label given (``empirical``), over labels drawn from the
-    model (``sampled``) or over all labels (``exact``: C - 1 backward passes for C classes).
+    with l_n the loss of example n. The expectation is over the given label (``empirical``), over labels drawn from the
+    model (``sampled``), or over all labels (``exact``: C - 1 backward passes for C classes).
 
-    The data is streamed: once, or twice for EKFAC (A and B, then s* in their eigenbasis). The model is evaluated in
-    evaluation mode, on its device, and is left as it was found.
+    The data is streamed once, or twice for EKFAC (A and B, then s* in their eigenbasis). The model runs in evaluation
+    mode on its device, and is left unchanged.
 
     Example:
         >>> import torch, ekfac
@@ -73,17 +73,17 @@ def fisher(
         model: The model; parameters with ``requires_grad`` count.
         batches: A loader or any iterable of batches: (inputs, target), (input, ..., input, target), or a mapping with
             its target under "labels", "label", "targets", "target" or "y". The first dimension of the first tensor
-            counts examples.
-        loss: A function of (output, target) that gives one loss per example or their mean; or "categorical" (classes in
-            the last dimension), "bernoulli" (logits) or "gaussian" (unit variance), summed over an example's terms;
+            is the batch.
+        loss: A function of (output, target) that returns one loss per example or their mean; or "categorical" (classes
+            in the last dimension), "bernoulli" (logits) or "gaussian" (unit variance), summed over an example's terms;
             or torch's CrossEntropyLoss, BCEWithLogitsLoss or MSELoss.
         approximation: "full" (all parameters together), "block" (exact within each layer), "diagonal", "kfac" or
-            "ekfac"; in the last two, parameters without a layer that has factors keep their diagonal.
+            "ekfac"; with the last two, parameters without a covered layer get their diagonal.
         estimate: "empirical", "sampled" or "exact"; the last two need a likelihood.
-        draws: Labels drawn for each example, for "sampled".
-        seed: Where the draws start.
+        draws: The number of labels drawn per example, for "sampled".
+        seed: The seed of the draws.
         sharing: "expand" or "reduce": how the positions of one example enter A and B.
-        sua: Take the taps of a convolution as uncorrelated; None for those that EKFAC takes so by default.
+        sua: Treat the taps of a convolution as uncorrelated; None uses the optimizers' default.
         include: Names or patterns of layers that get factors; all by default.
         exclude: Names or patterns of layers that do not.
         max_factor_dim: A side wider than this is kept diagonal.
@@ -152,7 +152,7 @@ def layout_of(model: nn.Module) -> Layout:
 def evaluation_copy(
     model: nn.Module, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
-    """Return the model in evaluation mode, copied where dtype or device ask for it, and what inputs are cast to."""
+    """Yield the model in evaluation mode, copied if dtype or device differ, and the dtype to cast inputs to."""
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"dtype={dtype!r} is not allowed. Allowed: torch.float32, torch.float64, None")
     first = next(model.parameters())
@@ -172,7 +172,7 @@ def evaluation_copy(
 
 
 def exact_parts(data: Data, blocks: Sequence[Block], *, together: bool) -> tuple[list[Part], int]:
-    """Compute the Fisher itself, over all parameters or block by block, from per-example gradients; and N."""
+    """Compute the exact Fisher, over all parameters or block by block, from per-example gradients; return N too."""
     layout = layout_of(data.model)
     cut = [("all parameters", layout.names)] if together else [
         (block.name, tuple(block.parameter_names.values())) for block in blocks
@@ -190,7 +190,7 @@ def exact_parts(data: Data, blocks: Sequence[Block], *, together: bool) -> tuple
 
 
 def structured_parts(data: Data, blocks: Sequence[Block], approximation: str, sharing: str) -> tuple[list[Part], int]:
-    """Compute diagonal, KFAC or EKFAC of the covered layers, and the diagonal of the rest; and N."""
+    """Compute the diagonal, KFAC or EKFAC of covered layers, and the diagonal of the rest; return N too."""
     covered = [block for block in blocks if block.covered]
     rest = [block for block in blocks if not block.covered]
     names = [name for block in rest for name in block.parameter_names.values()]
@@ -227,11 +227,11 @@ def eigenbases(
     rows: ExampleGradients | None,
     add_rows: Callable[[Tensor], None],
 ) -> tuple[dict[Block, Basis], int]:
-    """Take a first pass for A and B of every layer, and their eigenvectors; and N."""
+    """Make a pass over the data for A and B; return their eigenbases and N."""
     sums: dict[Block, statistics.FactorSums] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int, again: bool) -> None:
-        if again and not any(call.layer.transposed for call in passes[0]):  # A has these inputs already
+        if again and not any(call.layer.transposed for call in passes[0]):  # A already includes these inputs
             add_outputs(sums[block], block, passes, n, sharing, data.memory)
             return
         sums[block] = statistics.factor_sums(block, passes[0], n, sharing, data.memory, passes[1:], sums.get(block))
@@ -240,7 +240,7 @@ def eigenbases(
     bases = {}
     for block in blocks:
         total = sums.pop(block, None)
-        if total is None:  # a layer that the loss does not depend on
+        if total is None:  # the loss does not depend on this layer
             bases[block] = plain_basis(block, 0.0)
             continue
         U_A, S_A = eigenvectors(block, "A", total.A.div_(total.terms), block.diagonal_A)
@@ -252,7 +252,7 @@ def eigenbases(
 def add_outputs(
     sums: statistics.FactorSums, block: Block, passes: Sequence[Sequence[Call]], n: int, sharing: str, memory: int
 ) -> None:
-    """Add to B what further backward passes brought, over inputs that A has already."""
+    """Add further backward passes to B; A already includes their inputs."""
     with factors.full_precision(block.key.device):
         for calls in passes:
             for cut, count in statistics.cuts(block, calls, n, memory):
@@ -262,7 +262,7 @@ def add_outputs(
 
 
 def eigenvectors(block: Block, side: str, matrix: Tensor, diagonal: bool) -> tuple[Tensor | None, Tensor]:
-    """Return U and S of a factor, which is made symmetric in place; no U for a side that is kept diagonal."""
+    """Return U and S of a factor, which is symmetrised in place; U is None for a diagonal side."""
     if diagonal:
         return None, matrix.clamp(min=0)
     factors.mirror(matrix)
@@ -281,7 +281,7 @@ def second_moments(
     rows: ExampleGradients | None = None,
     add_rows: Callable[[Tensor], None] | None = None,
 ) -> tuple[dict[Block, Tensor], int]:
-    """Take a pass for s*, the mean of squared gradients in given bases; and N."""
+    """Make a pass over the data for s*, the mean squared gradients in given bases; return N too."""
     sums: dict[Block, Tensor] = {}
 
     def receive(block: Block, passes: Sequence[Sequence[Call]], n: int, again: bool) -> None:
@@ -293,14 +293,14 @@ def second_moments(
 
 
 def plain_basis(block: Block, value: float = 1.0) -> Basis:
-    """Return the identity, with all eigenvalues alike."""
+    """Return the identity basis with all eigenvalues equal to ``value``."""
     s = block.shape
     ones = torch.full((s.groups, s.inputs + s.out), value, dtype=block.dtype, device=block.key.device)
     return Basis(s, None, None, ones[:, : s.inputs], ones[:, s.inputs :])
 
 
 def order_of(block: Block) -> Tensor | None:
-    """Return which entry of a block's parameters stands at each place of ``[G, O, C]``; None if they agree."""
+    """Return the index of the parameter entry at each place of ``[G, O, C]``; None if the orders agree."""
     at, numbers = 0, {}
     for role, p in block.parameters.items():
         numbers[role] = torch.arange(at, at + p.numel(), device="cpu").reshape(p.shape)

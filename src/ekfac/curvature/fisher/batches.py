@@ -1,4 +1,4 @@
-"""Reading data: what of a batch goes into the model, what is its target, and a bar when it takes long."""
+"""Reads data: splits batches into model arguments and target, and shows a progress bar."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-#: Keys of a mapping under which its target is looked for.
+#: Keys under which a mapping's target is looked up.
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments for the model, the target (None where there is none), and the number n of examples."""
+    """The model's arguments, the target (None if there is none), and the number n of examples."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -29,14 +29,14 @@ class Batch:
 def read_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, needs_target: bool) -> Batch:
     """Split a batch into the model's arguments and the target, on the model's device.
 
-    A sequence is (inputs, target) or (input, input, ..., target), where inputs may themselves be a sequence or a
-    mapping; a mapping holds its target under "labels", "label", "targets", "target" or "y", and the rest are keyword
-    arguments of the model; a single tensor has no target.
+    A sequence is (inputs, target) or (input, input, ..., target), where inputs may be a sequence or a mapping. A
+    mapping has its target under "labels", "label", "targets", "target" or "y"; the rest are keyword arguments of the
+    model. A single tensor has no target.
 
     Args:
-        batch: What the loader gave.
-        device: Where the model is.
-        dtype: What floating-point tensors are cast to; None leaves them.
+        batch: The batch from the loader.
+        device: The model's device.
+        dtype: The dtype to cast floating-point tensors to; None leaves them.
         needs_target: Whether a batch without a target is an error.
     """
 
@@ -74,7 +74,7 @@ def read_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, need
             f"a mapping with its target under one of {', '.join(TARGET_KEYS)}"
         )
     if not kwargs and isinstance(target, Tensor) and all(isinstance(x, Tensor) for x in args):
-        args, target = tuple(move(x) for x in args), move(target)  # the usual case, without the cost of the general one
+        args, target = tuple(move(x) for x in args), move(target)  # fast path for the usual case
     else:
         args, kwargs, target = tree_map_only(Tensor, move, (args, kwargs, target))
     first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
@@ -84,11 +84,11 @@ def read_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, need
 
 
 class Progress:
-    """A bar on the terminal: after three seconds where stderr is one, always, or never.
+    """A progress bar: always, never, or on a terminal after three seconds.
 
     Args:
         wanted: True, False, or None for "when it takes long".
-        passes: How many passes over the data there will be.
+        passes: The number of passes over the data.
     """
 
     PATIENCE = 3.0
@@ -103,7 +103,7 @@ class Progress:
         self._width = 0
 
     def over(self, batches: Iterable[Any], whole: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, counted; ``whole`` may know how many there are."""
+        """Yield the batches and show progress; ``whole`` may have a length."""
         self.current += 1
         total = len(whole) if isinstance(whole, Sized) else None
         for i, batch in enumerate(batches):

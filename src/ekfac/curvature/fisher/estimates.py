@@ -1,4 +1,4 @@
-"""Empirical, sampled, exact: from a model's output and the labels to the gradients that make up the Fisher."""
+"""Estimates of the Fisher (empirical, sampled, exact), as gradients with respect to a model's output."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ekfac.curvature.fisher.likelihoods import Likelihood, Loss, likelihood_of
 
 ESTIMATES = ("empirical", "sampled", "exact")
 
-#: A gradient with respect to each tensor of the model's output (None where there is none).
+#: A gradient with respect to each tensor of the model's output, or None.
 Cotangents = list[Tensor | None]
 
 
 class Estimate:
-    """Which gradients stand for an example.
+    """Computes the gradients that represent an example in the Fisher.
 
     Args:
         loss: A function of (output, target), a likelihood's name or one of torch's losses.
         kind: "empirical", "sampled" or "exact".
-        draws: Labels drawn for each example, for "sampled".
-        seed: Where the draws start; every pass over the data draws the same labels from the same batches.
+        draws: The number of labels drawn per example, for "sampled".
+        seed: The seed of the draws; every pass over the data draws the same labels.
     """
 
     def __init__(self, loss: Loss, kind: str, draws: int, seed: int) -> None:
@@ -54,11 +54,11 @@ class Estimate:
         return self.kind == "empirical"
 
     def restart(self) -> None:
-        """Draw from the start again: a new pass over the data begins."""
+        """Reset the random draws for a new pass over the data."""
         self._generator = None
 
     def passes(self, output: Any, target: Any, n: int) -> Iterator[Cotangents]:
-        """Yield gradients with respect to the output's tensors, one list for each backward pass that is needed."""
+        """Yield gradients with respect to the output's tensors, one list per backward pass."""
         leaves, spec = tree_flatten(output)
         if self.likelihood is None:
             apart = [
@@ -99,7 +99,7 @@ class Estimate:
             yield likelihood.draw(z, live, n, self._generator) / math.sqrt(self.draws)
 
     def _function_total(self, output: Any, target: Any, n: int) -> Tensor:
-        """Sum l_n over examples, from a function that gives one loss per example or their mean."""
+        """Sum l_n over examples, from a function that returns one loss per example or their mean."""
         assert callable(self.loss)
         value = self.loss(output, target)
         if not isinstance(value, Tensor):
@@ -117,7 +117,7 @@ class Estimate:
         return value.sum() if value.dim() else value * n
 
     def _check_mean(self, output: Any, target: Any, value: Tensor, n: int) -> None:
-        """Refuse a loss that is a sum: giving every example twice doubles it, and leaves losses and their mean."""
+        """Refuse a loss that is a sum: repeating every example doubles it, but leaves per-example losses and means."""
 
         def twice(t: Tensor) -> Tensor:
             return torch.cat([t, t]) if t.dim() and t.shape[0] % n == 0 else t
@@ -137,7 +137,7 @@ class Estimate:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the output's tensor, or its ``logits`` where it is an object or a mapping."""
+    """Return the output tensor, or the ``logits`` of an object or a mapping."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif not isinstance(output, Tensor):

@@ -1,13 +1,13 @@
 """Distributions of the label given a model's output: categorical, Bernoulli, Gaussian; and plain loss functions.
 
 Every estimate of the Fisher is a list of gradients with respect to the model's output f. With g_n the gradient of
-example n's loss, G = mean over n of E[g_n g_n^T], and the expectation is over
+example n's loss, G = mean over n of E[g_n g_n^T], where the expectation is over
 
-* ``empirical``: the label given: one gradient;
+* ``empirical``: the given label: one gradient;
 * ``sampled``: k labels drawn from the model: k gradients, each divided by sqrt(k);
 * ``exact``: all labels: the columns of a square root of the output's covariance. An example with several independent
-  terms (pixels, tokens) needs the columns of every term by themselves: gradients of different terms have mean zero
-  and are independent, so that no cross term is left.
+  terms (pixels, tokens) needs the columns of each term separately: gradients of different terms have mean zero and are
+  independent, so there are no cross terms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Likelihood(ABC):
     """A distribution of labels given the model's output; the loss is its negative logarithm.
 
     Args:
-        mean: Whether an example's terms are averaged as torch's losses do, rather than summed.
+        mean: Whether an example's terms are averaged, as in torch's losses, rather than summed.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Likelihood(ABC):
 
     @abstractmethod
     def gradient(self, output: Tensor, target: Tensor, n: int) -> Tensor:
-        """Return the gradient of the sum of l_n at the labels given, shaped like the output."""
+        """Return the gradient of the sum of l_n for the given labels, shaped like the output."""
 
     def live_terms(self, output: Tensor, target: Any) -> Tensor | None:
-        """Return a mask of the terms that have a loss, by the target's marks; None where all have."""
+        """Return a mask of the terms with a loss, according to the target; None if all have one."""
         return None
 
     @abstractmethod
@@ -52,16 +52,16 @@ class Likelihood(ABC):
 
     @abstractmethod
     def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
-        """Yield tensors like the output whose outer products, example by example, sum to E[g_n g_n^T]."""
+        """Yield tensors like the output whose outer products sum, for each example, to E[g_n g_n^T]."""
 
 
 class Categorical(Likelihood):
     """Logits of C classes.
 
     Args:
-        class_dim: Where the classes are: last, as in ``torch.distributions``, or 1, as in ``CrossEntropyLoss``.
-        mean: Average over the batch's terms instead of summing an example's.
-        ignore_index: Labels that mark terms without a loss.
+        class_dim: The dimension of the classes: -1, as in ``torch.distributions``, or 1, as in ``CrossEntropyLoss``.
+        mean: Average over the batch's terms instead of summing over an example's.
+        ignore_index: The label of terms without a loss.
     """
 
     name = "categorical"
@@ -137,11 +137,11 @@ class Categorical(Likelihood):
 def covariance_column(log_p: Tensor, k: int) -> Tensor:
     """Return column k of the C - 1 columns of the Cholesky factor of diag(p) - p p^T, along the last dimension.
 
-    Class k is decided against those after it. With t_k = p_k+1 + ... + p_C the column is 0 above k,
-    sqrt(p_k t_k / t_k-1) at k, and -p_j / t_k times that below. Everything is formed from logarithms, as the t_k of
-    a confident network are tiny.
+    Each column decides between class k and those after it. With t_k = p_k+1 + ... + p_C, the column is 0 above k,
+    sqrt(p_k t_k / t_k-1) at k, and -p_j / t_k times that below. Everything is computed from logarithms, because the
+    t_k of a confident network are tiny.
     """
-    log_p = log_p.clamp(min=-1e4)  # a masked class has log p = -inf; differences of two of those are undefined
+    log_p = log_p.clamp(min=-1e4)  # masked classes have log p = -inf, whose differences are undefined
     after = log_p[..., k + 1 :].logsumexp(-1, keepdim=True)
     here = log_p[..., k : k + 1]
     head = (0.5 * (here + after - torch.logaddexp(here, after))).exp()
@@ -152,7 +152,7 @@ def covariance_column(log_p: Tensor, k: int) -> Tensor:
 
 
 class Bernoulli(Likelihood):
-    """Independent logits, one of them a term."""
+    """Independent logits, each of which is a term."""
 
     name = "bernoulli"
 
@@ -171,7 +171,7 @@ class Bernoulli(Likelihood):
         return (p - torch.bernoulli(p, generator=generator)) * self._weight(output, n)
 
     def columns(self, output: Tensor, live: Tensor | None, n: int) -> Iterator[Tensor]:
-        # p (1 - p) from sigmoids of both signs keeps its digits where p is near 1.
+        # p (1 - p) as a product of two sigmoids is accurate even for p near 1.
         root = (output.sigmoid() * (-output).sigmoid()).sqrt() * self._weight(output, n)
         return _term_by_term(root, root.reshape(n, -1, 1))
 
@@ -240,7 +240,7 @@ Loss = str | nn.Module | Callable[[Any, Any], Tensor]
 
 
 def likelihood_of(loss: Loss) -> Likelihood | None:
-    """Return the likelihood that a name or one of torch's losses stands for; None for any other function."""
+    """Return the likelihood of a name or one of torch's losses; None for any other function."""
     if isinstance(loss, str):
         if loss not in LIKELIHOODS:
             known = ", ".join(map(repr, LIKELIHOODS))

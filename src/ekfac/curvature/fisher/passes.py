@@ -1,4 +1,4 @@
-"""One pass over the data: forward, the backward passes that the estimate asks for, what they bring of each layer."""
+"""Passes over the data: forward passes, the estimate's backward passes, and each layer's calls in them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ekfac.curvature.fisher.estimates import Cotangents, Estimate
 from ekfac.curvature.fisher.per_example import ExampleGradients
 from ekfac.curvature.layers.base import Call
 
-#: Bytes that temporary tensors may take: a few caches' worth on a CPU, where more is not faster.
+#: Bound in bytes on temporary tensors: a few caches' worth on a CPU, where more is not faster.
 MEMORY = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
-#: Receives a block's calls in one forward, with what one or more backward passes over it brought, and whether their
-#: inputs were handed over before: (block, passes, n, again).
+#: Receives a block's calls in one forward for one or more backward passes, and whether their inputs were received
+#: before: (block, passes, n, again).
 PassReceiver = Callable[[Block, Sequence[Sequence[Call]], int, bool], None]
 
 #: Receives rows ``[some, P]`` of per-example gradients.
@@ -39,9 +39,9 @@ class Data:
     Args:
         model: The model.
         batches: A loader or any other iterable of batches.
-        estimate: Which gradients stand for an example.
-        dtype: What floating-point inputs are cast to; None leaves them.
-        progress: The bar.
+        estimate: The estimate of the Fisher.
+        dtype: The dtype to cast floating-point inputs to; None leaves them.
+        progress: The progress bar.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Data:
         return read_batch(batch, self.device, self.dtype, self.estimate.needs_target)
 
     def _first(self) -> Batch:
-        """Return the first batch; the pass that follows goes on from it, so that an iterator loses nothing."""
+        """Return the first batch; the next pass starts with it, so that an iterator loses nothing."""
         if self._begun is None:
             iterator = iter(self.batches)
             try:
@@ -90,12 +90,12 @@ class Data:
         rows: ExampleGradients | None = None,
         receive_rows: RowReceiver | None = None,
     ) -> int:
-        """Go over the data once.
+        """Make one pass over the data.
 
         Args:
-            blocks: Blocks whose layers' calls are handed to ``receive``.
+            blocks: Blocks whose calls are passed to ``receive``.
             receive: See :data:`PassReceiver`.
-            rows: What computes per-example gradients, where some are wanted.
+            rows: Computes per-example gradients, if wanted.
             receive_rows: See :data:`RowReceiver`.
 
         Returns:
@@ -130,7 +130,7 @@ class Data:
         return total
 
     def silent_layers(self, blocks: Sequence[Block]) -> list[Block]:
-        """Try the first batch: does each layer's gradient pass through its calls, whole?
+        """Check on the first batch that each layer's calls account for its whole gradient.
 
         Returns:
             Blocks that have a gradient although their layers are never called.
@@ -174,7 +174,7 @@ class Data:
 
 
 def with_last(items: Iterator[Cotangents]) -> Iterator[tuple[Cotangents, bool]]:
-    """Yield each item, and whether it is the last."""
+    """Yield each item with whether it is the last."""
     current = next(items, None)
     while current is not None:
         following = next(items, None)
@@ -183,11 +183,11 @@ def with_last(items: Iterator[Cotangents]) -> Iterator[tuple[Cotangents, bool]]:
 
 
 class Grouped:
-    """Collects the backward passes of one forward, so that what depends on the inputs alone is done once for all.
+    """Groups the backward passes over one forward, so that work on the inputs is done once for several passes.
 
     Args:
-        receive: Gets each block's passes.
-        memory: Half of these bytes may wait at any time, and twice as many to bring three passes of a block together.
+        receive: Receives each block's passes.
+        memory: Half of these bytes may be held; up to twice as many to group three passes of a block.
     """
 
     def __init__(self, receive: PassReceiver, memory: int) -> None:
@@ -199,8 +199,8 @@ class Grouped:
         self._n = 0
 
     def receive(self, block: Block, calls: list[Call], n: int) -> None:
-        """Keep a pass; hand on what gains least by waiting when it is much."""
-        # Several calls arrive in the order of the backward pass, and not all of them in every pass.
+        """Hold a pass; when too much is held, pass on the block that gains least from grouping."""
+        # Calls arrive in the order of the backward pass, and not every pass reaches all of them.
         calls = sorted(calls, key=lambda call: id(call.x))
         self._n = n
         self._held.setdefault(block, {}).setdefault(tuple(id(call.x) for call in calls), []).append(calls)
@@ -223,14 +223,14 @@ class Grouped:
             self._seen.add((block, inputs))
 
     def finish(self) -> None:
-        """Hand on everything: the forward is over."""
+        """Pass on everything at the end of a forward."""
         for block in list(self._held):
             self._flush(block)
         self._seen.clear()
 
 
 def _gain(block: Block) -> float:
-    """Compare what waiting saves, the inputs' columns, with what it holds, the outputs'."""
+    """Return what grouping saves (columns of inputs) relative to what it holds (outputs)."""
     return block.shape.columns / block.shape.out
 
 
@@ -238,13 +238,13 @@ def _gain(block: Block) -> float:
 def captured(
     model: nn.Module, blocks: Sequence[Block], receive: Callable[[Block, list[Call], int], None]
 ) -> Iterator[tuple[Capture, list[GradientEdge]]]:
-    """Hand h and delta to ``receive`` by hooks; yield the places in the graph where the deltas arise."""
+    """Pass h and delta to ``receive`` by hooks; yield the edges of the graph at which the deltas arise."""
     edges: list[GradientEdge] = []
     capture = Capture(model, receive)
 
     def remember(output: Tensor) -> None:
-        # The edge stays where it is when an in-place activation overwrites the output. Activation checkpointing calls
-        # layers again within the backward pass; the graph that counts is the first.
+        # The edge remains valid if an in-place activation overwrites the output. Activation checkpointing calls layers
+        # again within the backward pass; only the first graph counts.
         if not inside_backward():
             edges.append(get_gradient_edge(output))
 
@@ -269,7 +269,7 @@ def backward(
         return (None,) * len(inputs)
     return torch.autograd.grad(
         [leaf for leaf, _ in pairs],
-        inputs,  # type: ignore[arg-type]  # tensors and edges may be mixed
+        inputs,  # type: ignore[arg-type]  # a mix of tensors and edges is allowed
         [c for _, c in pairs],
         retain_graph=retain,
         allow_unused=True,

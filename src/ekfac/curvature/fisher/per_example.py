@@ -1,4 +1,4 @@
-"""Per-example gradients of any module, for matrices that are exact and for parameters that no layer covers."""
+"""Per-example gradients of any module, for exact matrices and for parameters that no layer covers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ekfac.curvature.fisher.estimates import Cotangents
 
 
 class ExampleGradients:
-    """Rows ``[examples x passes, P]``: each example's gradient for each backward pass, parameters side by side.
+    """Rows ``[examples x passes, P]``: each example's gradient in each backward pass, parameters concatenated.
 
-    ``torch.func.vmap`` does a few examples at once; a module that it cannot trace is called with one at a time.
+    ``torch.func.vmap`` processes several examples at once; a module that it cannot trace is called with one at a time.
 
     Args:
         model: The model.
-        names: The parameters whose gradients are wanted.
-        memory: Bytes that the rows handed out at once may take.
+        names: The parameters whose gradients are needed.
+        memory: Bound in bytes on the rows yielded at once.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], memory: int) -> None:
@@ -37,13 +37,13 @@ class ExampleGradients:
         self._checked = False
 
     def enough(self, passes: Sequence[Cotangents]) -> bool:
-        """Tell whether so many passes already fill the memory for a single example, or by themselves."""
+        """Return whether these passes fill the memory, with a single example's rows or by themselves."""
         mine = sum(c.numel() * c.element_size() for one in passes for c in one if c is not None)
         return len(passes) * self._each >= self.memory or 2 * mine >= self.memory
 
     @property
     def _each(self) -> int:
-        """Bytes for one row: itself and what vmap needs beside it."""
+        """Bytes per row, including vmap's temporaries."""
         return 3 * self.size * max(p.element_size() for p in self.parameters.values())
 
     def rows(self, batch: Batch, passes: Sequence[Cotangents]) -> Iterator[Tensor]:
@@ -61,7 +61,7 @@ class ExampleGradients:
             self._checked = True
 
     def _piece(self, batch: Batch, passes: Sequence[Cotangents], start: int, stop: int) -> Tensor:
-        # What counts examples is decided by the whole batch: a piece may have the size of something else.
+        # Find batch dimensions in the whole batch: a piece's size could coincide with another dimension.
         dims = tree_map(lambda x: 0 if _by_example(x, batch.n) else None, (batch.args, batch.kwargs))
         inputs = _select((batch.args, batch.kwargs), dims, slice(start, stop))
         cotangents = [
@@ -120,7 +120,7 @@ class ExampleGradients:
         return torch.stack(rows)
 
     def _check(self, batch: Batch, passes: Sequence[Cotangents], total: Tensor, length: float) -> None:
-        """Check that rows add up to the batch's own gradient: not so where examples meet within the model."""
+        """Check that rows sum to the batch's gradient, which fails if examples interact within the model."""
         wanted = list(self.parameters.values())
         with torch.enable_grad():
             leaves = tree_leaves(self.model(*batch.args, **batch.kwargs))
@@ -133,8 +133,8 @@ class ExampleGradients:
         finest = max(torch.finfo(p.dtype).eps for p in wanted)
         if float((total - _flat(wanted, found).double()).norm()) > 1e3 * finest * length:
             raise ValueError(
-                "the gradients of single examples do not add up to the gradient of their batch: examples meet within "
-                "the model (as batch normalisation without running statistics), so there is no Fisher of this kind"
+                "per-example gradients do not sum to the gradient of their batch: examples interact within the model "
+                "(as in batch normalisation without running statistics), so there is no Fisher of this kind"
             )
 
 
@@ -143,16 +143,16 @@ def _by_example(x: Any, n: int) -> bool:
 
 
 def _select(inputs: Any, dims: Any, which: slice | None) -> Any:
-    """Select some examples of all inputs that have examples; with None, give each a first dimension of one."""
+    """Select some examples of all inputs with a batch dimension; with None, add a batch dimension of one instead."""
     return tree_map(lambda x, dim: x if dim is None else x[which], inputs, dims)
 
 
 def _split(cotangent: Tensor, n: int) -> Tensor:
-    """Turn ``[k n, ...]`` into ``[n, k, ...]``: what belongs to each example."""
+    """Reshape ``[k n, ...]`` to ``[n, k, ...]``, the entries of each example."""
     return cotangent.reshape(n, cotangent.shape[0] // n, *cotangent.shape[1:])
 
 
 def _flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Put gradients side by side, zeros where there is none."""
+    """Concatenate gradients, with zeros for missing ones."""
     pairs = zip(parameters, gradients, strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).detach().flatten() for p, g in pairs])

@@ -1,1 +1,1 @@
-"""Kinds of layers: what each makes of its input and of its output's gradient."""
+"""Kinds of layers: how each turns its input and output gradient into h and delta."""

@@ -1,8 +1,8 @@
-"""``nn.MultiheadAttention``: its projections, which it hands to ``F.linear`` where no hook sees them.
+"""The projections of ``nn.MultiheadAttention``, which calls ``F.linear`` directly, without triggering hooks.
 
-The packed projection is one matrix of 3 x embedding rows. Where query, key and value are the same tensor all rows have
-the same input; where they differ, each call concerns some of the rows, and the others have no gradient in it. Separate
-projections (``kdim``, ``vdim``) are a block each, and their joint bias is one too.
+The packed projection is one matrix of 3 x embedding rows. If query, key and value are the same tensor, all rows have
+the same input. If they differ, each call concerns only some of the rows; the others get no gradient from it. Separate
+projections (``kdim``, ``vdim``) are a block each, and so is their joint bias.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ class ProjectionLayer(LinearLayer):
         return widths, biases, len(next(iter(parameters.values())))
 
     def has(self, name: str) -> bool:
-        """Tell whether the module has this parameter: it may be made without biases."""
+        """Return whether the module has this parameter: biases are optional."""
         owner, _, last = name.rpartition(".")
         return self.module.get_submodule(owner)._parameters.get(last) is not None

@@ -1,4 +1,4 @@
-"""What a layer makes of its input and of its output's gradient: h, delta and the layout of its gradient.
+"""How a layer turns its input and output gradient into h and delta, and lays out its gradient as matrices.
 
 Every covered layer is brought into one form. Its gradient is a stack of matrices ``[G, O, C]``:
 
@@ -9,8 +9,8 @@ Every covered layer is brought into one form. Its gradient is a stack of matrice
 
 An example's gradient is the sum over positions ``s`` of ``delta_s h_s^T``, with ``h`` of shape ``[N, S, G, C]`` and
 ``delta`` of shape ``[N, S, G, O]``. A new kind of layer is one subclass of :class:`Layer` and one line in
-``blocks.KINDS``. A module whose parameters make several blocks (attention, recurrent layers) has several *parts*; how
-capture gets at their h and delta is set by :attr:`Layer.reading` and :attr:`Layer.seen_through_linear`.
+``blocks.KINDS``. A module whose parameters form several blocks (attention, recurrent layers) has several *parts*;
+:attr:`Layer.reading` and :attr:`Layer.seen_through_linear` set how their h and delta are captured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 
 class Reading(ABC):
-    """Reads the calls of a module whose h and delta are not simply its input and the gradient of its output.
+    """Reads the calls of a module whose h and delta are not simply its input and output gradient.
 
     Args:
         module: The module.
@@ -55,7 +55,7 @@ class Reading(ABC):
 
     @abstractmethod
     def examples(self, kept: Sequence[Tensor]) -> int:
-        """Guess how many examples a call has; for models whose input does not tell."""
+        """Guess the number of examples in a call, for models whose input does not show it."""
 
     @abstractmethod
     def read(self, kept: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -63,44 +63,45 @@ class Reading(ABC):
 
         Args:
             kept: What :meth:`keep` returned, detached.
-            grads: The gradients of the module's output tensors, in their order; None where there is none.
+            grads: The gradients of the module's output tensors, in order; None if there is none.
         """
 
 
 class Layer(ABC):
-    """One kind of module, or one part of it, seen as ``delta h^T`` summed over positions.
+    """One kind of module, or one part of it, whose gradient is ``delta h^T`` summed over positions.
 
     Args:
         module: The module whose calls are read.
-        roles: Names of the module's parameters that are trained ("weight", "bias").
-        sua: Whether a convolution's taps are taken as uncorrelated.
+        roles: Names of the module's trained parameters ("weight", "bias").
+        sua: Whether to treat a convolution's taps as uncorrelated.
     """
 
-    #: The bias column is last in I; E is 1 only where SUA gives the bias a basis of its own.
+    #: A bias column is last in I; E is 1 only if SUA gives the bias its own basis.
     shape: BlockShape
-    #: A is diagonal by construction, so its basis is the identity and it is kept as a vector.
+    #: Whether A is diagonal by construction; its basis is then the identity, and it is kept as a vector.
     diagonal_inputs: ClassVar[bool] = False
-    #: This use enters the weight transposed (an embedding tied to an output layer).
+    #: Whether this use is with the transposed weight (an embedding tied to an output layer).
     transposed: ClassVar[bool] = False
-    #: The output is the product of the weight with the input, or with windows of it, and a bias.
+    #: Whether the output is the product of the weight with the input, or windows of it, plus a bias.
     linear: ClassVar[bool] = False
-    #: Sums for A and B can be taken of half-precision inputs and output gradients as they are.
+    #: Whether the sums for A and B can be computed from half-precision inputs and output gradients.
     takes_half: ClassVar[bool] = False
-    #: torch sums this kind's gradients in half precision where its parameters are, so that they are only roughly right.
+    #: Whether torch sums the gradients of half-precision parameters in half precision, so that they are inaccurate.
     rough_in_half: ClassVar[bool] = False
-    #: Examples can be read a few at a time (not where they meet in the batch's statistics).
+    #: Whether examples can be processed in chunks (not in batch-norm, where they interact).
     splittable: ClassVar[bool] = True
-    #: What reads a call, where it is not the first input and the gradient of the only output; one for all parts.
+    #: Reads a call if h and delta do not follow from the first input and the only output's gradient; one for all parts.
     reading: ClassVar[type[Reading] | None] = None
-    #: The module hides its products from hooks: they are seen where it calls ``F.linear`` with its parameters.
+    #: Whether calls are captured where the module calls ``F.linear`` with its parameters, as hooks do not see them.
     seen_through_linear: ClassVar[bool] = False
-    #: Each group has rows of its own: :meth:`sums_of_calls` and :meth:`probe_of_calls` stand for :meth:`positions`.
+    #: Whether groups have separate rows, so that :meth:`sums_of_calls` and :meth:`probe_of_calls` replace
+    #: :meth:`positions`.
     scattered: ClassVar[bool] = False
-    #: What modules have that :meth:`supports` refuses, for :func:`ekfac.summary`.
+    #: Describes modules that :meth:`supports` refuses, for :func:`ekfac.summary`.
     unsupported_form: ClassVar[str] = "no block in this form"
-    #: Which part of the module this is; "" where it has only one.
+    #: Which part of the module this is; empty if it has only one.
     part: str = ""
-    #: Whether a loss was seen that has derivatives of the network inside, and so further products with the weight.
+    #: Whether a loss with derivatives of the network, and so further products with the weight, was seen.
     differentiated: bool = False
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
@@ -110,12 +111,12 @@ class Layer(ABC):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether this class can represent the module exactly."""
+        """Return whether this class can represent the module exactly."""
         return True
 
     @classmethod
     def parts(cls, module: nn.Module) -> Mapping[str, Sequence[str]]:
-        """Return the parameters of each part that has a block of its own, by their names in the module."""
+        """Return the names of the parameters of each part; every part has its own block."""
         return {"": ("weight", "bias")}
 
     @classmethod
@@ -124,20 +125,20 @@ class Layer(ABC):
         return cls(module, roles, sua=sua)
 
     def has_examples(self, x: Tensor, n: int) -> bool:
-        """Tell whether an input's leading dimension counts n examples, or their positions, example by example."""
+        """Return whether an input's leading dimension consists of n examples, each with one or more positions."""
         return n > 0 and len(x) % n == 0
 
     def shared(self, x: Tensor) -> bool:
-        """Tell whether an input is seen to be one that all examples share; reads its numbers."""
+        """Return whether an input's values show that all examples share it (such as position indices)."""
         return False
 
     def free_dims(self, x: Tensor) -> int:
-        """Return how many leading dimensions of an input count examples and positions, and not features."""
+        """Return the number of leading dimensions of an input that are examples and positions, not features."""
         return 1
 
     @property
     def mode(self) -> Hashable:
-        """What the layer makes of a call depends on besides the call: whether it trains, and where its buffers lie."""
+        """Everything besides a call that h and delta depend on: training mode and the buffers' addresses."""
         module = self.module
         if not module._buffers:
             return module.training
@@ -145,15 +146,15 @@ class Layer(ABC):
 
     @abstractmethod
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Return h ``[n, S, G, C]`` and delta ``[n, S, G, O]`` of ``n`` examples (leading dimension k n)."""
+        """Return h ``[n, S, G, C]`` and delta ``[n, S, G, O]`` of ``n`` examples (x has leading dimension k n)."""
 
     def deltas(self, x: Tensor, d: Tensor, n: int) -> Tensor:
-        """Return delta alone, for callers that have h already or do not need it."""
+        """Return delta alone, for callers that do not need h."""
         return self.positions(x, d, n)[1]
 
     @abstractmethod
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Bring tensors shaped like the trained parameters into the form ``[G, O, C]``."""
+        """Lay out tensors shaped like the trained parameters as ``[G, O, C]``."""
 
     @abstractmethod
     def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
@@ -166,21 +167,21 @@ class Layer(ABC):
         return f"kronecker {inputs} x {s.out}" + (f", {s.groups} groups" if s.groups > 1 else "")
 
     def positions_per_example(self, d: Tensor, n: int) -> int:
-        """Return the number S of positions that one example has in this call."""
+        """Return S, the number of positions per example in this call."""
         return d.numel() // (n * self.shape.groups * self.shape.out)
 
     def numbers_per_position(self) -> int:
-        """Return how many numbers h and delta take at one position of one example."""
+        """Return the number of entries of h and delta at one position of one example."""
         return self.shape.groups * (self.shape.columns + self.shape.out)
 
     @property
     def direct_inputs(self) -> bool:
-        """Whether :meth:`input_sum_directly` knows a way to A without forming h."""
+        """Whether :meth:`input_sum_directly` can compute A without forming h."""
         return False
 
     @property
     def reads_whole_inputs(self) -> bool:
-        """Whether it knows a way that is worth it for half-precision inputs alone."""
+        """Whether all of the input enters h as it is, so that half-precision inputs can be used directly."""
         return False
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
@@ -188,7 +189,7 @@ class Layer(ABC):
         raise NotImplementedError(f"{type(self).__name__} has direct_inputs, so it must have input_sum_directly")
 
     def thinned(self, x: Tensor, d: Tensor, n: int) -> tuple[int, Call] | None:
-        """Return every so many-th example of a call that is not splittable, and its stride; None for all of them."""
+        """Return a stride and every stride-th example of a call that is not splittable; None to use all of them."""
         return None
 
     def inputs_of_alike(self, x: Tensor) -> Tensor:
@@ -202,15 +203,15 @@ class Layer(ABC):
     def sums_of_calls(
         self, calls: Sequence[Call], dtype: torch.dtype, diagonal_A: bool, diagonal_B: bool
     ) -> tuple[Tensor, int, Tensor]:
-        """Return the sum that gives A, the number of its terms, and the sum that gives B."""
+        """Return A's sum, its number of terms, and B's sum."""
         raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have sums_of_calls")
 
     def probe_of_calls(self, calls: Sequence[Call], columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`probe` of all rows of some calls."""
+        """Return :meth:`probe` for all rows of some calls."""
         raise NotImplementedError(f"{type(self).__name__} is scattered, so it must have probe_of_calls")
 
     def squared_inputs(self, x: Tensor, d: Tensor) -> tuple[Tensor, int]:
-        """Sum h^2 over all positions, and count its entries; for kinds that a tied weight may join."""
+        """Sum h^2 over all positions, and count its entries; needed for kinds that can share a tied weight."""
         h, _ = self.positions(x, d, len(x))
         return square_sum(h), h.numel()
 
@@ -219,11 +220,11 @@ class Layer(ABC):
         return scaling.scaling_sum(h, delta, basis, memory)
 
     def direct_scaling(self, x: Tensor, n: int, basis: Basis) -> bool:
-        """Tell whether :meth:`scaling_sum_directly` can take this input."""
+        """Return whether :meth:`scaling_sum_directly` supports this input."""
         return False
 
     def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
-        """Compute :meth:`scaling_sum` from a call's own tensors, where h need not be written out."""
+        """Compute :meth:`scaling_sum` from a call's own tensors, without forming h."""
         raise NotImplementedError(f"{type(self).__name__} has direct_scaling, so it must have scaling_sum_directly")
 
     def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ class Layer(ABC):
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum x^2, in float32 at the least, without a copy."""
+    """Sum x^2, in at least float32, without a copy."""
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
     return norm.square()
 
@@ -247,7 +248,7 @@ def with_ones(h: Tensor) -> Tensor:
 
 
 class ElementwiseLayer(Layer):
-    """A parameter without a Kronecker block: every entry is a unit of its own, in the identity basis."""
+    """A parameter without a Kronecker block: the basis is the identity."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(nn.Identity(), frozenset({"parameter"}))

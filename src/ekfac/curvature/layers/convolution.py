@@ -1,7 +1,7 @@
 """Convolutions of one to three dimensions, plain and transposed, with groups, and their SUA form.
 
-h is the flattened receptive field at each output position, padding included. A transposed convolution is the plain
-one of its input with stride - 1 zeros put between the pixels, so its receptive field is defined the same way.
+h is the flattened receptive field at each output position, including padding. A transposed convolution is a plain
+convolution of its input with stride - 1 zeros inserted between pixels, so its receptive field is defined likewise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: S
 
 
 class _ConvolutionBase(Layer):
-    """What plain and transposed convolutions share: windows to positions, weights to columns."""
+    """Common code of plain and transposed convolutions: windows become positions, weights become columns."""
 
     module: Any
     linear = True
@@ -47,7 +47,7 @@ class _ConvolutionBase(Layer):
         super().__init__(module, roles, sua=sua)
         m = self.module
         self.kernel: tuple[int, ...] = tuple(m.kernel_size)
-        #: How often windows meet each pixel, by the input's size; kept on the device.
+        #: For each input size, how many (window, tap) pairs cover each pixel; cached on the device.
         self._weights: dict[tuple[int, ...], tuple[Tensor, int]] = {}
         self.groups: int = m.groups
         self.channels: int = m.in_channels // m.groups
@@ -68,7 +68,7 @@ class _ConvolutionBase(Layer):
 
     @abstractmethod
     def padded(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """Return the input as the windows see it: padded, and for a transposed convolution spread out."""
+        """Return the input that windows are taken from: padded and, for a transposed convolution, dilated by zeros."""
 
     @abstractmethod
     def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
@@ -93,8 +93,8 @@ class _ConvolutionBase(Layer):
         at, taps = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
         order = [1, *taps, 2, 0, *at] if self.sua else [1, 2, *taps, 0, *at]
         columns = (*self.kernel, self.channels) if self.sua else (self.channels, *self.kernel)
-        # Written once, the bias column with it: h is the largest tensor there is, and a copy would double it. Column
-        # by column, as neighbouring positions are neighbours in x too: three to nine times faster than by rows.
+        # Write h once, including the bias column: it is the largest tensor of all, and a copy would double it. Writing
+        # by columns is three to nine times faster than by rows, as adjacent positions are adjacent in x too.
         h = x.new_empty(s.groups, s.columns, m, *out)
         h[:, : self.weight_columns].unflatten(1, columns).copy_(fields.permute(order))
         if "bias" in self.roles:
@@ -102,7 +102,7 @@ class _ConvolutionBase(Layer):
         return h.view(s.groups, s.columns, n, -1).permute(2, 3, 0, 1), delta
 
     def _columns(self, weight: Tensor) -> Tensor:
-        """Turn ``[G, O, channels, taps]`` into ``[G, O, C]``: tap-major under SUA, else in the weight's own order."""
+        """Turn ``[G, O, channels, taps]`` into ``[G, O, C]``: tap-major under SUA, else in the weight's order."""
         return (weight.transpose(2, 3) if self.sua else weight).reshape(self.groups, self.shape.out, -1)
 
     def _weight(self, columns: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class ConvolutionLayer(_ConvolutionBase):
         return self.sua
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """Compute SUA's A without unfolding: each pixel's channels, weighted by how many windows' taps meet it."""
+        """Compute SUA's A without unfolding, weighting each pixel by the number of window taps that cover it."""
         if self.module.padding_mode != "zeros":
             x = self.padded(x, ())
         size = tuple(x.shape[2:])
@@ -165,9 +165,9 @@ class ConvolutionLayer(_ConvolutionBase):
         return (rows @ rows.mT if into is None else into.baddbmm_(rows, rows.mT)), terms
 
     def _meetings(self, size: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the root of the number of (window, tap) pairs that meet each pixel, and the number of windows.
+        """Return the square root of the number of (window, tap) pairs that cover each pixel, and the number of windows.
 
-        Zeros around the input add nothing to A, so they are counted but not there: ``size`` is without them.
+        ``size`` is without zero padding, which adds nothing to A but counts in its number of terms.
         """
         m = self.module
         pads = m._reversed_padding_repeated_twice if m.padding_mode == "zeros" else [0, 0] * len(size)
@@ -204,13 +204,13 @@ class TransposedConvolutionLayer(_ConvolutionBase):
         for axis in reversed(range(len(self.kernel))):
             reach = m.dilation[axis] * (self.kernel[axis] - 1)
             before = reach - m.padding[axis]
-            # What is left over comes from output_padding or from an explicit output_size.
+            # Any remainder comes from output_padding or an explicit output_size.
             pads += [before, out[axis] + reach - before - spread.shape[2 + axis]]
         return F.pad(spread, pads)
 
     def fields(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        # A transposed convolution applies its kernel reversed. Reversing space instead turns the taps round without
-        # a copy of all receptive fields; the positions are then reversed too, here and in the output's gradient.
+        # A transposed convolution applies its kernel reversed. Flipping the input instead reverses the taps without
+        # copying all receptive fields; it also reverses positions, so the output's gradient is flipped as well.
         dims = len(self.kernel)
         reverse = self.padded(x, out).flip(tuple(range(2, 2 + dims)))
         return windows(reverse, self.kernel, (1,) * dims, self.module.dilation)

@@ -1,9 +1,9 @@
-"""A product with a layer's weight that a derivative of the network makes, where a loss has derivatives inside.
+"""Products with a layer's weight from derivatives of the network inside the loss.
 
-The layer computes y = W x + b. A backward pass that is itself differentiated computes dx = W^T dy, and the gradient of
-the loss with respect to W has a further term, dy v^T with v the gradient of the loss with respect to dx. It is the
-layer's own outer product of delta and h, with dy for delta and v for h, and no bias. The next derivative computes W v,
-and so on: every one is a further position of its example.
+The layer computes y = W x + b. A backward pass that is itself differentiated computes dx = W^T dy, which adds a term
+dy v^T to the gradient of the loss with respect to W, where v is the gradient of the loss with respect to dx. This is an
+outer product of delta = dy and h = v, without a bias. The next derivative computes W v, and so on: each such product is
+a further position of its example.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ekfac.curvature.layers.linear import LinearLayer
 
 
 class DerivativeLayer(Layer):
-    """Positions of a layer that a derivative has made: those of the layer itself, without a bias.
+    """The positions of a layer in a derivative: like those of the layer itself, but without a bias.
 
     Args:
         whole: The layer.
-        transposed: Whether the product is with W^T, so that what it is given is delta and what comes back is h.
+        transposed: Whether the product is with W^T, so that its input is delta and its output gradient is h.
     """
 
     linear = True
@@ -37,7 +37,7 @@ class DerivativeLayer(Layer):
 
     @classmethod
     def after(cls, layer: Layer) -> DerivativeLayer:
-        """Return the product that the derivative of a layer's product makes; one object for each."""
+        """Return the layer of the product that differentiating this layer's product makes; cached."""
         whole = layer.whole if isinstance(layer, DerivativeLayer) else layer
         known = cast(dict[bool, DerivativeLayer], whole.__dict__.setdefault("derivatives", {}))
         transposed = not layer.transposed

@@ -1,4 +1,4 @@
-"""Embeddings: an input of one-hot vectors that is never written out."""
+"""Embeddings: linear layers of one-hot vectors, which are never formed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ekfac.curvature.layers.shapes import BlockShape
 
 
 class EmbeddingLayer(Layer):
-    """``nn.Embedding``: A is diagonal, the frequency of each token; B is that of the looked-up vectors.
+    """``nn.Embedding``: A is diagonal, with the frequency of each token; B is as in a linear layer.
 
-    Here h is the tensor of tokens ``[N, S]`` in place of its one-hot rows. Positions that hold ``padding_idx`` have
-    no gradient and count for nothing.
+    h is the tensor of tokens ``[N, S]`` instead of one-hot rows. Positions with ``padding_idx`` have no gradient and
+    are ignored.
     """
 
     module: Any
@@ -31,7 +31,7 @@ class EmbeddingLayer(Layer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Refuse rows rescaled by their frequency, which are no sum of per-example gradients, and sparse ones."""
+        """Refuse ``scale_grad_by_freq``, whose gradient is no sum over examples, and sparse gradients."""
         return isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
 
     def positions(self, x: Tensor, d: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -41,11 +41,11 @@ class EmbeddingLayer(Layer):
         return x.dim()
 
     def shared(self, x: Tensor) -> bool:
-        """Tell whether the input is positions, 0 1 2 3 and so on: of tokens, four in a row are no accident."""
+        """Return whether the input is position indices: four or more consecutive integers are no coincidence."""
         return x.dim() == 1 and len(x) > 3 and bool((x.diff() == 1).all())
 
     def numbers_per_position(self) -> int:
-        """Count a few copies of delta, for sums over equal tokens; the one-hot rows are never written."""
+        """Count a few copies of delta, for sums over equal tokens; one-hot rows are never formed."""
         return 4 * self.shape.out
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
@@ -62,7 +62,7 @@ class EmbeddingLayer(Layer):
         return (squares if into is None else into.add_(squares)), n
 
     def scaling_sum(self, h: Tensor, delta: Tensor, basis: Basis, memory: int) -> Tensor:
-        """Sum gradients of one token within one example, square the sums and add them by token."""
+        """Sum gradients by token within each example, square them, and sum over examples."""
         if delta.dim() == 5:
             return torch.stack([self.scaling_sum(h, one, basis, memory) for one in delta]).sum(0)
         rows = rotate_rows(delta.flatten(0, 2).T[None], basis.U_B)[0].T
@@ -81,7 +81,7 @@ class EmbeddingLayer(Layer):
 
 
 class OwnForwardEmbeddingLayer(EmbeddingLayer):
-    """A subclass of ``nn.Embedding`` whose own forward looks up by ``F.embedding``, and may scale what it finds."""
+    """A subclass of ``nn.Embedding`` that overrides forward but calls ``F.embedding``, perhaps scaling its result."""
 
     seen_through_linear = True
 
@@ -91,10 +91,10 @@ class OwnForwardEmbeddingLayer(EmbeddingLayer):
 
 
 class EmbeddingBagReading(Reading):
-    """Reads ``nn.EmbeddingBag``: every token of a bag is a position, with its part of the bag's gradient."""
+    """Reads ``nn.EmbeddingBag``: every token of a bag is a position, with its share of the bag's gradient."""
 
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the tokens ``[N, L]`` or ``[1, M]``, each one's bag, and its weight within the bag."""
+        """Return the tokens ``[N, L]`` or ``[1, M]``, the bag of each, and its weight in the bag."""
         names = ("input", "offsets", "per_sample_weights")
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         tokens, offsets, weights = (given.get(name) for name in names)
@@ -133,7 +133,7 @@ class EmbeddingBagLayer(EmbeddingLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Refuse a maximum, which is no sum; the rest is as for embeddings."""
+        """Refuse mode "max", which is not a sum, and whatever embeddings refuse."""
         return (
             isinstance(module, nn.EmbeddingBag)
             and module.mode in ("sum", "mean")
@@ -142,10 +142,10 @@ class EmbeddingBagLayer(EmbeddingLayer):
 
 
 class TransposedEmbedding(Layer):
-    """An embedding whose weight an output layer shares: as a use of that layer, rows and columns exchanged.
+    """An embedding that shares its weight with an output layer, as a transposed use of that layer.
 
-    The looked-up vector's gradient stands in the place of h, the one-hot token in the place of delta. Its scale is
-    balanced against the direct uses where both meet, so that the joint factors do not depend on the loss's scale.
+    The looked-up vector's gradient takes the role of h, the one-hot token that of delta. If there are direct uses too,
+    its scale is balanced against theirs, so that the joint factors do not depend on the scale of the loss.
     """
 
     module: Any
@@ -180,14 +180,14 @@ class TransposedEmbedding(Layer):
 
 
 def live_gradient(module: nn.Embedding, tokens: Tensor, d: Tensor) -> Tensor:
-    """Return the looked-up vectors' gradient (or another value a position), zero where ``padding_idx`` stands."""
+    """Return the looked-up vectors' gradient (or other values per position), zeroed at ``padding_idx``."""
     return d if module.padding_idx is None else d * (tokens != module.padding_idx)[..., None].to(d.dtype)
 
 
 def _per_example_sums(tokens: Tensor, values: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Sum values ``[N, S, D]`` over equal tokens of one example: the token and the sum of each distinct pair.
+    """Sum values ``[N, S, D]`` over equal tokens within each example; return the token and sum of each distinct pair.
 
-    There are at most N S pairs; the rest of the rows is zero, so that no size has to be read from the device.
+    There are at most N S pairs; the remaining rows are zero, so no size has to be read from the device.
     """
     n, s = tokens.shape
     pairs = (torch.arange(n, device=tokens.device)[:, None] * vocabulary + tokens).reshape(-1)

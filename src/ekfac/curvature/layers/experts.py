@@ -1,8 +1,8 @@
-"""Experts in one parameter: a stack of matrices ``[E, out, in]`` or ``[E, in, out]``, one for each expert.
+"""Mixtures of experts in one parameter: a stack of matrices ``[E, out, in]`` or ``[E, in, out]``, one per expert.
 
-Each expert is a group of its own. Its A is the mean over the tokens that were sent to it, its B the sum over them, as
-if it were a linear layer by itself; a batch that sends it none counts as zeros in the averages over steps. Which token
-belongs to which example is not known here, so there are no per-example gradients.
+Each expert is a group. Its A is the mean over the tokens routed to it, and its B the sum over them, as in a separate
+linear layer; a batch without tokens for it counts as zeros in the averages over steps. It is unknown which token
+belongs to which example, so there are no per-example gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inputs_first(module: Any) -> bool:
-    """Tell whether the matrices are stored as (in, out): by the module's own flag, or by its hidden size."""
+    """Return whether the matrices are stored as (in, out), according to the module's flag or its hidden size."""
     declared = getattr(module, "is_transposed", None)
     if isinstance(declared, bool):
         return declared
@@ -34,7 +34,7 @@ def inputs_first(module: Any) -> bool:
 
 
 class ExpertsLayer(Layer):
-    """One stack of matrices."""
+    """One stack of expert matrices."""
 
     module: Any
     seen_through_linear = True
@@ -49,7 +49,7 @@ class ExpertsLayer(Layer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether there are stacks, all of as many matrices."""
+        """Return whether the module has stacks, all with the same number of matrices."""
         return len({len(p) for p in stacks(module).values()}) == 1
 
     @classmethod
@@ -57,7 +57,7 @@ class ExpertsLayer(Layer):
         return {name: (name,) for name in stacks(module)}
 
     def matrices(self, tensor: Tensor) -> Tensor:
-        """Return a stack as ``[E, out, in]``, and the inverse of that."""
+        """Convert a stack to ``[E, out, in]`` and back: its own inverse."""
         return tensor.mT if self.stored_transposed else tensor
 
     def free_dims(self, x: Tensor) -> int:
@@ -70,7 +70,7 @@ class ExpertsLayer(Layer):
         raise AssertionError("the rows of experts are summed group by group")
 
     def groups(self, call: Call) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Return the experts that a call concerns, each with its rows of x and d."""
+        """Yield the experts of a call, each with its rows of x and d."""
         assert isinstance(call.layer, RowsOfExperts)
         x, d = (t.reshape(-1, t.shape[-1]) for t in (call.x, call.d))
         if isinstance(call.layer.where, int):
@@ -96,7 +96,7 @@ class ExpertsLayer(Layer):
                 A[group] += factors.outer_sum(x.to(dtype)[:, None], diagonal_A)[0]
                 B[group] += factors.outer_sum(d.to(dtype)[:, None], diagonal_B)[0]
                 rows[group] += len(x)
-        # So that what is divided by the number of all rows is each expert's mean over its own.
+        # Weighted so that dividing by the total number of rows gives each expert's mean over its own.
         total = sum(rows)
         weights = torch.tensor([total / max(1, count) for count in rows], dtype=dtype, device=like.device)
         return A * weights.reshape(-1, *(1 for _ in A.shape[1:])), total, B
@@ -121,7 +121,7 @@ class RowsOfExperts(Layer):
 
     Args:
         whole: The layer of all experts.
-        where: The expert that all rows are for, or where the rows of each end.
+        where: The expert of all rows, or the end of each expert's rows.
     """
 
     def __init__(self, whole: ExpertsLayer, where: int | Tensor) -> None:

@@ -1,7 +1,6 @@
-"""Linear layers: ``nn.Linear``, GPT-2's ``Conv1D``, ``nn.Bilinear``, and whatever else is a product with a matrix.
+"""Linear layers: ``nn.Linear``, GPT-2's ``Conv1D``, ``nn.Bilinear``, and other products with a matrix.
 
-The matrix may be several parameters side by side, one below the other's outputs: the two weights and two biases of a
-recurrent cell, for example.
+The matrix may consist of several parameters side by side, such as the two weights and two biases of a recurrent cell.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def with_ones(h: Tensor, count: int = 1) -> Tensor:
 class LinearLayer(Layer):
     """``nn.Linear`` on input of any rank: the middle dimensions are positions.
 
-    A subclass defines in :meth:`layout` which parameters make the matrix.
+    Subclasses define in :meth:`layout` which parameters form the matrix.
     """
 
     module: Any
@@ -41,7 +40,7 @@ class LinearLayer(Layer):
         widths, biases, out = self.layout()
         edges = list(itertools.accumulate(widths.values(), initial=0))
         spans = {role: slice(*edge) for role, edge in zip(widths, itertools.pairwise(edges), strict=True)}
-        #: Columns of the input that trained weights multiply, by weight.
+        #: The input columns of each trained weight.
         self._spans = {role: span for role, span in spans.items() if role in roles}
         self._whole = 0 < len(self._spans) == len(widths)
         self.widths = {role: width for role, width in widths.items() if role in roles}
@@ -57,7 +56,7 @@ class LinearLayer(Layer):
         return x.dim() - 1
 
     def columns(self, x: Tensor) -> Tensor:
-        """Return the columns of an input that trained weights multiply."""
+        """Return the columns of an input that belong to trained weights."""
         if self._whole:
             return x
         return torch.cat([x[..., span] for span in self._spans.values()], -1) if self._spans else x[..., :0]
@@ -78,7 +77,7 @@ class LinearLayer(Layer):
         return self._whole
 
     def input_sum_directly(self, x: Tensor, n: int, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """Compute A, with the biases' rows and columns last, without writing columns of ones beside x."""
+        """Compute A, with the biases' rows and columns last, without appending columns of ones to x."""
         rows = x.reshape(-1, x.shape[-1])
         w, dtype = self.weight_columns, torch.promote_types(x.dtype, torch.float32)
         sums = rows.sum(0, dtype=dtype)
@@ -90,7 +89,7 @@ class LinearLayer(Layer):
             return into, len(rows)
         d = self.shape.inputs
         A = x.new_empty(1, d, d, dtype=dtype)
-        stride, b = (d, 1), d - w  # its four parts by their places: slices take longer than what they hold
+        stride, b = (d, 1), d - w  # address the four parts by as_strided: slicing takes longer than filling them
         if rows.dtype == dtype:
             torch.mm(rows.T, rows, out=A.as_strided((w, w), stride))
         else:
@@ -117,7 +116,7 @@ class LinearLayer(Layer):
         return self.direct_inputs and x.dim() == 2 and len(x) == n and basis.U_A is not None
 
     def scaling_sum_directly(self, x: Tensor, d: Tensor, basis: Basis) -> Tensor:
-        """Compute ((delta U_B)^2)^T ((h U_A)^2), one position an example; biases' rows of U_A join the product."""
+        """Compute ((delta U_B)^2)^T ((h U_A)^2) for one position per example, adding the biases' rows of U_A."""
         assert basis.U_A is not None
         w = self.weight_columns
         h = torch.addmm(basis.U_A[0, w:].sum(0), x, basis.U_A[0, :w]).square_()
@@ -131,7 +130,7 @@ class LinearLayer(Layer):
         return square_sum(x) + rows * len(self.biases), rows * self.shape.columns
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Bring a weight into the form ``[out, in]``, and back: its own inverse."""
+        """Convert a weight to ``[out, in]`` and back: its own inverse."""
         return weight
 
     def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -145,7 +144,7 @@ class LinearLayer(Layer):
         return out | {role: pieces[len(self.widths) + i][:, 0] for i, role in enumerate(self.biases)}
 
     def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
-        """Take one parameter after the other: putting them together would copy the gradient."""
+        """Sum over parameters one by one: concatenating them would copy the gradient."""
         pieces = v[0].split([*self.widths.values(), *(1 for _ in self.biases)])
         found = torch.zeros((), dtype=u.dtype, device=u.device)
         for role, piece in zip([*self.widths, *self.biases], pieces, strict=True):
@@ -155,7 +154,7 @@ class LinearLayer(Layer):
 
 
 class OwnForwardLinearLayer(LinearLayer):
-    """A subclass of ``nn.Linear`` whose own forward calls ``F.linear`` with its weight, and does what else it likes."""
+    """A subclass of ``nn.Linear`` that overrides forward but calls ``F.linear`` with its weight."""
 
     seen_through_linear = True
 
@@ -176,7 +175,7 @@ class Conv1DLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether a module called so multiplies by a matrix (in, out); transformers need not be there to know."""
+        """Test whether a module of this name multiplies by a matrix (in, out), without importing transformers."""
         weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
         if set(module._parameters) != {"weight", "bias"} or weight is None or bias is None or module._modules:
             return False
@@ -187,7 +186,7 @@ class Conv1DLayer(LinearLayer):
 
 
 class ForeignLinearLayer(LinearLayer):
-    """A linear layer of another library (PyTorch Geometric), or a subclass with a product of its own (Falcon)."""
+    """A linear layer of another library (PyTorch Geometric), or a subclass with its own product (Falcon)."""
 
     def layout(self) -> tuple[Mapping[str, int], Sequence[str], int]:
         out, inputs = self.module.weight.shape
@@ -195,7 +194,7 @@ class ForeignLinearLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether a module called so multiplies by a matrix (out, in)."""
+        """Test whether a module of this name multiplies by a matrix (out, in)."""
         weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
         if weight is None or not set(module._parameters) <= {"weight", "bias"} or module._modules:
             return False
@@ -205,10 +204,10 @@ class ForeignLinearLayer(LinearLayer):
 
 
 class RowsLayer(Layer):
-    """A product with a few of a linear layer's rows: the other outputs have no gradient in this call.
+    """A product with some of a linear layer's rows; the other outputs get no gradient from this call.
 
     Args:
-        whole: The layer that all rows belong to.
+        whole: The layer of all rows.
         start: The first row.
     """
 
@@ -238,7 +237,7 @@ class RowsLayer(Layer):
 
 
 class BilinearReading(Reading):
-    """Reads ``nn.Bilinear``: a linear layer of the products of its two inputs' entries."""
+    """Reads ``nn.Bilinear`` as a linear layer of the products of its two inputs' entries."""
 
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         return list(itertools.chain(args, (kwargs[name] for name in ("input1", "input2") if name in kwargs)))

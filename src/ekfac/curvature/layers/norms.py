@@ -1,8 +1,8 @@
-"""Scale and shift of normalisation layers: an exact 2 x 2 block for every unit.
+"""Scale and shift of normalisation layers: an exact 2 x 2 block per unit.
 
-A unit's gradient in one example is sum over positions of delta (x̂, 1). That vector takes the place of delta, and h is
-the constant 1: then A = [1] and B is the exact second moment of the unit's gradient, so that its Kronecker form, its
-eigenvalues and s* all agree with the block itself.
+A unit's gradient in one example is the sum over positions of delta (x̂, 1). This vector takes the role of delta, with
+h = 1. Then A = [1] and B is the exact second moment of the unit's gradient, so the Kronecker product, its eigenvalues
+and s* are all exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ekfac.curvature.layers.shapes import BlockShape
 
 
 class NormLayer(Layer):
-    """What all normalisation layers share; a subclass defines what x̂ is and where its units lie."""
+    """Common code of normalisation layers; subclasses define x̂ and which dimensions are units."""
 
     module: Any
     rough_in_half = True
@@ -42,7 +42,7 @@ class NormLayer(Layer):
         """Return x̂: the input after normalisation, before scale and shift."""
 
     def by_unit(self, x: Tensor, n: int) -> Tensor:
-        """Return ``[n, positions, units]``; for layers whose units are the trailing dimensions."""
+        """Reshape to ``[n, positions, units]``, if units are the trailing dimensions."""
         return x.reshape(n, -1, self.shape.groups)
 
     def free_dims(self, x: Tensor) -> int:
@@ -84,14 +84,14 @@ class RMSNormLayer(NormLayer):
 
 
 class ForeignRMSNormLayer(NormLayer):
-    """What other libraries call RMSNorm (T5's LayerNorm, Llama's, Gemma's): scale, or 1 + scale, times x̂."""
+    """RMSNorm in other libraries (T5's LayerNorm, Llama's, Gemma's): scale, or 1 + scale, times x̂."""
 
     def normalised(self, x: Tensor) -> Tensor:
         return rms_normalised(x, self.module)
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether a module with a vector of scales and an epsilon divides by the root mean square, and no more."""
+        """Test whether a module with a vector of scales and an epsilon divides by the root mean square."""
         weight = module._parameters.get("weight")
         if set(module._parameters) != {"weight"} or weight is None or weight.dim() != 1 or module._modules:
             return False
@@ -114,7 +114,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def rms_normalised(x: Tensor, module: nn.Module) -> Tensor:
-    """Divide x by its root mean square, in float32 at the least as all of them do."""
+    """Divide x by its root mean square, in at least float32, as all of them do."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     epsilon = _epsilon(module)
     assert epsilon is not None
@@ -138,12 +138,12 @@ class GroupNormLayer(ChannelNormLayer):
         return F.group_norm(x, self.module.num_groups, eps=self.module.eps)
 
 
-#: So many examples of a batch tell enough of batch-norm's units.
+#: The number of examples that suffices for batch-norm's blocks.
 EXAMPLES = 32
 
 
 class BatchNormLayer(ChannelNormLayer):
-    """``nn.BatchNorm1d``, ``nn.BatchNorm2d``, ``nn.BatchNorm3d``; examples still meet in the batch's statistics."""
+    """``nn.BatchNorm1d``, ``nn.BatchNorm2d``, ``nn.BatchNorm3d``; x̂ depends on the whole batch's statistics."""
 
     splittable = False
 
@@ -155,11 +155,11 @@ class BatchNormLayer(ChannelNormLayer):
 
     @functools.cached_property
     def reads_normalised(self) -> Layer:
-        """The same for inputs that have been normalised."""
+        """The layer that reads inputs which are already normalised."""
         return NormalisedLayer(self.module, self.roles)
 
     def thinned(self, x: Tensor, d: Tensor, n: int) -> tuple[int, Call] | None:
-        """Take the batch's statistics of all examples, and normalise those that are kept."""
+        """Compute the batch's statistics from all examples, but normalise only those that are kept."""
         m, step = self.module, n // EXAMPLES
         step = step - 1 + step % 2
         if step < 3 or len(x) != n or len(d) != n:
@@ -172,12 +172,12 @@ class BatchNormLayer(ChannelNormLayer):
         else:
             var, mean = torch.var_mean(x.to(wide), [0, *range(2, x.dim())], correction=0)
             invstd = (var + m.eps).rsqrt()
-        normalised = (x[::step] - mean.view(shape)) * invstd.view(shape)  # in the dtype of the mean, which is wide
+        normalised = (x[::step] - mean.view(shape)) * invstd.view(shape)  # promoted to the mean's wider dtype
         return step, Call(self.reads_normalised, normalised.to(x.dtype), d[::step])
 
 
 class NormalisedLayer(ChannelNormLayer):
-    """Batch-norm whose inputs come normalised."""
+    """Batch-norm whose inputs are already normalised."""
 
     def normalised(self, x: Tensor) -> Tensor:
         return x

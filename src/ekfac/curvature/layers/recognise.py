@@ -1,4 +1,4 @@
-"""Kinds of modules that other libraries define, recognised by what they do: nothing of those libraries is imported."""
+"""Recognises other libraries' modules by their behaviour, without importing those libraries."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-#: What was found out about a module: it is asked once, whether it behaves like something, and about its own weight.
+#: Cached results, by module.
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _MULTIPLIES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def behaves_like(module: nn.Module, features: int, *expected: Callable[[Tensor], Tensor]) -> bool:
-    """Tell whether a module's forward does to two rows what one of these functions does, up to rounding.
+    """Test whether a module's forward agrees with one of these functions on two rows, up to rounding.
 
-    Hooks are passed by, and no random number is drawn. Where there are no numbers (the meta device) the answer is yes.
+    Hooks are bypassed, and no random numbers are drawn. On the meta device the answer is yes.
     """
     if module not in _KNOWN:
         _KNOWN[module] = _compare(module, features, expected)
@@ -37,10 +37,10 @@ def _compare(module: nn.Module, features: int, expected: Iterable[Callable[[Tens
     with stand_ins(module):
         try:
             found = type(module).forward(module, x)
-        except Exception:  # whatever it is, it is not a function of one tensor of this shape
+        except Exception:  # not a function of a single tensor of this shape
             return False
         compared = [function(x).double() for function in expected]
-    eps = max(torch.finfo(like.dtype).eps, torch.finfo(torch.float32).eps)  # many compute in float32 in any case
+    eps = max(torch.finfo(like.dtype).eps, torch.finfo(torch.float32).eps)  # many compute in float32 whatever the dtype
     for right in compared:
         if not isinstance(found, Tensor) or found.shape != right.shape:
             return False
@@ -51,7 +51,7 @@ def _compare(module: nn.Module, features: int, expected: Iterable[Callable[[Tens
 
 @contextmanager
 def stand_ins(module: nn.Module) -> Iterator[None]:
-    """Have a module hold plain parameters, of some numbers, in the place of those that are sharded over ranks."""
+    """Replace a module's sharded parameters by plain ones with arbitrary values for a while."""
     sharded = {name: p for name, p in module._parameters.items() if p is not None and hasattr(p, "device_mesh")}
     for name, p in sharded.items():
         numbers = torch.arange(p.numel(), device=p.device).sin().reshape(p.shape).to(p.dtype)
@@ -63,7 +63,7 @@ def stand_ins(module: nn.Module) -> Iterator[None]:
 
 
 class _OwnWeight(TorchFunctionMode):
-    """Notes whether ``F.linear`` or ``F.embedding`` is called with a given weight."""
+    """Records whether ``F.linear`` or ``F.embedding`` is called with a given weight."""
 
     def __init__(self, weight: Tensor | None) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _OwnWeight(TorchFunctionMode):
 
 @torch.no_grad()
 def multiplies_with_its_weight(module: nn.Module) -> bool:
-    """Tell whether a subclass of Linear or Embedding hands its weight, as it is, to torch's own function."""
+    """Test whether a subclass of Linear or Embedding passes its weight unchanged to torch's function."""
     if module not in _MULTIPLIES:
         weight = module._parameters.get("weight")
         if weight is None:
@@ -93,14 +93,14 @@ def multiplies_with_its_weight(module: nn.Module) -> bool:
             with torch.random.fork_rng(devices=[]), stand_ins(module), _OwnWeight(module._parameters["weight"]) as mode:
                 try:
                     type(module).forward(module, x)
-                except Exception:  # it wants something else
+                except Exception:  # it expects other inputs
                     return False
             _MULTIPLIES[module] = mode.seen
     return _MULTIPLIES[module]
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Tell whether the module's forward has one argument that must be given, and no other."""
+    """Return whether the module's forward takes exactly one argument."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())
     return len(parameters) == 2 and parameters[1].kind in (
         inspect.Parameter.POSITIONAL_ONLY,

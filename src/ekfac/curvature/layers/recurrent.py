@@ -1,13 +1,13 @@
 """LSTM, GRU and RNN, and their cells: all gates of a layer and direction are one block, time steps are positions.
 
-No hook sees into them, so a call is computed again in the backward pass: step by step, with zeros added to what goes
-into the gates. The gradients of those zeros are the deltas, exactly; h is the input beside the state before the step.
+Hooks cannot see inside them, so a call is recomputed in the backward pass, step by step, with zeros added to the gates'
+pre-activations. The gradients of those zeros are exactly the deltas; h is the input and the previous state.
 
-* LSTM and RNN: the gates see W_ih x + b_ih + W_hh h + b_hh, so that the two weights and the two biases are the columns
-  of one matrix, with h = (x_t, h_{t-1}, 1, 1).
-* GRU: its reset gate multiplies W_hh h + b_hh inside the candidate, so that input and state see different deltas: two
+* LSTM and RNN: the gates read W_ih x + b_ih + W_hh h + b_hh, so the two weights and two biases form one matrix, with
+  h = (x_t, h_{t-1}, 1, 1).
+* GRU: its reset gate multiplies W_hh h + b_hh inside the candidate, so input and state have different deltas and two
   blocks, "ih" and "hh".
-* A projected LSTM's W_hr is a block of its own.
+* The W_hr of an LSTM with projections is a separate block.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ekfac.curvature.layers.linear import LinearLayer
 Recurrent = (nn.LSTM, nn.GRU, nn.RNN)
 Cells = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
-#: Adds zeros to a tensor and notes them, with the h of that place: (part, h, tensor).
+#: Adds zeros to a tensor and records them together with h: (part, h, tensor).
 Tap = Callable[[str, Tensor, Tensor], Tensor]
 
 
 def suffixes(module: Any) -> list[str]:
-    """Return the endings of parameters' names, one for each layer and direction, in their order; "" for a cell."""
+    """Return the suffixes of parameters' names, one per layer and direction, in order; "" for a cell."""
     if isinstance(module, nn.RNNCellBase):
         return [""]
     directions = ("", "_reverse") if module.bidirectional else ("",)
@@ -76,10 +76,10 @@ class Weights:
 
 
 class RecurrentReading(Reading):
-    """Computes a call again, and what reaches its gates in the backward pass."""
+    """Recomputes a call, with the gradients of its gates."""
 
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the input ``[T, N, in]``, which examples are there at each step, their order, and the states given."""
+        """Return the input ``[T, N, in]``, which examples are live at each step, their order, and initial states."""
         given = [*args, *(kwargs[name] for name in ("input", "hx") if name in kwargs)]
         x, hx = given[0], given[1] if len(given) > 1 else None
         live = order = torch.empty(0, device="cpu")
@@ -121,7 +121,7 @@ class RecurrentReading(Reading):
                     state, out = ends[at], [x[0]] * len(x)
                     for time in reversed(range(len(x))) if suffix.endswith("_reverse") else range(len(x)):
                         new = step(self.module, suffix, x[time], state, weights, tap)
-                        if len(live):  # an example that has ended, or not begun, keeps its state
+                        if len(live):  # examples outside their sequence keep their state
                             here = live[time][:, None]
                             new = tuple(torch.where(here, a, b) for a, b in zip(new, state, strict=True))
                         state = new
@@ -145,7 +145,7 @@ class RecurrentReading(Reading):
             yield names[start : start + each]
 
     def _initial(self, x: Tensor, states: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return the state that each layer and direction starts with."""
+        """Return the initial state of each layer and direction."""
         m, count = self.module, len(suffixes(self.module))
         if states:
             return [tuple(s[i].to(x.dtype) for s in states) for i in range(count)]
@@ -167,7 +167,7 @@ class RecurrentReading(Reading):
     def _stacked(
         self, calls: list[tuple[int, Tensor, Tensor]], deltas: Mapping[int, Tensor | None], live: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return h and delta of all time steps, examples first; of sequences of unequal lengths, one row of all."""
+        """Return h and delta of all time steps, examples first; for packed sequences, all steps in one row."""
         calls = sorted(calls, key=lambda call: call[0])
         h = torch.stack([h for _, h, _ in calls])
         d = torch.stack([z.detach() if deltas[id(z)] is None else deltas[id(z)] for _, _, z in calls])  # type: ignore
@@ -182,7 +182,7 @@ class RecurrentLayer(LinearLayer):
     reading = RecurrentReading
     takes_half = False
     rough_in_half = True
-    unsupported_form = "weights made of others, or dropout between its layers, so that no call can be computed again"
+    unsupported_form = "derived weights, or dropout between its layers, so its calls cannot be recomputed"
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False, part: str = "") -> None:
         self.part = part
@@ -190,9 +190,9 @@ class RecurrentLayer(LinearLayer):
 
     @classmethod
     def supports(cls, module: nn.Module) -> bool:
-        """Tell whether a call can be computed again: not where dropout between layers has drawn random numbers.
+        """Return whether a call can be recomputed: not with dropout between layers, which draws random numbers.
 
-        Nor where what it multiplies with is no parameter of its own: made of others by weight norm, say, or dropped.
+        Nor if a weight is not the module's own parameter, such as one computed by weight norm.
         """
         drops = getattr(module, "dropout", 0) > 0 and getattr(module, "num_layers", 1) > 1
         names = [name for part in cls.parts(module).values() for name in part if module.bias or "weight" in name]
@@ -200,7 +200,7 @@ class RecurrentLayer(LinearLayer):
 
     @classmethod
     def parts(cls, module: nn.Module) -> Mapping[str, Sequence[str]]:
-        """Return one part a layer and direction; two of a GRU; one for a projection."""
+        """Return one part per layer and direction (two for a GRU), and one per projection."""
         found: dict[str, Sequence[str]] = {}
         for suffix in suffixes(module):
             both = {which: (f"weight_{which}{suffix}", f"bias_{which}{suffix}") for which in ("ih", "hh")}

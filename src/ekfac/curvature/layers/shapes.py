@@ -1,4 +1,4 @@
-"""The sizes of a block, in the form that every layer is brought into."""
+"""The sizes of a block, in a form common to all layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class BlockShape:
     """Sizes of a block's gradient ``[G, O, C]`` with ``C = T * I + E`` columns.
 
     Attributes:
-        groups: G, independent blocks of equal size that are treated in one batch.
+        groups: G, independent blocks of equal size, processed as a batch.
         out: O, outputs of a group: the side of B.
         inputs: I, inputs of a group: the side of A.
-        taps: T, copies of the inputs that share A and are taken as uncorrelated (SUA), else 1.
-        extra: E, 1 for a bias column with a basis of its own (SUA), else 0.
+        taps: T, under SUA the number of copies of the inputs, which share A and count as uncorrelated; else 1.
+        extra: E, under SUA 1 for a bias column with its own basis; else 0.
     """
 
     groups: int

@@ -1,4 +1,4 @@
-"""Curvature as an object, and measures between two of them."""
+"""Curvature as a linear operator, and distances between two operators."""
 
 from ekfac.curvature.operators.measures import correlation, relative_error, spectrum_distance
 from ekfac.curvature.operators.operator import Curvature

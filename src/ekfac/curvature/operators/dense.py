@@ -1,4 +1,4 @@
-"""Parts that are exact: a dense matrix, or the gradients themselves where they are fewer than the parameters."""
+"""Exact parts: a dense matrix, or the gradients themselves if they are fewer than the parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ekfac.curvature.operators.parts import Function, Part
 
 @dataclass(frozen=True, eq=False)
 class DensePart(Part):
-    """A matrix ``[p, p]``; its eigenvectors are found when they are first needed."""
+    """A matrix ``[p, p]``; its eigenvectors are computed when first needed."""
 
     matrix: Tensor
 
@@ -91,7 +91,7 @@ class LowRankPart(Part):
 
     @cached_property
     def _whole_basis(self) -> Tensor:
-        """U and as many further orthonormal columns as make it square."""
+        """U, completed by orthonormal columns to a square matrix."""
         Q, _ = torch.linalg.qr(self.U, mode="complete")
         return torch.cat([self.U, Q[:, len(self.inside) :]], 1)
 
@@ -118,8 +118,8 @@ class LowRankPart(Part):
 class RowsPart(Part):
     """R^T R, given by its rows R ``[r, p]`` with r < p: per-example gradients divided by sqrt(N).
 
-    Norm, trace and eigenvalues come from the Gram matrix R R^T, which has the same eigenvalues but for zeros and is
-    smaller; the rest from the singular vectors of R.
+    Norm, trace and eigenvalues come from the smaller Gram matrix R R^T, which has the same nonzero eigenvalues.
+    Everything else comes from the singular vectors of R.
     """
 
     rows: Tensor
@@ -130,7 +130,7 @@ class RowsPart(Part):
 
     @cached_property
     def gram(self) -> Tensor:
-        """R R^T in float64, some columns at a time."""
+        """R R^T in float64, computed in chunks of columns."""
         r, p = self.rows.shape
         total = torch.zeros(r, r, dtype=torch.float64, device=self.rows.device)
         width = max(1, 2**22 // max(1, r))
@@ -141,8 +141,8 @@ class RowsPart(Part):
 
     @cached_property
     def spectral(self) -> LowRankPart:
-        """The same matrix by its eigenvectors."""
-        # R^T = Q T, and the singular vectors of the small T: cheaper than those of R, and as exact.
+        """The same matrix in terms of its eigenvectors."""
+        # R^T = Q T, then an SVD of the small T: cheaper than an SVD of R, and as accurate.
         Q, T = torch.linalg.qr(self.rows.mT)
         V, singular, _ = torch.linalg.svd(T)
         zero = torch.zeros((), dtype=singular.dtype, device=singular.device)
@@ -194,7 +194,7 @@ class RowsPart(Part):
 
 
 class SecondMoment:
-    """Sums g g^T over rows g as they come: keeps the rows while they are fewer than p, then the matrix.
+    """Accumulates g g^T over rows g: stores the rows while they are fewer than p, then the matrix.
 
     Args:
         name: The layer's name.
@@ -211,7 +211,7 @@ class SecondMoment:
         self._matrix: Tensor | None = None
 
     def add(self, rows: Tensor) -> None:
-        """Take in rows ``[some, p]``."""
+        """Add rows ``[some, p]``."""
         if self._matrix is None:
             self._rows.append(rows)
             self._count += len(rows)
@@ -225,7 +225,7 @@ class SecondMoment:
             self._matrix.addmm_(piece.mT, piece)
 
     def part(self, n: int) -> Part:
-        """Return the part of the mean over n examples."""
+        """Return the mean over n examples as a part."""
         if self._matrix is not None:
             return DensePart(self.name, self.parameters, self._matrix / n)
         return RowsPart(self.name, self.parameters, torch.cat(self._rows) / n**0.5)

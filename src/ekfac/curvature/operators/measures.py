@@ -1,7 +1,7 @@
-"""How far one curvature is from another, and how correlated gradients are in parameter space and in an eigenbasis.
+"""Distances between two curvatures, and correlations of gradients in parameter space and in an eigenbasis.
 
-Differences are taken block by block where both matrices have the same blocks, in float64. A matrix that is given by its
-gradients is never formed: with R its rows, ||G||^2 = ||R R^T||^2 and <G, H> = sum over rows r of r^T H r.
+If both matrices have the same blocks, they are compared block by block, in float64. A matrix given by its gradients is
+never formed: with rows R, ||G||^2 = ||R R^T||^2 and <G, H> = sum over rows r of r^T H r.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ekfac.curvature.operators.dense import DensePart, RowsPart
 from ekfac.curvature.operators.operator import Curvature
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 
-#: Vectors that are multiplied at once.
+#: The number of vectors multiplied at once.
 WIDTH = 256
 
 
@@ -27,12 +27,12 @@ def relative_error(G: Curvature, H: Curvature, *, by_layer: Literal[False] = Fal
 @overload
 def relative_error(G: Curvature, H: Curvature, *, by_layer: Literal[True]) -> dict[str, Tensor]: ...
 def relative_error(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Tensor | dict[str, Tensor]:
-    """Return ||G - H||_F / ||G||_F, G being the truth.
+    """Return ||G - H||_F / ||G||_F, where G is the reference.
 
     Args:
         G: The matrix that is approximated.
         H: The approximation.
-        by_layer: Give the error of every block by itself, in a dict; both must have the same blocks.
+        by_layer: Return a dict with the error of every block; both must have the same blocks.
     """
     pairs = _pairs(G, H)
     if by_layer:
@@ -50,12 +50,12 @@ def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: Literal[False] = 
 @overload
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: Literal[True]) -> dict[str, Tensor]: ...
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Tensor | dict[str, Tensor]:
-    """Return the l2 distance of two matrices' sorted eigenvalues, block by block where they have the same blocks.
+    """Return the l2 distance of two matrices' sorted eigenvalues, block by block if they have the same blocks.
 
     Args:
         G: One matrix.
         H: The other.
-        by_layer: Give the distance of every block by itself, in a dict; both must have the same blocks.
+        by_layer: Return a dict with the distance of every block; both must have the same blocks.
     """
     pairs = _pairs(G, H)
     if pairs is None:
@@ -73,16 +73,16 @@ def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: bool = False) -> 
 def correlation(
     G: Curvature, coordinates: Tensor | Iterable[int] | Mapping[str, Tensor], basis: Curvature | None = None
 ) -> Tensor:
-    """Return G_ij / sqrt(G_ii G_jj) of chosen coordinates, in parameter space or in a basis.
+    """Return G_ij / sqrt(G_ii G_jj) for chosen coordinates, in parameter space or in a basis.
 
     Args:
         G: The matrix, usually "full" or "block".
-        coordinates: Places in the flat vector; or a dict from a name to places within it: the names of parameters, or
-            with a basis those of its blocks.
-        basis: An operator whose eigenbasis is used; None for parameter space.
+        coordinates: Indices into the flat vector; or a dict from the name of a parameter (with a basis, of a block) to
+            indices within it.
+        basis: An operator whose eigenbasis to use; None for parameter space.
 
     Returns:
-        A matrix with ones on its diagonal, in the order of the coordinates. Rows of coordinates whose gradient is zero
+        A matrix with ones on its diagonal, in the order of the coordinates. Rows of coordinates with a zero gradient
         are zero.
     """
     checks.instance("G", G, Curvature, "a Curvature")
@@ -116,7 +116,7 @@ def correlation(
 
 
 def _places(coordinates: Tensor | Iterable[int]) -> Tensor:
-    """Return whole numbers as a vector."""
+    """Return indices as a vector."""
     try:
         given = coordinates if isinstance(coordinates, Tensor) else list(coordinates)
         found = torch.as_tensor(given, device="cpu").reshape(-1)
@@ -128,7 +128,7 @@ def _places(coordinates: Tensor | Iterable[int]) -> Tensor:
 
 
 class _Whole:
-    """An operator, seen as one part."""
+    """A whole operator with the interface of a part."""
 
     def __init__(self, operator: Curvature) -> None:
         self.operator = operator
@@ -152,7 +152,7 @@ class _Whole:
 
 
 def _pairs(G: Curvature, H: Curvature) -> list[tuple[Part, Part]] | None:
-    """Pair blocks of equal parameters; None where the matrices are cut differently."""
+    """Pair blocks over the same parameters; None if the matrices have different blocks."""
     for name, one in (("G", G), ("H", H)):
         checks.instance(name, one, Curvature, "a Curvature")
     if G.layout != H.layout:
@@ -164,7 +164,7 @@ def _pairs(G: Curvature, H: Curvature) -> list[tuple[Part, Part]] | None:
 
 
 def _square_distance(g: Part | _Whole, h: Part | _Whole) -> Tensor:
-    """Return ||g - h||^2 by whatever route the two representations allow."""
+    """Return ||g - h||^2 by the best method for the two representations."""
     for one, two in ((g, h), (h, g)):
         rows = one.rows() if isinstance(one, _Whole) else one
         if isinstance(rows, RowsPart):
@@ -191,9 +191,9 @@ def _from_rows(one: RowsPart, two: Part | _Whole) -> Tensor:
 
 
 def _between_bases(g: EigenPart, h: EigenPart) -> Tensor:
-    """Return <g, h> = s_h . (R_B * R_B) s_g (R_A * R_A)^T, R the rotation from one basis to the other."""
+    """Return ||g - h||^2 from diag(g) in h's basis, (R_B * R_B) s_g (R_A * R_A)^T with R the change of basis."""
     carried = carry_second_moment(g.s, g.basis, h.basis)
-    # ||h - diag of g in h's basis||^2, and what of g lies off that diagonal.
+    # The distance of h from the diagonal of g in h's basis, plus the off-diagonal part of g.
     return (carried - h.s).square().sum() + (g.s.square().sum() - carried.square().sum()).clamp(min=0)
 
 

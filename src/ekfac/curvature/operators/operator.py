@@ -1,4 +1,4 @@
-"""Curvature: a matrix over all trained parameters of a model, as an object with one algebra."""
+"""Curvature: a matrix over all trained parameters of a model, as a linear operator."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Curvature:
         G = \frac1N \sum_n E[g_n g_n^T] \approx U \operatorname{diag}(s) U^T, \quad
         U = U_B \otimes U_A \text{ for every layer}
 
-    Vectors are one flat tensor ``[P]`` in the order of ``named_parameters()``, or a dict from parameter name to tensor;
-    results come back in the same form. A stack of K vectors is ``[P, K]``, columns as in any matrix, or a dict of
-    ``[K, *shape]``, as ``torch.func.vmap`` gives. Scalars are 0-dim tensors.
+    A vector is a flat tensor ``[P]`` in the order of ``named_parameters()``, or a dict from parameter name to tensor;
+    results have the same form. A stack of K vectors is ``[P, K]``, or a dict of ``[K, *shape]``, as returned by
+    ``torch.func.vmap``. Scalars are 0-dim tensors.
 
-    Made by :func:`ekfac.fisher`, by ``opt.curvature()`` and by :meth:`load`.
+    Returned by :func:`ekfac.fisher`, ``opt.curvature()`` and :meth:`load`.
 
     Attributes:
         approximation: "full", "block", "diagonal", "kfac" or "ekfac".
         layout: Names and shapes of the parameters.
         parts: The blocks.
-        examples: The number of examples that it was made of (0 where it is not known).
+        examples: The number of examples behind it (0 if unknown).
     """
 
     def __init__(self, approximation: str, layout: Layout, parts: Sequence[Part], examples: int) -> None:
@@ -116,7 +116,7 @@ class Curvature:
         return self._transformed(v, lambda part, rows: part.apply(rows, lambda s: rows.new_ones(()) / (s + damping)))  # type: ignore[no-any-return]
 
     def power(self, p: float, damping: float = 0.0) -> Curvature:
-        """Return (G + damping)^p, again an operator."""
+        """Return (G + damping)^p as an operator."""
         checks.number("p", p)
         damping = self._checked(damping, inverse=p < 0)
         return self._mapped(lambda s: (s + damping).pow(p))
@@ -125,7 +125,7 @@ class Curvature:
         return type(self)(self.approximation, self.layout, [part.mapped(f) for part in self.parts], self.examples)
 
     def quadratic(self, v: Vector) -> Tensor:
-        """Return v^T G v; of a stack, one number for each vector."""
+        """Return v^T G v; for a stack, one number per vector."""
         rows, _ = self.layout.read(v, self.dtype, self.device)
         products = (rows * self._each(rows, lambda part, r: part.matmul(r))).sum(1)
         stacked = v.dim() == 2 if isinstance(v, Tensor) else v[self.layout.names[0]].dim() > len(self.layout.shapes[0])
@@ -138,7 +138,7 @@ class Curvature:
         return self._sum(lambda part: part.trace())
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norm; of gradients fewer than parameters through their Gram matrix."""
+        """Return the Frobenius norm."""
         return self._sum(lambda part: part.square_norm()).sqrt()
 
     def logdet(self, damping: float = 0.0) -> Tensor:
@@ -150,7 +150,7 @@ class Curvature:
         return torch.stack([of(part) for part in self.parts]).sum()
 
     def _checked(self, damping: float, *, inverse: bool) -> float:
-        """Return damping as a plain number; refuse one that is none, or zero where the matrix has no inverse."""
+        """Check damping and return it as a float; refuse zero if the inverse is needed and the matrix is singular."""
         checks.number("damping", damping, least=0)
         damping = float(damping)
         if damping > 0 or not inverse:
@@ -173,7 +173,7 @@ class Curvature:
         return torch.cat([part.values() for part in self.parts]).sort().values
 
     def spectrum(self) -> dict[str, Tensor]:
-        """Return the eigenvalues by block, in the order and shape of the coordinates that :meth:`project` gives."""
+        """Return the eigenvalues by block, in the order and shape of the coordinates from :meth:`project`."""
         return {part.name: part.values().reshape(part.coordinate_shape()) for part in self.parts}
 
     @overload
@@ -183,8 +183,8 @@ class Curvature:
     def project(self, v: Vector) -> Tensor | dict[str, Tensor]:
         """Return U^T v: coordinates in the eigenbasis.
 
-        A flat vector gives a flat one, the blocks' coordinates in the order of ``layers``; a dict gives a dict by block
-        name, for KFAC and EKFAC in the form ``[groups, out, in]`` of ``U_B^T V U_A``.
+        For a flat vector, the blocks' coordinates are concatenated in the order of ``layers``. For a dict, the result
+        is a dict by block name; those of KFAC and EKFAC are ``U_B^T V U_A`` with shape ``[groups, out, in]``.
         """
         rows, restore = self.layout.read(v, self.dtype, self.device)
         parts = [part.project(rows[:, places]) for part, places in zip(self.parts, self._places, strict=True)]
@@ -234,13 +234,13 @@ class Curvature:
     def sample(
         self, n: int | None = None, damping: float = 0.0, scale: float = 1.0, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Draw from the Gaussian with mean zero and precision scale G + damping.
+        """Draw from a Gaussian with mean zero and precision scale G + damping.
 
         Args:
-            n: How many; they are stacked ``[n, *shape]``. None draws one, unstacked.
-            damping: Added to every eigenvalue: the prior's precision in a Laplace approximation.
-            scale: What G is multiplied by: the number of training examples, there.
-            generator: Where the random numbers come from.
+            n: The number of draws, stacked ``[n, *shape]``; None for a single, unstacked draw.
+            damping: Added to every eigenvalue; in a Laplace approximation, the prior's precision.
+            scale: A factor of G; in a Laplace approximation, the number of training examples.
+            generator: The random number generator.
         """
         checks.number("scale", scale, above=0)
         if n is not None:
@@ -261,10 +261,10 @@ class Curvature:
     # --- pieces, places, files ----------------------------------------------------------------------------------------
 
     def restrict(self, layers: str | Sequence[str]) -> Curvature:
-        """Return the matrix over the parameters of some layers alone.
+        """Return the matrix restricted to the parameters of some layers.
 
         Args:
-            layers: Names or patterns of layers or parameters. KFAC's and EKFAC's layers can only be taken whole.
+            layers: Names or patterns of layers or parameters. With KFAC and EKFAC, layers cannot be split.
         """
         patterns = checks.patterns("layers", layers)
         chosen = [name for name in self.layout.names if matches(name, patterns)]
@@ -292,7 +292,7 @@ class Curvature:
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Curvature:
-        """Move to a device or cast to a dtype, as ``Tensor.to``."""
+        """Move to a device or cast to a dtype, like ``Tensor.to``."""
         return type(self)(
             self.approximation, self.layout, [part.to(*args, **kwargs) for part in self.parts], self.examples
         )
@@ -303,5 +303,5 @@ class Curvature:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Self:
-        """Read what :meth:`save` wrote; no code is executed."""
+        """Load what :meth:`save` wrote, without executing any code from the file."""
         return cls(*storage.load(path, device))

@@ -1,7 +1,7 @@
-"""The pieces of a block-diagonal matrix: what each of them can do, and the two that are never dense.
+"""The blocks of a block-diagonal matrix: their interface, and the two structured kinds.
 
-Every part is U diag(values) U^T with an orthogonal U, so that products, solves, powers, roots and samples are one
-thing: a function of the eigenvalues, :meth:`Part.apply`.
+Every part is U diag(values) U^T with an orthogonal U, so products, solves, powers, roots and samples are all functions
+of the eigenvalues, :meth:`Part.apply`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[[Tensor], Tensor]
 class Part(ABC):
     """A symmetric positive semi-definite matrix over the parameters of one layer (or of all of them).
 
-    Vectors are rows ``[K, p]``, the part's parameters side by side.
+    Vectors are rows ``[K, p]``, the part's parameters concatenated.
 
     Attributes:
         name: The layer's name.
@@ -65,7 +65,7 @@ class Part(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return what there is to store, by name."""
+        """Return the tensors to store, by name."""
 
     def matmul(self, rows: Tensor) -> Tensor:
         """Multiply every row by the matrix."""
@@ -86,15 +86,15 @@ class Part(ABC):
         return (matrix + matrix.mT) / 2
 
     def coordinate_shape(self) -> tuple[int, ...]:
-        """Return the shape in which ``project`` shows coordinates in a dict."""
+        """Return the shape of the coordinates that ``project`` returns in a dict."""
         return (self.numel,)
 
     def cut(self, parameters: tuple[str, ...], places: Tensor) -> Part | None:
-        """Return the part over some of its parameters, which lie at ``places``; None if it cannot be taken apart."""
+        """Restrict the part to some of its parameters, at ``places``; return None if it cannot be split."""
         return None
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast all tensors, as ``Tensor.to``."""
+        """Move or cast all tensors, like ``Tensor.to``."""
         moved: dict[str, Any] = {name: t.to(*args, **kwargs) for name, t in self.tensors().items()}
         return replace(self, **moved)
 
@@ -141,7 +141,7 @@ class EigenPart(Part):
     Attributes:
         basis: U_A, U_B and the eigenvalues S_A, S_B of the factors.
         s: ``[G, O, C]``.
-        order: Which entry of the flat vector stands at each place of ``[G, O, C]``; None if they agree.
+        order: The index into the flat vector of each entry of ``[G, O, C]``; None if the orders agree.
     """
 
     basis: Basis
@@ -177,14 +177,14 @@ class EigenPart(Part):
         """Return ``U_B^T X U_A`` for a stack of X."""
         shape, k = self.basis.shape, len(rows)
         matrices = rows.reshape(k, shape.groups, shape.out, shape.columns)
-        # One product with U_A for the whole stack: its rows, group by group.
+        # Multiply all rows of the stack by U_A in one product per group.
         by_group = matrices.transpose(0, 1).reshape(shape.groups, k * shape.out, shape.columns)
         by_group = rotate_columns(by_group, U_A, shape)
         matrices = by_group.reshape(shape.groups, k, shape.out, shape.columns).transpose(0, 1)
         return rotate_rows(matrices, U_B).reshape(k, -1)
 
     def diagonal(self) -> Tensor:
-        """Return (U_B * U_B) s (U_A * U_A)^T, back in the parameters' order."""
+        """Return (U_B * U_B) s (U_A * U_A)^T, in the parameters' order."""
         U_A, U_B = (None if U is None else U.square().mT for U in (self.basis.U_A, self.basis.U_B))
         return self._in_parameter_order(rotate_columns(rotate_rows(self.s, U_B), U_A, self.basis.shape).reshape(-1))
 
@@ -192,7 +192,7 @@ class EigenPart(Part):
         return entries if self.order is None else torch.empty_like(entries).index_copy_(0, self.order.long(), entries)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A = U_A S_A U_A^T and B = U_B S_B U_B^T; as vectors on a side that is kept diagonal."""
+        """Return A = U_A S_A U_A^T and B = U_B S_B U_B^T; a diagonal side is a vector."""
         b = self.basis
         A, B = (S if U is None else (U * S[:, None, :]) @ U.mT for U, S in ((b.U_A, b.S_A), (b.U_B, b.S_B)))
         return A, B

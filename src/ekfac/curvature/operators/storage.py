@@ -1,6 +1,6 @@
-"""Operators in files: safetensors, so that nothing is unpickled and no code runs when one is read.
+"""Stores operators as safetensors files, so that loading unpickles nothing and runs no code.
 
-The header carries a checksum of the whole file (:mod:`ekfac.sealed`), so that damage is seen.
+The header includes a checksum of the whole file (:mod:`ekfac.sealed`), which detects damage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
 from ekfac.curvature.operators.vectors import Layout
 
 FORMAT = "ekfac curvature 2"
-#: What older versions wrote: the same without a checksum.
+#: The format of older versions, without a checksum.
 UNSEALED = "ekfac curvature 1"
 KINDS: dict[str, type[Part]] = {
     "diagonal": DiagonalPart,
@@ -38,11 +38,11 @@ KINDS: dict[str, type[Part]] = {
 def save(
     path: str | os.PathLike[str], approximation: str, layout: Layout, parts: Sequence[Part], examples: int
 ) -> None:
-    """Write the parts' tensors, and what is not a tensor as JSON in the file's header.
+    """Write the parts' tensors, and everything else as JSON in the file's header.
 
     Raises:
-        OSError: If the file cannot be written; what was there before is still there.
-        ValueError: If the path is a folder's.
+        OSError: If the file cannot be written; an existing file is then unchanged.
+        ValueError: If the path is a folder.
     """
     checks.instance("path", path, (str, os.PathLike), "a file's name")
     if not os.path.basename(path) or os.path.isdir(path):
@@ -86,12 +86,12 @@ def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str,
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or not such a file, or the device is not there.
+        ValueError: If it is damaged or of another format, or the device is not available.
     """
     checks.instance("path", path, (str, os.PathLike), "a file's name")
     checks.device("device", device)
     try:
-        torch.zeros(1, device=device).tolist()  # the meta device has no numbers
+        torch.zeros(1, device=device).tolist()  # fails on the meta device too
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"device={str(device)!r} cannot be used: {reason}") from error
@@ -122,7 +122,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device) -> tuple[str,
 
 
 def _header(stream: BinaryIO) -> bytes:
-    """Return a safetensors file from its start to the end of its header."""
+    """Read a safetensors file up to the end of its header."""
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     length = 8 + int.from_bytes(stream.read(8), "little")
@@ -131,7 +131,7 @@ def _header(stream: BinaryIO) -> bytes:
 
 
 def _verify(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file has a seal, and refuse one whose seal is wrong."""
+    """Return whether a file has a checksum; refuse one whose checksum is wrong."""
     with open(path, "rb") as stream:
         header = _header(stream)
         at = sealed.place(header)
@@ -144,7 +144,7 @@ def _verify(path: str | os.PathLike[str]) -> bool:
 
 
 def _assembled(text: str, tensors: dict[str, Tensor]) -> tuple[str, Layout, list[Part], int]:
-    """Return what the header describes, made of the file's tensors."""
+    """Build the operator that the header describes from the file's tensors."""
     header = json.loads(text)
     layout = Layout(tuple(header["names"]), tuple(tuple(shape) for shape in header["shapes"]))
     sizes = {name: math.prod(shape) for name, shape in zip(layout.names, layout.shapes, strict=True)}

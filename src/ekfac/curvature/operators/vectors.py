@@ -1,4 +1,4 @@
-"""Vectors over a model's parameters: a dict of tensors by name, or one flat tensor, alone or stacked."""
+"""Vectors over a model's parameters: a dict of tensors by name or one flat tensor, single or stacked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ekfac import checks
 #: One flat tensor ``[P]`` or a stack of columns ``[P, K]``; or a dict of ``[*shape]``, stacked ``[K, *shape]``.
 Vector = Tensor | Mapping[str, Tensor]
 
-#: Brings rows ``[K, P]`` back into the form that a vector had.
+#: Converts rows ``[K, P]`` back to the form of the original vector.
 Restore = Callable[[Tensor], "Tensor | dict[str, Tensor]"]
 
 
@@ -28,7 +28,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many numbers each parameter has."""
+        """The number of entries of each parameter."""
         return tuple(torch.Size(shape).numel() for shape in self.shapes)
 
     @property
@@ -37,7 +37,7 @@ class Layout:
         return sum(self.sizes)
 
     def places(self, names: tuple[str, ...]) -> slice | Tensor:
-        """Find where some parameters lie in the flat vector, one after the other: a slice where they are neighbours."""
+        """Return the indices of some parameters in the flat vector; a slice if they are contiguous."""
         starts: dict[str, int] = {}
         at = 0
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -86,7 +86,7 @@ class Layout:
         )
 
     def read(self, v: Vector, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Restore]:
-        """Read any vector or stack as rows ``[K, P]``; return the way back to its form too."""
+        """Convert any vector or stack to rows ``[K, P]``; also return the function that converts back."""
         if isinstance(v, Mapping):
             flat = self.flatten(v).to(device, dtype)
             if flat.dim() == 1:

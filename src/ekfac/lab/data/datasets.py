@@ -1,4 +1,4 @@
-"""Datasets by name, as tensors: digits, clothes, CIFAR-10, Python's sources, and what a user adds."""
+"""Datasets by name, as tensors: MNIST, Fashion-MNIST, CIFAR-10, Python's sources, and plugins'."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ekfac.lab.registry import LabError, Registry
 
 
 class Split(NamedTuple):
-    """Examples and their labels, one row each."""
+    """Examples and labels, one row per example."""
 
     x: Tensor
     y: Tensor
@@ -26,9 +26,9 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The splits of a dataset: ``train`` and ``validation``, and ``test`` where one is kept apart.
+    """The splits of a dataset: ``train``, ``validation``, and ``test`` if there is one.
 
-    ``sha256`` is for data that differ between machines: a run records it.
+    ``sha256`` is for data that differ between machines; runs record it.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Dataset:
 
     @property
     def train(self) -> Split:
-        """The examples that are trained on."""
+        """The training examples."""
         return self.splits["train"]
 
     def limited(self, examples: int) -> Dataset:
-        """Return the same dataset with only the first training examples.
+        """Return the dataset with only the first training examples.
 
         Raises:
             LabError: If there are fewer.
@@ -52,9 +52,9 @@ class Dataset:
         return replace(self, splits={**self.splits, "train": Split(x[:examples], y[:examples])})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Dataset:
-        """Return the same dataset as one tensor a split on a device, so that a batch is an index select.
+        """Move the dataset to a device, one tensor per split, so that a batch is an index select.
 
-        Whole numbers, such as characters, stay what they are.
+        Integers, such as characters, keep their dtype.
         """
 
         def moved(x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ DATASETS: Registry[Callable[[Path], Dataset]] = Registry("dataset", plugins=True
 
 
 def register_dataset(name: str, load: Callable[[Path], Dataset]) -> Callable[[Path], Dataset]:
-    """Make a dataset known by name; ``load(folder)`` gets the data folder and returns it on the CPU."""
+    """Register a dataset; ``load(folder)`` gets the data folder and returns the dataset on the CPU."""
     return DATASETS.add(name, load)
 
 
@@ -85,9 +85,9 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> Dataset:
 
 
 def hold_out(y: Tensor, one_in: int) -> tuple[Tensor, Tensor]:
-    """Split indices into those to train on and those held out: of each class every n-th in file order.
+    """Split indices into training and held-out ones: every n-th of each class, in file order.
 
-    Stratified and fixed, with no random numbers that could differ between versions.
+    The split is stratified and fixed, without random numbers that could differ between versions.
     """
     held = torch.zeros(len(y), dtype=torch.bool)
     for label in y.unique():
@@ -107,13 +107,13 @@ def _mnist_5k(folder: Path) -> Dataset:
     table = table.view(-1, 785)
     x, y = _pixels(table[:, :-1]), table[:, -1].long()
     train, validation = hold_out(y, one_in=5)
-    # Sorted by digit in the file; mixed here so that the first few hundred hold every class.
+    # The file is sorted by digit; interleave so that the first few hundred examples contain every class.
     train = train.view(10, -1).T.flatten()
     return Dataset("mnist-5k", {"train": Split(x[train], y[train]), "validation": Split(x[validation], y[validation])})
 
 
 def _idx(name: str, role: str, folder: Path, magic: int) -> Tensor:
-    """Parse an idx file: a magic number, one big-endian size a dimension, then bytes."""
+    """Parse an idx file: a magic number, one big-endian size per dimension, then bytes."""
     raw = files.read(name, role, folder)
     if int.from_bytes(raw[:4], "big") != magic:
         raise DataError(f"{role} of {name} is no idx file of the expected kind")
@@ -173,7 +173,7 @@ def _cifar10(folder: Path) -> Dataset:
 
 
 def _cifar10_20k(folder: Path) -> Dataset:
-    """Read the first two training files of CIFAR-10 alone: 15,000 images to train on, 5,000 for validation."""
+    """Read only the first two training files of CIFAR-10: 15,000 training and 5,000 validation images."""
     batches = [_cifar_batch(f"data_batch_{number}", folder) for number in (1, 2)]
     x, y = _pixels(torch.cat([batch.x for batch in batches])), torch.cat([batch.y for batch in batches])
     cut = len(x) * 3 // 4
@@ -183,7 +183,7 @@ def _cifar10_20k(folder: Path) -> Dataset:
 
 
 def _stdlib(folder: Path) -> Dataset:
-    """Read sources of the running Python's library in blocks of 128 characters, every tenth held out."""
+    """Read sources of the running Python's standard library in blocks of 128 characters; every tenth is held out."""
     characters = text.library_text()
     x, y = text.blocks(text.encode(characters), 128)
     held = torch.arange(len(x)) % 10 == 9

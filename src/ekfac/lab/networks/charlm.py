@@ -1,4 +1,4 @@
-"""A small transformer that predicts the next character, of layers that every optimizer of the lab knows."""
+"""A small transformer that predicts the next character, made of layers that every optimizer of the lab supports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then two linear layers, each on a way around and after a norm."""
+    """Attention, then two linear layers, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -61,15 +61,15 @@ class CharacterModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of the next character at every position; x is (examples, positions)."""
-        # Looked up for every example, so that the gradient per example exists for the positions too.
+        # Positions are looked up for every example, so that they have per-example gradients too.
         places = torch.arange(x.shape[1], device=x.device).expand_as(x)
         return self.head(self.norm(self.blocks(self.characters(x) + self.positions(places))))  # type: ignore[no-any-return]
 
 
 def charlm(width: int = 128, batch_norm: bool = False, layers: int = 4, context: int = CONTEXT) -> CharacterModel:
-    """Build a pre-norm transformer of four layers and four heads (fewer if the width does not divide), untied.
+    """Build a pre-norm transformer of four layers and four heads (fewer if they do not divide the width), untied.
 
-    Weights are N(0, 0.02^2), those that end a way around N(0, 0.02^2 / (2 layers)), biases zero, as in GPT-2.
+    Weights are N(0, 0.02^2), those that end a residual branch N(0, 0.02^2 / (2 layers)), biases zero, as in GPT-2.
 
     Raises:
         LabError: If batch-norm is asked for.
@@ -87,10 +87,10 @@ def charlm(width: int = 128, batch_norm: bool = False, layers: int = 4, context:
 
 
 def character_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return each example's mean over positions of the cross-entropy of the next character."""
+    """Return each example's cross-entropy of the next character, averaged over positions."""
     return functional.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
 
 
 def character_correct(output: Tensor, y: Tensor) -> Tensor:
-    """Return each example's fraction of positions at which the next character is the likeliest one."""
+    """Return each example's fraction of positions at which the next character is the most likely one."""
     return (output.argmax(2) == y).double().mean(1)

@@ -1,4 +1,4 @@
-"""Convolutional networks of the suite: a residual one, one of depthwise convolutions, a U-Net."""
+"""Convolutional networks of the suite: a ResNet, one with depthwise convolutions, a U-Net."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Sequential:
 
 
 class InvertedResidual(nn.Module):
-    """A 1x1 convolution that widens, a depthwise 3x3 one, a 1x1 one that narrows; added to x where shapes agree."""
+    """A widening 1x1 convolution, a depthwise 3x3 one, a narrowing 1x1 one; added to x if shapes agree."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, expansion: int = 4) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class InvertedResidual(nn.Module):
         self.added = stride == 1 and channels_in == channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the body's output, with x where shapes agree."""
+        """Return the body's output, plus x if shapes agree."""
         return x + self.body(x) if self.added else self.body(x)  # type: ignore[no-any-return]
 
 
 def depthwise(width: int = 32, classes: int = 10) -> nn.Sequential:
-    """Build a stem of 32 channels, five inverted residuals (32, 64, 64, 128, 128; the 2nd and 4th halve), a head."""
+    """Build a stem of 32 channels, five inverted residuals (32, 64, 64, 128, 128; 2nd and 4th with stride 2), a head."""
     widths = [width * times for times in (1, 1, 2, 2, 4, 4)]
     blocks = [
         InvertedResidual(channels_in, channels, stride)
@@ -81,7 +81,7 @@ class UNet(nn.Module):
         self.pool = nn.MaxPool2d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x less the noise that the network sees in it; sides must be multiples of four."""
+        """Return x minus the noise that the network predicts; sides must be multiples of four."""
         a = self.down1(x)
         b = self.down2(self.pool(a))
         c = self.bottom(self.pool(b))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def relu_autoencoder(widths: Sequence[int] = (1000, 500, 250, 30), pixels: int = 784) -> nn.Sequential:
-    """Build 784-1000-500-250-30 and back with rectifiers and a linear code; the output is the pixels' logits.
+    """Build 784-1000-500-250-30 and back, ReLU with a linear code; the output is the pixels' logits.
 
     Weights are Xavier-uniform, biases zero.
     """
@@ -26,7 +26,7 @@ def relu_autoencoder(widths: Sequence[int] = (1000, 500, 250, 30), pixels: int =
 
 
 def plain(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
-    """Build rectified linear layers without skips or norms, and a linear one; He-normal weights, zero biases."""
+    """Build linear layers with ReLU, without skips or norms, and a linear output; He-normal weights, zero biases."""
     found: list[nn.Module] = []
     for size_in, size_out in itertools.pairwise([inputs, *[width] * layers, outputs]):
         linear = nn.Linear(size_in, size_out)
@@ -37,7 +37,7 @@ def plain(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
 
 
 def regressor(inputs: int, width: int, layers: int) -> nn.Sequential:
-    """Build linear layers with SiLU and one output, in torch's own initialisation."""
+    """Build linear layers with SiLU and one output, with torch's default initialisation."""
     found: list[nn.Module] = []
     for size_in in [inputs, *[width] * (layers - 1)]:
         found += [nn.Linear(size_in, width), nn.SiLU()]

@@ -1,4 +1,4 @@
-"""The paper's four networks, each by the width of its first layer and with or without batch-norm."""
+"""The paper's four networks, parametrised by the width of the first layer, with or without batch-norm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def autoencoder(width: int = 1000, batch_norm: bool = False) -> nn.Sequential:
     """Build 784-1000-500-250-30-250-500-1000-784, sigmoid, untied weights; the output is the pixels' logits.
 
-    Weights are Xavier-uniform, biases zero; batch-norm stands before each hidden sigmoid. A smaller ``width``
-    shrinks the layers in proportion, but the code keeps 30 units (or as many as its neighbour has left).
+    Weights are Xavier-uniform, biases zero; batch-norm precedes each hidden sigmoid. A smaller ``width`` shrinks the
+    layers in proportion, but the code keeps 30 units (or the number of its neighbour's, if smaller).
     """
     hidden = [max(1, round(width * fraction)) for fraction in (1.0, 0.5, 0.25)]
     code = min(30, hidden[-1])
@@ -26,7 +26,7 @@ def classifier(width: int = 50, batch_norm: bool = False) -> nn.Sequential:
 
 
 def deep(width: int = 50, batch_norm: bool = False) -> nn.Sequential:
-    """Build 784, eight sigmoid layers of 50, 10: plain and deep, with a plateau to leave. Not the paper's."""
+    """Build 784, eight sigmoid layers of 50, 10: a deep plain network that starts on a plateau. Not from the paper."""
     return _sigmoid_net([784, *[width] * 8, 10], batch_norm)
 
 
@@ -46,7 +46,7 @@ def _sigmoid_net(sizes: list[int], batch_norm: bool) -> nn.Sequential:
 def vgg11(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
     """Build VGG11 for 32x32 images: eight 3x3 convolutions with biases, five poolings, a linear layer 512-10.
 
-    He initialisation, zero biases; batch-norm after each convolution where asked.
+    He initialisation, zero biases; optionally batch-norm after each convolution.
     """
     layers: list[nn.Module] = []
     channels = 3
@@ -63,7 +63,7 @@ def vgg11(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a way around them: the identity, or a 1x1 convolution if the shape changes."""
+    """Two 3x3 convolutions and a shortcut: the identity, or a 1x1 convolution if the shape changes."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, batch_norm: bool) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class ResidualBlock(nn.Module):
 def resnet34(width: int = 64, batch_norm: bool = False) -> nn.Sequential:
     """Build ResNet34 for 32x32 images: a 3x3 stem, 3, 4, 6, 3 blocks of widths 64 to 512, mean pooling, 512-10.
 
-    Without batch-norm it starts as the paper's appendix says, n being a layer's fan-in: N(0, 2/n) after a
-    ReLU; N(0, 1/n) where no activation directly precedes (stem, shortcuts, and the head, which follows the
-    pooling); N(0, 0.2/n) for the last convolution of each block; zero biases. With batch-norm they have no
-    bias and the 0.2 is 2, since the normalisation would undo it.
+    Without batch-norm it is initialised as in the paper's appendix, with n a layer's fan-in: N(0, 2/n) after a ReLU;
+    N(0, 1/n) if no activation directly precedes (stem, shortcuts, and the head, which follows the pooling);
+    N(0, 0.2/n) for the last convolution of each block; zero biases. With batch-norm, convolutions have no bias, and the
+    0.2 is 2, since the normalisation would undo it.
     """
     layers: list[nn.Module] = [_conv(3, width, 3, 1, batch_norm, gain=1.0), nn.ReLU()]
     channels = width

@@ -1,4 +1,4 @@
-"""Two transformers with pre-norm blocks: a GPT with its embedding tied to the output, and one for images."""
+"""Two transformers with pre-norm blocks: a GPT with tied embeddings, and a ViT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers with a GELU between them, each added to its input and after a norm."""
+    """Attention, then two linear layers with a GELU between them, each after a norm and added to its input."""
 
     def __init__(self, width: int, heads: int, bias: bool, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()

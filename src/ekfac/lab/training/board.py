@@ -1,4 +1,4 @@
-"""TensorBoard events of a run, where the package is installed."""
+"""TensorBoard events of a run, if the package is installed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Board:
     """Writes the numbers of records as events.
 
     Args:
-        folder: Where the events go.
-        purge_step: The first step that is still to come; later events of a run that was cut short do not count.
+        folder: The folder of the events.
+        purge_step: The first step still to come; later events, of an interrupted run, are discarded.
 
     Raises:
         ImportError: If TensorBoard is not installed.
@@ -30,7 +30,7 @@ class Board:
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
 
     def add_settings(self, config: TrainConfig) -> None:
-        """Write the settings for TensorBoard's HPARAMS page, beside the losses that they are compared by."""
+        """Write the settings for TensorBoard's HPARAMS page, with the losses to compare them by."""
         from torch.utils.tensorboard.summary import hparams
 
         flat = {**config.to_dict(), **config.options}
@@ -39,7 +39,7 @@ class Board:
             self._writer.file_writer.add_summary(summary)
 
     def add_steps(self, losses: Sequence[float], before: int) -> None:
-        """Write the loss of every batch, those after so many steps."""
+        """Write the loss of every batch; ``before`` steps came before them."""
         for number, loss in enumerate(losses, 1):
             if math.isfinite(loss):
                 self._writer.add_scalar("batch_loss", loss, before + number)
@@ -55,13 +55,13 @@ class Board:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file; what it lacks then is in metrics.jsonl."""
+        """Close the file; anything it lacks is in metrics.jsonl."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
 
 def _silence_its_thread() -> None:
-    """Keep the writer's thread from printing a traceback where it cannot write: the next flush raises the error."""
+    """Keep the writer's thread from printing a traceback if it cannot write; the next flush raises the error."""
     before = threading.excepthook
     if getattr(before, "_of_board", False):
         return

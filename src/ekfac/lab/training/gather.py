@@ -1,4 +1,4 @@
-"""Finding run folders."""
+"""Finds run folders."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def find_runs(
     timed: Iterable[str | Path] | None = None,
     left_out: list[str] | None = None,
 ) -> list[Run]:
-    """Read every run in some folders and below them, in the order of their paths.
+    """Read every run in or below some folders, in the order of their paths.
 
     Args:
-        places: Folders of runs, or folders that hold such folders at any depth.
-        skip_broken: Leave out what cannot be read instead of complaining: for folders that are being written.
-        timed: Folders whose runs had the machine to themselves: only their seconds count. ``None``: those below a
-            folder named ``finals`` if there are some, else all but those that shared the machine. Runs whose steps were
-            timed alone (:mod:`ekfac.lab.training.paces`) count too, at that pace.
-        left_out: Gets a line for each that ``skip_broken`` leaves out, which says why.
+        places: Folders of runs, or folders that contain such folders at any depth.
+        skip_broken: Skip runs that cannot be read instead of raising, for folders that are being written.
+        timed: Folders whose runs had the machine to themselves; only their seconds count. ``None``: those below a
+            folder named ``finals`` if there are any, else all except those that shared the machine. Runs whose steps
+            were timed alone (:mod:`ekfac.lab.training.paces`) count too, at that pace.
+        left_out: Receives a line with the reason for each skipped run.
 
     Raises:
-        LabError: If a place does not exist or holds no run.
+        LabError: If a place does not exist or contains no run.
     """
     found = []
     alone = None if timed is None else [Path(folder).resolve() for folder in timed]
@@ -60,7 +60,7 @@ def find_runs(
 
 
 def had_the_machine(run: Run) -> bool:
-    """Tell whether a run was the only one on its machine, as far as it knows."""
+    """Return whether a run was the only one on its machine, as far as it knows."""
     return int(run.about.get("machine", {}).get("processes") or 1) == 1
 
 

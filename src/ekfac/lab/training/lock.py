@@ -1,4 +1,4 @@
-"""One owner of a run's folder at a time, by a lock of the operating system, which a dead process does not hold."""
+"""One owner per run folder, by a lock of the operating system, which is released when its process dies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# A file system without locks: the folder is used as before, by whoever comes.
+# Errors of a file system without locks, where folders are used without locking.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-# How many seconds an owner may take to write its name after it has taken the lock.
+# Seconds that an owner may take to write its name after acquiring the lock.
 _TO_SIGN = 1.0
 
 
@@ -45,10 +45,10 @@ class Lock:
         return self._stream is not None
 
     def acquire(self) -> None:
-        """Take the folder, which is made if need be; nothing happens if it is held already.
+        """Acquire the folder, creating it if necessary; do nothing if this object already holds it.
 
         Raises:
-            LabError: If another process, or another run of this one, has it; the message says who.
+            LabError: If another process, or another run of this one, holds it; the message names the owner.
         """
         while self._stream is None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Lock:
                 if error.errno not in _NO_LOCKS:
                     stream.close()
                     raise self._refused() from None
-            # Whoever held it before may have removed the file between the two calls: then this lock is on no file.
+            # The previous owner may have removed the file between the two calls; this lock is then on a deleted file.
             if not _same_file(stream, self.file):
                 stream.close()
                 continue
@@ -71,7 +71,7 @@ class Lock:
         self._stream.flush()
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self.file.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ class Lock:
             self._stream = None
 
     def _refused(self) -> LabError:
-        """Return the error that names the owner, which writes its name a moment after it has taken the lock."""
+        """Return the error that names the owner, who writes its name shortly after acquiring the lock."""
         owner, patience = "another process", time.monotonic() + _TO_SIGN
         while owner == "another process" and time.monotonic() < patience:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

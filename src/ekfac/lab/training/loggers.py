@@ -1,4 +1,4 @@
-"""Runs told to other programs by one option: Weights & Biases and MLflow, each only where its package is installed."""
+"""Logs runs to Weights & Biases and MLflow, if their packages are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROJECT = "ekfac"
 
 
 class Several(Progress):
-    """Tells several displays or loggers the same."""
+    """Forwards to several displays or loggers."""
 
     def __init__(self, parts: Sequence[Progress]) -> None:
         self.parts = list(parts)
@@ -42,7 +42,7 @@ class Several(Progress):
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record, those of the optimizer under its name."""
+    """Return the numbers of a record, with the optimizer's under its name."""
     found: dict[str, float] = {}
     for name, value in record.items():
         inner = {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -80,7 +80,7 @@ class Wandb(Progress):
 
 
 class Mlflow(Progress):
-    """Logs to MLflow, where MLFLOW_TRACKING_URI says."""
+    """Logs to MLflow, at MLFLOW_TRACKING_URI."""
 
     def __init__(self) -> None:
         self._package = _imported("mlflow")
@@ -108,7 +108,7 @@ LOGGERS: dict[str, type[Progress]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
 def with_loggers(names: Sequence[str], progress: Progress) -> Progress:
-    """Return a display that tells these loggers too.
+    """Return a display that forwards to these loggers too.
 
     Raises:
         LabError: If a name is unknown or its package is not installed.

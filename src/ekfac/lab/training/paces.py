@@ -1,8 +1,8 @@
-"""What a step costs on a machine alone, so that runs made side by side can be shown over time.
+"""Times steps on an otherwise idle machine, so that runs made in parallel can be plotted over time.
 
-A step takes as long at one learning rate and damping as at another. So a few steps of each kind of run are timed one
-kind after another, with nothing beside them, and written to ``paces.json`` in the folder above the runs. Whoever reads
-the runs counts their steps at that pace: their own seconds, in which they shared the machine, stay in their files.
+The time of a step does not depend on learning rate and damping. So a few steps of each kind of run are timed, one kind
+after another with nothing else running, and written to ``paces.json`` in the folder above the runs. Readers of the runs
+count their steps at that pace; the seconds measured while sharing the machine stay in their files.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from ekfac.lab.training.runs import Run, machine, versions
 from ekfac.lab.training.trainer import Trainer, given
 
 FILE = "paces.json"
-# What is said about a run whose seconds are counted so.
+# Marks a run whose seconds are counted in this way.
 PACED = "paced"
-# So many steps in a row are timed, in three parts of which the first is left out: graphs are recorded in it. A basis is
-# renewed at the start of each. No evaluation stands in between: steps right after one may cost more.
+# The number of consecutive steps to time, in three parts, each starting with a refresh. The first part is discarded, as
+# graphs are recorded in it. There is no evaluation in between, since steps right after one may take longer.
 STEPS = {"cuda": 96, "cpu": 24}
 _FIELDS = ("task", "optimizer", "batch_norm", "dataset", "width", "batch_size", "damping_mode", "sua", "dtype")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a step, and of a renewal, of which there is one in so many steps."""
+    """Seconds per step and per refresh, and the steps between refreshes."""
 
     step: float
     renewal: float = 0.0
     every: int | None = None
 
     def seconds(self, steps: int) -> float:
-        """Return what so many steps take; the first renews."""
+        """Return the seconds of this many steps, the first of which refreshes."""
         renewals = 0 if self.every is None or steps == 0 else (steps - 1) // self.every + 1
         return steps * self.step + renewals * self.renewal
 
 
 def kind(config: TrainConfig) -> dict[str, Any]:
-    """Return what the price of a step depends on."""
+    """Return the settings that the time of a step depends on."""
     every = option(config, "refresh_every")
     return {**{name: getattr(config, name) for name in _FIELDS}, "refresh_every": every}
 
 
 def label(config: TrainConfig) -> str:
-    """Return the same as one line, to look it up by."""
+    """Return the same as one line, as a key."""
     return json.dumps(kind(config), sort_keys=True)
 
 
 def measure(config: TrainConfig, data: Dataset) -> Pace:
-    """Time some steps of a setting in a row; it must have the machine to itself."""
+    """Time some consecutive steps of a setting; the machine must be idle otherwise."""
     every = option(config, "refresh_every")
     size = given(config.batch_size)
     steps = min(STEPS.get(str(config.device).split(":")[0], STEPS["cpu"]), len(data.train.x) // size)
@@ -71,7 +71,7 @@ def measure(config: TrainConfig, data: Dataset) -> Pace:
     half, renewed = part // 2, isinstance(every, int)
     own = replace(config, limit=None, epochs=1, refresh_every=part if renewed else config.refresh_every)
     trainer = Trainer(own, replace(data, splits={"train": Split(*(each[: steps * size] for each in data.train))}))
-    # Where something begins or ends: the host waits for the device there and nowhere else.
+    # The steps at which a part begins, is half over or ends; the host synchronises only there.
     marks = {0, part, part + half, 2 * part, 2 * part + half, 3 * part, steps}
     at = {0: time.perf_counter()}
 
@@ -89,7 +89,7 @@ def measure(config: TrainConfig, data: Dataset) -> Pace:
 
 
 def _pace(at: dict[int, float], part: int, every: int | None) -> Pace:
-    """Return what a step costs, and a renewal, from the moments that three parts began, were half over and ended."""
+    """Return the time per step and per refresh, from the times at which the parts began, were half over and ended."""
     if every is None:
         return Pace((at[3 * part] - at[2 * part]) / part)
     half = part // 2
@@ -107,16 +107,16 @@ def measure_all(
     until: float = math.inf,
     again: bool = False,
 ) -> dict[str, Pace]:
-    """Time every kind of run that ``folder`` has no pace of yet, one after another, and return all of them.
+    """Time every kind of run without a pace in ``folder``, one after another, and return all paces.
 
     Args:
         configs: The runs, resolved.
         folder: The folder above the runs.
         data_dir: Folder of the data files.
         load: Loads a dataset by name; by default from ``data_dir``.
-        say: Is told how it goes.
-        until: No kind is begun later than this.
-        again: Also time those that the folder has a pace of.
+        say: Called with lines of progress.
+        until: Start no further kind after this time.
+        again: Time kinds again that already have a pace.
     """
     wanted = {label(config): config for config in configs}
     found = read(folder)
@@ -128,7 +128,7 @@ def measure_all(
         data = load(dataset) if load else load_dataset(dataset, data_dir)
         try:
             found[name] = pace = measure(config, data)
-        except (RuntimeError, LabError) as error:  # for lack of memory, say; its runs have no seconds then
+        except (RuntimeError, LabError) as error:  # out of memory, for example; its runs then have no seconds
             say(f"alone: {what}: {error}".splitlines()[0])
             continue
         renewals = f", a renewal {1e3 * pace.renewal:.3g} ms" if pace.every else ""
@@ -138,7 +138,7 @@ def measure_all(
 
 
 def write(folder: str | Path, paces: dict[str, Pace]) -> None:
-    """Write paces down, with the machine that they are of."""
+    """Write paces to a folder, with the machine they were measured on."""
     rows = [{"kind": json.loads(name), **asdict(pace)} for name, pace in sorted(paces.items())]
     alone = {**machine(), "processes": 1}
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def write(folder: str | Path, paces: dict[str, Pace]) -> None:
 
 
 def read(folder: str | Path) -> dict[str, Pace]:
-    """Return a folder's paces; none if it has no file of them.
+    """Return a folder's paces; none if there is no such file.
 
     Raises:
         LabError: If the file is broken.
@@ -168,7 +168,7 @@ def read(folder: str | Path) -> dict[str, Pace]:
 
 
 def apply(run: Run, paces: dict[str, Pace]) -> None:
-    """Count a run's steps at the pace of its kind, if that is known; then its seconds count."""
+    """Replace a run's seconds by its steps at the pace of its kind, if known, and mark it as timed."""
     pace = paces.get(label(run.config))
     if pace is None:
         return
@@ -178,7 +178,7 @@ def apply(run: Run, paces: dict[str, Pace]) -> None:
 
 
 def apply_all(runs: Sequence[Run]) -> None:
-    """Do so for all runs whose folder, or the one above it, has paces."""
+    """Apply paces to all runs whose folder, or the one above it, has some."""
     known: dict[Path, dict[str, Pace]] = {}
     for run in runs:
         if run.path is None:

@@ -1,4 +1,4 @@
-"""One run by several processes, as torchrun starts them: each has a part of every batch, the first writes and talks."""
+"""One run on several processes started by torchrun: each has a part of every batch; the first writes and prints."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Ranks:
     """The processes of a run, and which of them this is.
 
     Attributes:
-        rank: The number of this process; the first writes the folder and shows progress.
-        size: How many there are.
-        local: The number of this process on its machine, which is that of its GPU.
+        rank: The rank of this process; the first writes the folder and shows progress.
+        size: The number of processes.
+        local: The rank of this process on its machine, and the index of its GPU.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ class Ranks:
     local: int = 0
 
     def device(self, name: str) -> torch.device:
-        """Return this process's own device of a kind."""
+        """Return this process's device of a kind."""
         device = torch.device(name)
         if self.size > 1 and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", self.local)
@@ -50,7 +50,7 @@ class Ranks:
         return items[start:end]
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return what averages gradients over processes."""
+        """Wrap a model so that gradients are averaged over processes."""
         return model if self.size == 1 else DistributedDataParallel(model)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Ranks:
         return tensor
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all processes the first one's buffers: running statistics are of each one's own batches."""
+        """Broadcast the first process's buffers, as running statistics differ between processes."""
         for buffer in model.buffers() if self.size > 1 else ():
             dist.broadcast(buffer, 0)
 
@@ -72,7 +72,7 @@ class Ranks:
 
 
 def from_torchrun(device: str) -> Ranks:
-    """Return the processes that torchrun has started with this one, connected; this one alone without torchrun."""
+    """Connect to the processes started by torchrun; without torchrun, return this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         return Ranks()
     if not dist.is_available():
@@ -84,7 +84,7 @@ def from_torchrun(device: str) -> Ranks:
 
 
 def leave(code: int | str | None) -> NoReturn:
-    """End this process; together with others at once, as threads of gloo's may otherwise abort it on its way out."""
+    """Exit; with several processes without cleanup, as gloo's threads could otherwise abort the process."""
     if not (dist.is_available() and dist.is_initialized()):
         sys.exit(code)
     dist.destroy_process_group()
@@ -94,12 +94,12 @@ def leave(code: int | str | None) -> NoReturn:
 
 
 def is_first() -> bool:
-    """Tell whether this process is the one that talks."""
+    """Return whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 class Follower(RunFolder):
-    """The folder of a run that another process writes: this one only reads its checkpoint."""
+    """The folder of a run that another process writes; this one only reads its checkpoint."""
 
     def clear(self) -> None:
         """Leave it to the first process."""
@@ -114,7 +114,7 @@ class Follower(RunFolder):
         """Leave it to the first process."""
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Leave it to the first process; every one has a part in making the state."""
+        """Leave it to the first process, although all contribute to the state."""
 
     def save_best(self, state: Mapping[str, Any]) -> None:
         """Leave it to the first process."""

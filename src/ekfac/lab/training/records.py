@@ -1,4 +1,4 @@
-"""What a run's records and settings may hold when they come from a file: checked before anything uses them."""
+"""Validates a run's records and settings that were read from a file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Whole numbers beyond this are damage: no count in a record comes near, and not every reader could hold them.
+# Larger integers mean damage: no count in a record comes near, and not every reader could represent them.
 _MOST = 2**63
 
 
 def number(value: Any) -> bool:
-    """Tell whether this is a finite number."""
+    """Return whether this is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < _MOST if isinstance(value, int) else math.isfinite(value)
 
 
 def check_record(record: Any, epoch: int) -> dict[str, Any]:
-    """Return a record if it is one of that epoch.
+    """Return a record if it is a valid one of that epoch.
 
     Raises:
         ValueError: If it is not; the message says why.
@@ -49,7 +49,7 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def check_history(history: Any) -> list[dict[str, Any]]:
-    """Return a list of records if each is that of its epoch.
+    """Return a list of records if each is valid and of its epoch.
 
     Raises:
         ValueError: If not.
@@ -60,7 +60,7 @@ def check_history(history: Any) -> list[dict[str, Any]]:
 
 
 def check_about(about: Any) -> dict[str, Any]:
-    """Return what is known about a run, if it has the right form.
+    """Return the information about a run, if it is valid.
 
     Raises:
         ValueError: If not.

@@ -1,4 +1,4 @@
-"""Training runs: recorded in a folder, resumable bit for bit on a CPU after a kill at any moment."""
+"""Training runs, recorded in a folder and resumable after a kill at any time (bit for bit on a CPU)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Progress", "Run", "TrainConfig", "launch", "load_run", "train"]
 
 
 class Progress:
-    """Is told how a run goes; does nothing. Displays are subclasses."""
+    """Receives the progress of a run and does nothing; displays are subclasses."""
 
     def start(self, run: Run) -> None:
-        """Begin showing the run, which may go on after the epochs in its history."""
+        """Start showing the run, which may continue after the epochs in its history."""
 
     def step(self, step: int, steps: int) -> None:
-        """Show that so many steps of this epoch's are done. Called at every step: must be quick."""
+        """Show that ``step`` of this epoch's ``steps`` are done. Called at every step, so it must be fast."""
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        """Show an epoch that is over and recorded."""
+        """Show a finished and recorded epoch."""
 
     def end(self, run: Run) -> None:
-        """Show that the run is over; its status says how."""
+        """Show how the run ended, according to its status."""
 
 
 def train(
@@ -54,26 +54,26 @@ def train(
     initial: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Run:
-    """Train a network and return what came of it.
+    """Train a network and return the run.
 
     Args:
-        config: The settings; what is ``None`` in them is filled in.
+        config: The settings; those that are ``None`` get their defaults.
         out: Folder to record the run in.
         data_dir: Folder of the official data files.
-        resume: Go on from the checkpoint in ``out``; from the start if there is none yet.
-        overwrite: Remove a run that ``out`` holds.
-        checkpoints: Save one after every epoch; without, a run that is cut short cannot go on. ``"last"``: only after
-            the last, so that more epochs can follow.
-        checkpoint_every: Save one after so many steps too, within an epoch.
-        keep_best: Keep the checkpoint of the epoch that validates best, in ``best.pt``.
-        progress: Is told how it goes.
-        data: The dataset, where it is loaded already, on any device.
-        initial: The record of the untrained network, where it is known from a run with the same start.
+        resume: Continue from the checkpoint in ``out``, or start if there is none yet.
+        overwrite: Remove an existing run in ``out``.
+        checkpoints: Save one after every epoch; without, an interrupted run cannot be resumed. ``"last"``: save only
+            after the last epoch, so that more epochs can follow.
+        checkpoint_every: Also save one every this many steps within an epoch.
+        keep_best: Keep the checkpoint of the epoch with the best validation, in ``best.pt``.
+        progress: Receives the progress.
+        data: The dataset, if already loaded, on any device.
+        initial: The record of the untrained network, if known from a run with the same start.
         ranks: The processes that train together, each of which calls this; one by default.
 
     Raises:
-        LabError: If a setting or the data are wrong, ``out`` holds a run and neither flag is given, another process
-            is at work in it, or the run has more epochs already than are asked for.
+        LabError: If a setting or the data are wrong, ``out`` contains a run and neither flag is given, another process
+            is working in it, or the run already has more epochs than requested.
     """
     _check_flags(resume, overwrite)
     config = config.resolved()
@@ -84,9 +84,9 @@ def train(
         if folder is not None and writes and folder.path.exists():
             _open(folder, config, resume, overwrite)
         run, trainer = _prepare(config, folder, data_dir, resume, data, ranks)
-        ranks.meet()  # all have read the folder before it changes
+        ranks.meet()  # wait until all have read the folder, before it changes
         if folder is not None and writes and not folder.lock.held:
-            # Not made before now, so that bad input leaves no folder behind; another may have come first.
+            # Created only now, so that bad input leaves no folder behind; another process may have been faster.
             _open(folder, config, False, overwrite)
         saving = Saving(checkpoints is True, checkpoint_every, keep_best, last=checkpoints == "last")
         if not run.history and initial is not None:
@@ -105,7 +105,7 @@ def _prepare(
     data: Dataset | None,
     ranks: Ranks,
 ) -> tuple[Run, Trainer]:
-    """Make the network, and take up the checkpoint if there is one and it is asked for."""
+    """Build the network, and load the checkpoint if resuming from one."""
     run = Run(config, path=None if folder is None else folder.path)
     checkpoint = folder.load(run.notes) if folder is not None and resume else None
     trainer = Trainer(config, data or load_dataset(given(config.dataset), data_dir), ranks)
@@ -129,7 +129,7 @@ def _prepare(
 
 @dataclass(frozen=True)
 class Saving:
-    """Which checkpoints are saved; see :func:`train`."""
+    """Which checkpoints to save; see :func:`train`."""
 
     each_epoch: bool = True
     every: int | None = None
@@ -174,13 +174,13 @@ def launch(
     keep_best: bool = False,
     progress: Progress | None = None,
 ) -> Run:
-    """Train as :func:`train` does, from the settings that a command line gave; under torchrun with all its processes.
+    """Call :func:`train` with settings from a command line; under torchrun, on all its processes.
 
-    With ``resume`` the folder's own settings hold for all that was not given, and there must be a run to go on with:
-    whoever types it would lose one that has no checkpoint.
+    With ``resume``, settings that were not given come from the folder, and there must be a checkpoint: otherwise the
+    existing run would be lost.
 
     Raises:
-        LabError: As :func:`train`, or if there is nothing to go on with.
+        LabError: As in :func:`train`, or if there is nothing to resume.
     """
     _check_flags(resume, overwrite)
     for plugin in settings.get("plugins", ()):
@@ -240,9 +240,9 @@ def _over(record: Mapping[str, Any]) -> bool:
 
 
 def epochs_since_best(history: Sequence[Mapping[str, Any]]) -> int:
-    """Return how long ago a run validated best: by its highest accuracy, and its lowest loss where that is the same.
+    """Return the number of epochs since the best validation: the highest accuracy, ties broken by the lowest loss.
 
-    A network on a plateau guesses one class; that its loss falls there still counts.
+    A network on a plateau always guesses one class; a decrease of its loss still counts as an improvement.
     """
 
     def error(record: Mapping[str, Any]) -> tuple[float, float]:
@@ -254,7 +254,7 @@ def epochs_since_best(history: Sequence[Mapping[str, Any]]) -> int:
 
 
 def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = None) -> dict[str, Any]:
-    """Return what config.json says besides the settings."""
+    """Return what config.json contains besides the settings."""
     folder = None if data_dir is None else str(Path(data_dir).resolve())
     return {
         "command": config.command(),
@@ -275,7 +275,7 @@ def _check_flags(resume: bool, overwrite: bool) -> None:
 
 
 def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool) -> None:
-    """Become the owner of a folder in which a run may be written, before anything is touched."""
+    """Acquire a folder and check that a run may be written there, before anything is changed."""
     path = folder.path
     if path.exists() and not path.is_dir():
         raise LabError(f"{path} is not a folder")
@@ -289,15 +289,15 @@ def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool)
 
 
 def _difference(stored: TrainConfig, config: TrainConfig) -> str | None:
-    """Return the setting that is another; only the device may be, and the number of epochs without a cosine."""
+    """Return a setting that differs; only the device may, and the number of epochs unless there is a cosine."""
     old, new = (json.loads(json.dumps(of.to_dict())) for of in (stored, config))
-    # A plugin's file may lie elsewhere now; that one of its name is loaded was looked at before.
+    # A plugin's file may be elsewhere now; it was already checked that one of its name is loaded.
     free = ("device", "plugins") if config.cosine else ("device", "plugins", "epochs")
     other = (name for name, value in new.items() if name not in free and value != old[name])
     return next((f"{name} {old[name]!r}, not {new[name]!r}" for name in other), None)
 
 
 def _check_same_data(path: Path | None, trainer: Trainer) -> None:
-    """Refuse to go on with other data, where a dataset differs between machines."""
+    """Refuse to resume with different data, if a dataset differs between machines."""
     if path is not None and read_config(path)[1].get("data_sha256") != trainer.data.sha256:
         raise LabError(f"{path} holds a run on other data of {trainer.data.name}: its sha256 is another")

@@ -1,8 +1,8 @@
 """A run's folder: config.json, metrics.jsonl, checkpoint.pt and TensorBoard events.
 
-An epoch's line goes to metrics.jsonl first, then checkpoint.pt is replaced atomically; the checkpoint holds
-the whole history. A process killed between the two leaves one line too many; resuming takes it off again.
-Each file, and each line of metrics.jsonl, carries a checksum (:mod:`ekfac.sealed`), and one process owns the folder.
+An epoch's line is first appended to metrics.jsonl, then checkpoint.pt is replaced atomically; the checkpoint contains
+the whole history. A process killed between the two leaves an extra line, which resuming removes. Each file, and each
+line of metrics.jsonl, has a checksum (:mod:`ekfac.sealed`), and one process owns the folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ekfac.lab.training.board import Board
 from ekfac.lab.training.lock import Lock
 from ekfac.lab.training.records import check_about, check_record
 
-# 1 had no checksums.
+# Format 1 had no checksums.
 FORMAT = 2
-# The environment's word for how many runs share the machine; their seconds do not count then.
+# The environment variable with the number of runs that share the machine; if set, their seconds do not count.
 PROCESSES = "EKFAC_PROCESSES"
 # The record that ends a zip archive, before its comment; the last two bytes are the comment's length.
 _END, _END_SIZE = b"PK\x05\x06", 22
@@ -36,18 +36,18 @@ _END, _END_SIZE = b"PK\x05\x06", 22
 
 @dataclass
 class Run:
-    """What a run gave.
+    """A run and its results.
 
     Attributes:
         config: Its settings.
-        history: One record an epoch, the first (epoch 0) before any training.
+        history: One record per epoch, the first (epoch 0) before any training.
         status: ``"finished"``, ``"diverged"``, ``"interrupted"`` or, read from a folder, ``"unfinished"``.
         about: Versions, machine, data, number of parameters, the loss's floor, the command.
         path: Its folder, if it has one.
-        timed: Whether its seconds count: not where runs shared a machine.
-        notes: What its reader should know, such as a file without a checksum.
-        stopped_by: The signal that interrupted it, if it was not Ctrl-C.
-        resumable: Whether one that was interrupted left a checkpoint.
+        timed: Whether its seconds count; not if runs shared a machine.
+        notes: Remarks from reading it, such as a file without a checksum.
+        stopped_by: The signal that interrupted it, if not Ctrl-C.
+        resumable: Whether an interrupted run left a checkpoint.
     """
 
     config: TrainConfig
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 for a finished run, 1 for a diverged one; 130, 143 or 129 for one that Ctrl-C, TERM or HUP ended."""
+        """Return 0 for a finished run, 1 for a diverged one; 130, 143 or 129 if Ctrl-C, TERM or HUP ended it."""
         return {"finished": 0, "diverged": 1, "interrupted": 128 + (self.stopped_by or 2)}.get(self.status, 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _processes() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of what a result can depend on."""
+    """Return the versions of Python and of packages that results can depend on."""
     from importlib import metadata
 
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
@@ -116,7 +116,7 @@ def versions() -> dict[str, str | None]:
 
 
 def source_digest() -> str:
-    """Return twelve hex digits of the library's own files: defaults change between versions of the same number."""
+    """Return a hash of the library's files, twelve hex digits: defaults can change without the version number."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for folder in ("curvature", "optim"):
@@ -137,11 +137,11 @@ class RunFolder:
         self._board: Board | None = None
 
     def holds_run(self) -> bool:
-        """Tell whether a run was started here."""
+        """Return whether a run was started here."""
         return self.config_file.exists() or self.metrics_file.exists() or self.checkpoint_file.exists()
 
     def clear(self) -> None:
-        """Remove a run's files, and nothing else that may lie in the folder."""
+        """Remove a run's files, and nothing else in the folder."""
         self.lock.acquire()
         names = ("config.json", "metrics.jsonl", "checkpoint.pt", "best.pt", "tags.json", "events.out.tfevents.")
         for pattern in (f"{name}*" for name in names):
@@ -175,31 +175,31 @@ class RunFolder:
                     left = left[stream.write(left) :]
                 os.fsync(stream.fileno())
             except BaseException:
-                stream.truncate(whole)  # half a line would be in the way of the next
+                stream.truncate(whole)  # remove a partial line before appending the next
                 raise
         if self._board is not None:
             with _named(self.path):
                 self._board.add(record)
 
     def add_steps(self, losses: Sequence[float], before: int) -> None:
-        """Add the loss of every batch to the TensorBoard events, those after so many steps."""
+        """Add the loss of every batch to the TensorBoard events; ``before`` steps came before them."""
         if self._board is not None:
             with _named(self.path):
                 self._board.add_steps(losses, before)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; whoever is killed meanwhile still has the old one, whole."""
+        """Replace the checkpoint atomically: a kill leaves the old one intact."""
         _save(self.checkpoint_file, state)
 
     def save_best(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint of the epoch that validates best."""
+        """Replace the checkpoint of the epoch with the best validation."""
         _save(self.path / "best.pt", state)
 
     def load(self, notes: list[str] | None = None) -> dict[str, Any] | None:
         """Return the checkpoint, or ``None`` if the run was killed before its first.
 
         Args:
-            notes: Gets a line if the file carries no checksum of the library, as those of older versions.
+            notes: Receives a line if the file has no checksum, as in older versions.
 
         Raises:
             LabError: If the file is broken.
@@ -218,14 +218,14 @@ class RunFolder:
         except OSError:
             raise
         except Exception:
-            # What torch says is left out: it advises to load without the check that keeps a file from running code.
+            # torch's message is omitted: it suggests disabling the check that keeps a file from running code.
             broken = True
         if broken:
             raise LabError(f"{self.checkpoint_file} is corrupt, or not a checkpoint of this library")
         return state
 
     def close(self) -> None:
-        """Close the TensorBoard events and give the folder back."""
+        """Close the TensorBoard events and release the folder."""
         try:
             if self._board is not None:
                 self._board.close()
@@ -244,7 +244,7 @@ def _save(file: Path, state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Let an error of the file system name the file."""
+    """Make errors of the file system name the file."""
     try:
         yield
     except OSError as error:
@@ -253,7 +253,7 @@ def _named(file: Path) -> Iterator[None]:
 
 
 def _is_sealed(stream: BinaryIO) -> bool:
-    """Tell whether a checkpoint carries its seal, which is right; an older one must have the right CRC.
+    """Return whether a checkpoint has a seal, after verifying it; an older one must have the right CRC.
 
     Raises:
         ValueError: If it is damaged.
@@ -276,7 +276,7 @@ def _is_sealed(stream: BinaryIO) -> bool:
 
 
 def read_config(path: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """Read config.json: the settings, and what is known about the run.
+    """Read config.json: the settings, and the information about the run.
 
     Raises:
         LabError: If there is none, or it is broken or altered.
@@ -285,7 +285,7 @@ def read_config(path: Path) -> tuple[TrainConfig, dict[str, Any]]:
 
 
 def _read_config(path: Path) -> tuple[TrainConfig, dict[str, Any], bool]:
-    """Return the settings, what is known about the run, and whether the file has a checksum."""
+    """Return the settings, the information about the run, and whether the file has a checksum."""
     file = path / "config.json"
     try:
         data, has_seal = sealed.loads(file.read_bytes())
@@ -301,10 +301,10 @@ def _read_config(path: Path) -> tuple[TrainConfig, dict[str, Any], bool]:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run's folder back, also one that is still being written or was killed.
+    """Read a run's folder, even if it is still being written or the run was killed.
 
     Raises:
-        LabError: If it holds no run, or its files are broken or altered.
+        LabError: If it contains no run, or its files are broken or altered.
     """
     folder = Path(path)
     config, about, has_seal = _read_config(folder)
@@ -312,7 +312,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     history: list[dict[str, Any]] = []
     try:
         lines = metrics.read_bytes().split(b"\n") if metrics.exists() else [b""]
-        *whole, rest = lines  # what follows the last newline was cut off in the middle
+        *whole, rest = lines  # text after the last newline is a partial line
         for line in whole:
             history.append(_read_record(line + b"\n", len(history), has_seal))
         if _ends_otherwise(rest, len(history), has_seal):
@@ -330,7 +330,7 @@ def _read_record(line: bytes, epoch: int, must_be_sealed: bool) -> dict[str, Any
 
 
 def _ends_otherwise(rest: bytes, epoch: int, must_be_sealed: bool) -> bool:
-    """Tell a whole line whose newline became something else from one that was cut off."""
+    """Return whether the rest is a complete line with a damaged newline, rather than a partial line."""
     with contextlib.suppress(ValueError):
         _read_record(rest[:-1] + b"\n", epoch, must_be_sealed)
         return True

@@ -1,4 +1,4 @@
-"""Tags and a note on a run: a file of their own in its folder, so that the record itself is never touched."""
+"""Tags and a note on a run, in a separate file of its folder, so that the record itself is never changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAG = re.compile(r"[\w.:+-]+")
 
 @dataclass(frozen=True)
 class Tags:
-    """What somebody wrote on a run.
+    """The tags and the note of a run.
 
     Attributes:
         tags: Short words to find it by.
@@ -31,12 +31,12 @@ class Tags:
                 raise LabError(f"a tag is one word of letters, digits and ._:+-, not {tag!r}")
 
     def over(self, before: Tags) -> Tags:
-        """Return both: all tags, and this note if there is one."""
+        """Merge with earlier ones: all tags, and this note if there is one."""
         return Tags((*before.tags, *self.tags), self.note or before.note)
 
 
 def read_tags(folder: Path) -> Tags:
-    """Return what is written on a run; nothing where nobody wrote.
+    """Return a run's tags and note, empty if there are none.
 
     Raises:
         LabError: If the file is broken.

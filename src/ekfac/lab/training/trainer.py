@@ -1,6 +1,6 @@
-"""One network, its data and its optimizer, trained an epoch at a time.
+"""One network, its data and its optimizer, trained one epoch at a time.
 
-No step waits for the device: the loss is summed there and read once an epoch; divergence is looked for then.
+No step waits for the device: the loss is summed there and read once per epoch, which is when divergence is detected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.ranks import Ranks
 
 EVALUATION_BATCH = 1000
-# A loss this many times the initial one is not coming back.
+# A loss this many times the initial one counts as divergence.
 EXPLODED = 100.0
 
 
@@ -47,9 +47,9 @@ class Trainer:
         self.seconds = 0.0
         self.initial_loss = math.nan
         self._untrained: dict[str, Any] | None = None
-        # How far into the epoch it is, the sum of its losses so far, and when the clock was started.
+        # The number of steps taken in this epoch, the sum of their losses, and the start time.
         self.step_in_epoch, self._total, self._started = 0, 0.0, 0.0
-        #: The mean loss of each batch of the last epoch, or of its steps since going on; read once an epoch.
+        #: The mean loss of each batch in the last epoch, or since resuming within it; read once per epoch.
         self.step_losses: list[Tensor] = []
         if config.limit is not None:
             data = data.limited(config.limit)
@@ -59,7 +59,7 @@ class Trainer:
             self.floors = {name: self.task.floor(split.x.double()).mean().item() for name, split in data.splits.items()}
         self.data = data.to(self.device, DTYPES[config.dtype])
         torch.manual_seed(config.seed)
-        # Initialised on the CPU, so that the same seed gives the same weights on every device.
+        # Initialise on the CPU, so that the same seed gives the same weights on every device.
         built: Any = self.task.build(given(config.width), config.batch_norm)
         if not isinstance(built, nn.Module):
             kind = type(built).__name__
@@ -94,8 +94,8 @@ class Trainer:
     def train_epoch(self, on_step: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         """Train one epoch, evaluate, and return the record.
 
-        The order of examples depends on the seed and the epoch alone. A last batch that would not be whole is
-        left out, so that every step sees the same number of examples.
+        The order of examples depends only on the seed and the epoch. An incomplete last batch is dropped, so that every
+        step has the same number of examples.
         """
         x, y = self.data.train
         batch = given(self.config.batch_size)
@@ -118,7 +118,7 @@ class Trainer:
                 if on_step is not None:
                     on_step(step + 1, steps)
         except RuntimeError:
-            # An optimizer may give up on numbers that are no longer finite; then the run has diverged.
+            # An optimizer may raise on non-finite numbers; then the run has diverged.
             if math.isfinite(total.item()):
                 raise
         self._synchronize()
@@ -134,10 +134,10 @@ class Trainer:
         return self._record(total.item() / steps, rate, _peak_memory(self.device))
 
     def _step(self, x: Tensor, y: Tensor, total: Tensor) -> None:
-        """Change the parameters by one batch; its mean loss before the change is added to the total.
+        """Take one step; add the batch's mean loss before it to the total.
 
-        Of several processes each has a part of the mean; gradients are averaged, so that each counts its own so many
-        times.
+        With several processes, each has a part of the batch. As gradients are averaged, each multiplies its part of the
+        mean by the number of processes.
         """
         self.optimizer.zero_grad()
         losses, size = self.task.losses(self._output(x, self._forward), x, y), self.ranks.size
@@ -148,11 +148,11 @@ class Trainer:
         self.optimizer.step()
 
     def start_from(self, record: Mapping[str, Any]) -> None:
-        """Take the losses of the untrained network from a run with the same start."""
+        """Use the untrained network's losses from a run with the same start."""
         self._untrained = {name: value for name, value in record.items() if name.endswith(("_loss", "_accuracy"))}
 
     def initial_record(self) -> dict[str, Any]:
-        """Evaluate the untrained network, unless that is known."""
+        """Evaluate the untrained network, unless its record is known."""
         record = self._record(None, None, _peak_memory(self.device), self._untrained)
         self.initial_loss = record["train_loss"] if record["train_loss"] is not None else math.nan
         return record
@@ -202,7 +202,7 @@ class Trainer:
         return loss.item() / len(split.y), accuracy
 
     def _set_lr(self, part: float) -> None:
-        """Set the learning rate for the step after this part of the epoch, where a schedule is asked for."""
+        """Set the learning rate for the next step, at this fraction of the epoch, if there is a schedule."""
         if self.config.halve_every is None and not self.config.cosine:
             return
         factor = 1.0
@@ -214,7 +214,7 @@ class Trainer:
             group["lr"] = base * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that going on needs, as plain data; within an epoch too, between two of its steps."""
+        """Return everything needed to resume, as plain data, also between two steps of an epoch."""
         inside = self.step_in_epoch > 0
         if inside:
             self._synchronize()
@@ -232,7 +232,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
         self.epoch, self.steps_done = state["epoch"], state["steps_done"]
         self.seconds, self.initial_loss = state["seconds"], state["initial_loss"]
         self.step_in_epoch, self._total = state.get("step_in_epoch", 0), state.get("total", 0.0)
@@ -243,7 +243,7 @@ class Trainer:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
 
     def close(self) -> None:
-        """Let the optimizer take its hooks off the network."""
+        """Close the optimizer, which removes its hooks from the network."""
         close = getattr(self.optimizer, "close", None)
         if close is not None:
             close()
@@ -264,13 +264,13 @@ def _check_data(config: TrainConfig, data: Dataset, shape: tuple[int, ...]) -> N
 
 
 def given(value: Any) -> Any:
-    """Return a setting of a resolved config, which has them all."""
+    """Return a setting of a resolved config, in which none is missing."""
     assert value is not None, "the config must be resolved"
     return value
 
 
 def _peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes in use: on a GPU by this epoch's tensors, on a CPU by the process so far."""
+    """Return the peak memory in bytes: on a GPU of this epoch's tensors, on a CPU of the process so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(ImportError):
@@ -282,7 +282,7 @@ def _peak_memory(device: torch.device) -> int | None:
 
 
 def _without_nan(value: Any) -> Any:
-    """Put ``None`` for every number that JSON cannot write."""
+    """Replace numbers that JSON cannot represent by ``None``."""
     if isinstance(value, dict):
         return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -130,7 +130,7 @@ class InverseMethod:
         return inverse / shrink if good or previous is None else previous
 
     def project(self, block: Block, state: InverseState, step: BlockStep) -> None:
-        """Re-invert if damping has changed; there is nothing to project."""
+        """Invert again if damping has changed; there is nothing to project."""
         if state.inverted_at != step.rates.damping:
             self._invert(block, state, *self._inverted(state), float(step.rates.damping))
 

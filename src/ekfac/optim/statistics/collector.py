@@ -149,8 +149,7 @@ class Collector:
     def _before_forward(self) -> bool:
         """Drop captured data if its gradients were cleared since, for example after a scaler skipped their step.
 
-        Returns:
-            Whether to capture; not if the whole model is frozen, like the discriminator in a generator's step.
+        Return whether to capture: not if the whole model is frozen, like the discriminator in a generator's step.
         """
         self.follow()
         if self._partition.is_frozen():
