@@ -49,8 +49,8 @@ def test_the_page_and_the_data_are_whole():
     for words in ("83 parameters, batches of 16", "noise scale", "actual over predicted", "drift of the basis"):
         assert words in page
     assert "to use: EKFAC(model" in page and "times Adam's" in page
-    assert "the given lr and damping if they reach 80% of the best fall of the loss, else, of all within 2%" in page
-    assert "add at most 50% to a step, else the smallest at which they add at most 10%" in page
+    assert "the given lr and damping if they reach 80% of the best decrease of the loss; else, of all within 2%" in page
+    assert "add at most 50% to a step; else the smallest at which they add at most 10%" in page
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert [row["name"] for row in data["blocks"]] == ["0", "2"] and data["state_bytes"] == found.summary.bytes
     assert data["price_at"]["1"] == pytest.approx(found.prices.at(1)) and len(data["trials"]) >= 9

@@ -30,7 +30,7 @@ def test_params_takes_plain_parameters(given: Callable[[nn.Module], Any]) -> Non
         (lambda m: 3, TypeError, "params is of type int"),
         (lambda m: [{"lr": 0.1}], ValueError, r"params holds a group of keys \['lr'\]"),
         (lambda m: [{"params": m.parameters()}, 3], ValueError, "params holds a group of type int"),
-        (lambda m: [{"params": m.parameters(), "refresh_every": 5}], ValueError, "a refresh_every of its own"),
+        (lambda m: [{"params": m.parameters(), "refresh_every": 5}], ValueError, "a group cannot set refresh_every"),
         (lambda m: [*m.parameters(), nn.Parameter(torch.ones(2))], ValueError, r"\(2,\) .* nn.ModuleList"),
     ],
 )

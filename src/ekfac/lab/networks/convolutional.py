@@ -58,7 +58,7 @@ class InvertedResidual(nn.Module):
 
 
 def depthwise(width: int = 32, classes: int = 10) -> nn.Sequential:
-    """Build a stem of 32 channels, five inverted residuals (32, 64, 64, 128, 128; 2nd and 4th with stride 2), a head."""
+    """Build a stem of 32 channels, five inverted residuals (32, 64, 64, 128, 128; 2nd and 4th stride 2), a head."""
     widths = [width * times for times in (1, 1, 2, 2, 4, 4)]
     blocks = [
         InvertedResidual(channels_in, channels, stride)

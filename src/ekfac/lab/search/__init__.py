@@ -1,1 +1,1 @@
-"""Searches over settings, and choosing from what they found."""
+"""Searches over settings, and selection from their results."""

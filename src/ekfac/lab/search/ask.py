@@ -1,4 +1,4 @@
-"""Searches beside the paper's grid: settings proposed by TPE, trials ended by successive halving; what mattered."""
+"""Searches besides the paper's grid: TPE proposals, pruning by successive halving, and parameter importance."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ekfac.lab.search.study import Trials, study_name
 
 SAMPLERS = ("grid", "tpe")
 PRUNERS = ("median", "asha")
-# As Optuna calls the parameter of an axis.
+# Prefix of an axis's parameter in Optuna.
 AXIS = "axis:"
 
 
 @dataclass(frozen=True)
 class Search:
-    """How settings are proposed and trials ended; plain data, so that worker processes can be handed it.
+    """How settings are proposed and trials pruned; plain data, so that it can be sent to worker processes.
 
     Attributes:
-        base: What all settings have in common, by the name of the study.
-        trials: How many each study is to have in the end; 0 proposes none.
-        ranges: Smallest and largest learning rate and damping to propose, log-uniform.
+        base: The common settings, by the name of the study.
+        trials: The final number of trials per study; 0 proposes none.
+        ranges: Smallest and largest learning rate and damping to propose, log-uniformly.
         axes: Other settings and options, each with its values.
         pruner: ``"median"`` or ``"asha"``.
-        seed: Of the proposals.
+        seed: Seed of the proposals.
     """
 
     base: Mapping[str, TrainConfig] = field(default_factory=dict)
@@ -48,8 +48,8 @@ class Search:
     def prepare(self, trials: Trials) -> None:
         """Give a study its sampler and its pruner."""
         if self.trials:
-            # Without the liar, workers that ask at the same moment get the same proposal; and each draws for itself,
-            # and anew when the search goes on.
+            # Without the constant liar, workers that ask at the same time get the same proposal. Each worker has its
+            # own random numbers, and new ones when the search is resumed.
             drawn = f"{self.seed} {len(trials.all())} {multiprocessing.current_process().name}"
             seed = random.Random(drawn).randrange(2**32)
             with warnings.catch_warnings():
@@ -60,7 +60,7 @@ class Search:
             trials.study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Return what is varied, as Optuna has it."""
+        """Return what is varied, as Optuna's distributions."""
         found: dict[str, BaseDistribution] = {
             n: FloatDistribution(*bounds, log=True) for n, bounds in self.ranges.items()
         }
@@ -69,7 +69,7 @@ class Search:
         return found
 
     def ask(self, trials: Trials) -> optuna.Trial | None:
-        """Return a new trial with a proposed setting, taken for this process; ``None`` if there are enough."""
+        """Return a new trial with a proposed setting, claimed by this process; ``None`` if there are enough."""
         base = self.base.get(trials.study.study_name)
         if base is None or len([t for t in trials.all() if t.state != TrialState.FAIL]) >= self.trials:
             return None
@@ -103,10 +103,10 @@ def proposals(
     pruner: str,
     seed: int,
 ) -> Search:
-    """Return a search between the smallest and the largest of the given values.
+    """Return a search between the smallest and largest of the given values.
 
     Raises:
-        LabError: If a range is a single point and there is nothing else to vary, or ``trials`` is not positive.
+        LabError: If there is nothing to vary, or ``trials`` is not positive.
     """
     if trials < 1:
         raise LabError(f"trials must be at least 1, not {trials}")
@@ -119,9 +119,9 @@ def proposals(
 
 
 def importance(trials: Trials) -> dict[str, float]:
-    """Return how much of the difference between losses each parameter explains, the largest first; empty if unknown.
+    """Return the importance of each parameter for the loss, in descending order; empty if unknown.
 
-    By the logarithm of the loss; what diverged counts as the largest that did not.
+    It uses the logarithm of the loss; diverged runs count like the worst run that did not diverge.
     """
     whole = [t for t in trials.all(TrialState.COMPLETE) if t.value is not None and t.value > 0]
     finite = [t.value for t in whole if t.value is not None and math.isfinite(t.value)]
@@ -138,7 +138,7 @@ def importance(trials: Trials) -> dict[str, float]:
         return {}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that low is good is what is meant
+            warnings.simplefilter("ignore")  # Optuna warns about the direction, but low is good here
             found = optuna.importance.get_param_importances(trials.study, params=sorted(varied), target=target)
     except (RuntimeError, ValueError, ImportError):
         return {}

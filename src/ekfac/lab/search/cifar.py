@@ -1,8 +1,9 @@
 """The paper's experiments on CIFAR-10 as a program for :mod:`ekfac.lab.search.ladder`.
 
-VGG11 and ResNet34 without batch-norm by KFAC, EKFAC and EKFAC-ra, in the appendix's initialisation and damping, with
-the spatially uncorrelated approximation, basis every 500 steps, as Algorithm 1 has it: no momentum, no clipping. SGD
-with momentum, with and without batch-norm, and Adam with it are the baselines; ``EKFAC(model)`` is this library's own.
+VGG11 and ResNet34 without batch-norm are trained by KFAC, EKFAC and EKFAC-ra with the appendix's initialisation and
+damping and the spatially uncorrelated approximation, updating bases every 500 steps as in Algorithm 1, without momentum
+or clipping. Baselines are SGD with momentum, with and without batch-norm, and Adam with it. ``EKFAC(model)`` is this
+library's default.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ SCHEDULED = ("SGD + BN", "KFAC", "EKFAC-ra")
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done of a network.
+    """The size of a network's experiment.
 
     Attributes:
-        halving: How many settings are kept, and for how many epochs, stage by stage.
-        epochs: How long the finals are, in stages.
-        seeds: How many there are of a final.
-        tries: So many settings of a method at most are tried for an epoch.
+        halving: Stage by stage, how many settings are kept and for how many epochs.
+        epochs: The lengths of the finals, in stages.
+        seeds: The number of seeds of a final.
+        tries: The most settings of a method that are tried for one epoch.
     """
 
     halving: Sequence[tuple[int, int]]
@@ -60,7 +61,7 @@ class Size:
     tries: int = 24
 
 
-# By how much time there is, in seconds: what fits a few minutes of a fast GPU, and the paper's.
+# Sizes by the time budget in seconds: for a few minutes of a fast GPU, and the paper's.
 SIZES: Sequence[tuple[float, dict[str, Size]]] = (
     (0, {"vgg11": Size(((3, 3), (2, 8)), (20, 50), 3, 17), "resnet34": Size(((2, 3),), (10, 20), 3, 15)}),
     (3600, {"vgg11": Size(((4, 3), (2, 10)), (20, 30)), "resnet34": Size(((3, 3), (2, 8)), (15, 30))}),
@@ -72,9 +73,9 @@ class Program:
     """The stages of some of the paper's figures.
 
     Args:
-        names: Which, of :data:`NAMES`.
-        seconds: The time there is: how long the finals are depends on it.
-        changes: Fields to change in every run: a smaller width, fewer examples, for tries.
+        names: Names from :data:`NAMES`.
+        seconds: The time budget, on which the length of the finals depends.
+        changes: Fields to change in every run, such as a smaller width, for trying things out.
     """
 
     def __init__(self, names: Iterable[str], seconds: float = 0.0, changes: Mapping[str, Any] | None = None) -> None:
@@ -89,7 +90,7 @@ class Program:
         self.stages = self._stages()
 
     def group(self, task: str, method: str, **more: Any) -> Group:
-        """Return a method on a network, made once; ``more`` tells a variant of it."""
+        """Return a method on a network, cached; ``more`` defines a variant of it."""
         words = [f"{name} {value}" for name, value in more.items()]
         place = (task, method, *words)
         if place not in self._groups:
@@ -103,7 +104,7 @@ class Program:
         return self._groups[place]
 
     def _search(self, group: Group, size: Size) -> list[Stage]:
-        """Return a search's stages: the grid, the climb, then fewer and fewer settings for longer."""
+        """Return a search's stages: the grid, hill climbing, then fewer and fewer settings for longer."""
         if not group.lrs:
             return []
         stages = [Stage("grid", group, 1)]
@@ -118,7 +119,7 @@ class Program:
         """Return the stages of a network's figure, and those of its other seeds."""
         size = self.sizes[task]
         searches = [self._search(self.group(task, method), size) for method in OF_TASK[task]]
-        # Stage by stage, not method by method: all methods are equally far when time ends.
+        # Stage by stage, not method by method, so that all methods are equally far when time runs out.
         longest = max(map(len, searches))
         first = [stages[n] for n in range(longest) for stages in searches if n < len(stages)]
         finals, seeds = [], []
@@ -132,7 +133,7 @@ class Program:
         return first + finals, seeds
 
     def _variant(self, task: str, method: str, climb: bool, **more: Any) -> list[Stage]:
-        """Return the stages of a variant: from the two settings that were best without it, or from there upwards."""
+        """Return the stages of a variant, which starts from the two best settings without it, and may climb."""
         size, source = self.sizes[task], self.group(task, method)
         by, epochs = size.halving[-1][1], size.epochs[-1]
         needs = (self._searched[f"{task} {method}"],)
@@ -178,7 +179,7 @@ class Program:
         return self._search(group, Size(((2, 3),), (3,)))
 
     def _schedule(self, task: str) -> list[Stage]:
-        # As every 20 of 50.
+        # In proportion to every 20 of 50 epochs.
         halve = max(1, round(0.4 * self.sizes[task].epochs[-1]))
         return [s for method in SCHEDULED for s in self._variant(task, method, False, halve_every=halve)]
 

@@ -1,4 +1,4 @@
-"""Each method at a setting that is known to work: what ``ekfac reproduce`` runs where nothing is searched."""
+"""Each method at a setting that is known to work, for ``ekfac reproduce`` without a search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def autoencoder() -> list[TrainConfig]:
 
 
 def autoencoder_search() -> list[TrainConfig]:
-    """Return the paper's methods without their learning rates and dampings, which the search is for."""
+    """Return the paper's methods without learning rates and dampings, which are to be searched."""
     found = []
     for name, setting in AUTOENCODER.items():
         if name != "ekfac-default":
@@ -38,7 +38,7 @@ def autoencoder_search() -> list[TrainConfig]:
 
 
 def frequency() -> list[TrainConfig]:
-    """Return the factored methods with their bases renewed every 50, 100, 500 steps, and at every one."""
+    """Return the factored methods with bases updated every 50, 100 and 500 steps, and at every step."""
     base = replace(_AE, batch_size=200)
     methods = {name: AUTOENCODER[name] for name in FACTORED}
     found = [
@@ -62,7 +62,7 @@ def sensitivity() -> list[TrainConfig]:
 
 
 def network(task: str, every: int = 500, **more: Any) -> Callable[[], list[TrainConfig]]:
-    """Return the paper's methods on a CIFAR-10 network at the lab's own settings: no search is recorded of these."""
+    """Return the paper's methods on a CIFAR-10 network at the lab's settings, which no recorded search has chosen."""
 
     def configs() -> list[TrainConfig]:
         base = TrainConfig(task, epochs=100, channels_last=True, **more)

@@ -1,9 +1,9 @@
-"""A search by successive halving for a given time: many settings for an epoch, the best for more, then other seeds.
+"""A search by successive halving within a time budget: many settings for an epoch, the best for more, then more seeds.
 
-A program is a list of stages, the most important first. Each stage names the runs it wants and how long they are to be;
-whatever it wants goes on from where an earlier stage left it. Workers take the first run that is wanted and not there,
-until the program or the time is over. All that is known is in the runs' folders: the same program started again goes
-on, and nothing is run twice. Needs torch and numpy alone.
+A program is a list of stages, the most important first. Each stage names the runs it wants and their length; a run
+continues from where an earlier stage left it. Workers take the first run that is wanted and missing, until the program
+is done or time is up. All state is in the runs' folders: the same program started again continues, and nothing is run
+twice. Needs only torch and numpy.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from ekfac.lab.search.workers import Workers
 from ekfac.lab.training.runs import Run, RunFolder, load_run
 from ekfac.lab.training.trainer import given
 
-# What a run's config.json says besides its own length: that of the finals of the search that it is part of.
+# The entry of a run's config.json with the length of the finals of its search.
 SEARCHED = "epochs_of_finals"
-# Between neighbours of the lattice that is climbed.
+# The factor between neighbours on the lattice for hill climbing.
 FACTOR = math.sqrt(10)
-# Seconds after the end that a worker may take to stop.
+# Seconds that a worker may take to stop after time is up.
 PATIENCE = 30.0
 
 
 @dataclass
 class Group:
-    """A method on a network: what all its runs have in common, and the grid where its search begins.
+    """A method on a network: the common settings of its runs, and the grid where its search starts.
 
     Attributes:
-        name: What it is called in lines of progress.
-        base: The setting without learning rate and damping. Its epochs are the most that there will ever be.
+        name: Its name in lines of progress.
+        base: The setting without learning rate and damping. Its epochs are the maximum.
         lrs: Learning rates of the grid; none for a method that is not searched.
-        dampings: Dampings of the grid; none where there is no damping.
-        seeds: The seeds of the final setting; the search has the first.
-        most: So many settings at most are tried.
+        dampings: Dampings of the grid; none for a method without damping.
+        seeds: The seeds of the final setting; the search uses the first.
+        most: The most settings to try.
         failed: Folders of settings that could not be run.
-        runs: What there is so far, by folder.
+        runs: The runs so far, by folder.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Group:
 
     @property
     def cautious(self) -> TrainConfig:
-        """A setting that will not diverge, for what does not depend on the setting."""
+        """A setting that will not diverge, for measurements that do not depend on the setting."""
         return self.at(min(self.lrs, default=None), max(self.dampings, default=None))
 
     def grid(self) -> list[TrainConfig]:
-        """Return the settings where the search begins."""
+        """Return the settings where the search starts."""
         pairs = itertools.product(self.lrs or (None,), self.dampings or (None,))
         return [self.at(lr, damping) for lr, damping in pairs]
 
@@ -92,7 +92,7 @@ class Group:
         return found
 
     def reached(self, config: TrainConfig) -> int:
-        """Return how many epochs a setting was trained for; one that diverged or failed needs no more."""
+        """Return how many epochs a setting was trained for; one that diverged or failed counts as complete."""
         run = self.runs.get(name_of(config))
         if name_of(config) in self.failed:
             return 10**9
@@ -101,7 +101,7 @@ class Group:
         return 10**9 if run.status == "diverged" else int(run.history[-1]["epoch"])
 
     def loss(self, config: TrainConfig, epoch: int) -> float:
-        """Return a setting's training loss after an epoch; infinite if it diverged or was not trained so long."""
+        """Return a setting's training loss after an epoch; infinite if it diverged or was not trained that long."""
         run = self.runs.get(name_of(config))
         if run is None or len(run.history) <= epoch or run.history[epoch]["diverged"]:
             return math.inf
@@ -114,7 +114,7 @@ class Group:
         return [self.at(config.lr, config.damping) for config in own]
 
     def ranked(self, epoch: int) -> list[TrainConfig]:
-        """Return the settings that were trained for so long and did not diverge, the best first."""
+        """Return the settings that were trained for this long and did not diverge, the best first."""
         scored = [(self.loss(config, epoch), name_of(config), config) for config in self.tried()]
         return [config for loss, _, config in sorted(scored, key=lambda row: row[:2]) if math.isfinite(loss)]
 
@@ -123,7 +123,7 @@ _names: dict[int, tuple[TrainConfig, str]] = {}
 
 
 def name_of(config: TrainConfig) -> str:
-    """Return a setting's folder; worked out once for each object, since a program asks for it again and again."""
+    """Return a setting's folder; cached, since a program asks for it many times."""
     known = _names.get(id(config))
     if known is None or known[0] is not config:
         known = _names[id(config)] = (config, key(config))
@@ -135,16 +135,16 @@ Wanted = list[tuple[Group, TrainConfig, int]]
 
 @dataclass
 class Stage:
-    """What is wanted of a group, once the stages that it ``needs`` have what they want.
+    """The runs wanted of a group, once the stages that it ``needs`` are complete.
 
     Attributes:
-        what: ``"grid"``, ``"around"`` (climb: neighbours of the best until it has them all), ``"best"`` or ``"seeds"``.
-        group: Whose runs these are.
-        epochs: How long they are to be.
+        what: ``"grid"``, ``"around"`` (climb: neighbours of the best until all were tried), ``"best"`` or ``"seeds"``.
+        group: The group of the runs.
+        epochs: The length of the runs.
         by: The epoch at which the best are chosen.
-        keep: How many of the best.
+        keep: The number of best settings to keep.
         needs: Stages that come before.
-        source: The group whose best settings are taken; the same unless given.
+        source: The group whose best settings are used; the same unless given.
     """
 
     what: str
@@ -157,7 +157,7 @@ class Stage:
     _done: bool = False
 
     def wanted(self) -> Wanted | None:
-        """Return the runs it wants, ``None`` while it is not known which."""
+        """Return the wanted runs, or ``None`` while they are not known."""
         if not all(stage.complete() for stage in self.needs):
             return None
         group, source = self.group, self.source or self.group
@@ -176,27 +176,27 @@ class Stage:
         return [(group, config, self.epochs) for config in found]
 
     def missing(self) -> Wanted | None:
-        """Return the runs that it wants and that are not there, or not as long."""
+        """Return the wanted runs that are missing or too short."""
         wanted = self.wanted()
         if wanted is None:
             return None
         return [(group, config, epochs) for group, config, epochs in wanted if group.reached(config) < epochs]
 
     def complete(self) -> bool:
-        """Tell whether all that it wants is there."""
-        # What is there stays there.
+        """Return whether all wanted runs exist."""
+        # Once complete, it stays complete.
         self._done = self._done or self.missing() == []
         return self._done
 
 
 @dataclass
 class Ladder:
-    """A program, the folder of its runs, and how much of it is done.
+    """A program, the folder of its runs, and its progress.
 
     Attributes:
-        stages: What is wanted, the most important first.
+        stages: The stages, the most important first.
         out: The folder of the runs.
-        lanes: What part of the workers takes a task's runs first, where there are other tasks; all others take what
+        lanes: By task, the fraction of workers that prefer its runs if there are other tasks; all others take whatever
             comes first.
     """
 
@@ -211,14 +211,14 @@ class Ladder:
         return list({stage.group.name: stage.group for stage in self.stages}.values())
 
     def load(self) -> None:
-        """Read what is there already."""
+        """Read existing runs."""
         there = {file.parent.name: load_run(file.parent) for file in sorted(self.out.glob("*/config.json"))}
         for group in self.groups:
             base = group.base.resolved()
             group.runs |= {name: run for name, run in there.items() if _belongs(run.config, base)}
 
     def next(self, running: Iterable[str], prefer: str | None = None) -> tuple[Group, TrainConfig, int] | None:
-        """Return the first run that is wanted, not there and not running; of a task first, where one is preferred."""
+        """Return the first run that is wanted, missing and not running, preferably of the preferred task."""
         busy, other = {*running}, None
         for stage in self.stages:
             if stage.complete():
@@ -237,13 +237,13 @@ class Ladder:
         data_dir: str | Path | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> bool:
-        """Run what is wanted until all is done or time is over; return whether all is done.
+        """Make the wanted runs until all are done or time is up; return whether all are done.
 
         Args:
-            seconds: The time there is.
-            workers: Processes side by side.
+            seconds: The time budget.
+            workers: The number of parallel processes.
             data_dir: Folder of the data files.
-            say: Is told of every run.
+            say: Called with a line for every run.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self.load()
@@ -292,7 +292,7 @@ class Ladder:
         try:
             how = future.result()
         except Exception as error:
-            # One setting that fails must not end the others; after a CUDA error its process is of no more use.
+            # A failing setting must not stop the others; after a CUDA error its process is unusable.
             self.failed[name] = how = f"failed, {type(error).__name__}: {error}".splitlines()[0][:200]
             group.failed.add(name)
             staff.restart(worker)
@@ -303,7 +303,7 @@ class Ladder:
         return how + (f", loss {losses[-1]:.4g}" if losses and losses[-1] is not None else "")
 
     def _tidy(self, group: Group) -> None:
-        """Remove the checkpoints of settings that no later stage goes on with: they would fill a disk."""
+        """Remove checkpoints of settings that no later stage continues: they would fill the disk."""
         for stage in self.stages:
             if stage.group is group and stage.what == "best" and stage.source is None:
                 wanted = stage.wanted()
@@ -313,7 +313,7 @@ class Ladder:
                         (self.out / name_of(config) / "checkpoint.pt").unlink(missing_ok=True)
 
     def settle(self) -> list[Run]:
-        """Let every run say how long it is and how long the finals are; remove what has no epoch, return the rest."""
+        """Write every run's length, and the finals', into its config; remove runs without an epoch, return the rest."""
         self.load()
         found = []
         for group in self.groups:
@@ -332,7 +332,7 @@ class Ladder:
         return found
 
     def remaining(self) -> list[str]:
-        """Say what of the program is not done, a line a stage."""
+        """Describe what is left of the program, one line per stage."""
         lines = []
         for stage in self.stages:
             missing = stage.missing()
@@ -345,7 +345,7 @@ class Ladder:
 
 
 def _belongs(config: TrainConfig, base: TrainConfig) -> bool:
-    """Tell whether a run is of a group: but for what is searched, its settings are the group's."""
+    """Return whether a run belongs to a group: its settings are the group's, except for those searched."""
     own = replace(base, lr=config.lr, damping=config.damping, seed=config.seed, epochs=config.epochs)
     mine, its = own.to_dict(), config.to_dict()
     return all(mine[name] == its[name] for name in mine if name not in ("device", "plugins"))

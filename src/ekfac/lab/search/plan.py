@@ -1,8 +1,8 @@
-"""``python -m ekfac.lab.search.plan FILE --out DIR``: runs a list of settings with torch and numpy alone.
+"""``python -m ekfac.lab.search.plan FILE --out DIR``: runs a list of settings with only torch and numpy.
 
 The list is a JSON array of settings, each an object with the fields of ``TrainConfig``; ``ekfac sweep --write-plan``
-writes one. Every run gets a folder of its own under DIR; what is already there is not repeated, and a run that was
-cut short goes on from its checkpoint. ``ekfac sweep --take-in DIR`` takes the results into a study.
+writes one. Every run gets its own folder under DIR; finished runs are not repeated, and interrupted ones resume from
+their checkpoint. ``ekfac sweep --take-in DIR`` adds the results to a study.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ekfac.lab.training.runs import PROCESSES, Run, load_run
 
 
 def write_plan(configs: Sequence[TrainConfig], file: str | Path) -> None:
-    """Write settings as JSON, for another machine: without the device, which is chosen there."""
+    """Write settings as JSON for another machine, without the device, which is chosen there."""
     rows = [{name: value for name, value in c.to_dict().items() if name != "device"} for c in configs]
     sealed.write(file, ("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n").encode())
 
@@ -65,9 +65,9 @@ def read_plan(file: str | Path) -> list[TrainConfig]:
 def run_one(
     config: TrainConfig, out: str | Path, data_dir: str | Path | None = None, progress: Progress | None = None
 ) -> Run:
-    """Run one setting in a folder of its own under ``out``; what is over already is only read.
+    """Run one setting in its own folder under ``out``; a finished run is only read.
 
-    The checkpoint is removed when the run is over: a search would fill a disk with them.
+    The checkpoint is removed at the end of the run, as those of a search would fill the disk.
     """
     config = config.resolved()
     folder = Path(out) / key(config)
@@ -106,18 +106,18 @@ def run_all(
 
     Args:
         configs: The settings.
-        out: The folder of all of them.
-        workers: How many processes run them; they share the cores.
-        devices: Devices that the workers take in turn; none: the settings' own.
+        out: The folder of all runs.
+        workers: The number of processes, which share the cores.
+        devices: Devices that the workers use in turn; if empty, the settings' own.
         data_dir: Folder of the data files.
-        on_outcome: Called in this process when one is over.
+        on_outcome: Called in this process after each run.
 
     Returns:
         Their outcomes, in the order of the settings.
 
     Raises:
         LabError: If ``workers`` is wrong, or a worker died.
-        OSError: If ``out`` cannot be made.
+        OSError: If ``out`` cannot be created.
     """
     if workers < 1:
         raise LabError(f"workers must be at least 1, not {workers}")
@@ -135,7 +135,7 @@ def run_all(
 
 
 def stop_of(run: Run) -> KeyboardInterrupt:
-    """Return what interrupted a run, to be raised again."""
+    """Return the exception that interrupted a run, to be raised again."""
     return KeyboardInterrupt() if run.stopped_by is None else Stopped(run.stopped_by)
 
 
@@ -156,10 +156,10 @@ def _parallel(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path
 
 @contextlib.contextmanager
 def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Start processes that share the cores, and never outlive what they are for.
+    """Start processes that share the cores, and end them with the block.
 
-    They end at once when this process is killed, and when the block is left by an error or by Ctrl-C, which they leave
-    to this process. A run that is cut short so goes on from its checkpoint.
+    They end immediately if this process is killed, or the block is left by an error or Ctrl-C, which they leave to this
+    process. Interrupted runs can resume from their checkpoints.
     """
     # Spawned, not forked: CUDA and OpenMP do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -175,7 +175,7 @@ def worker_pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor
 
 
 def start_worker(workers: int, plugins: Sequence[str]) -> None:
-    """Make a new process one of several: it leaves Ctrl-C to its parent, ends with it and has a share of the cores."""
+    """Set up a worker process: it leaves Ctrl-C to its parent, ends with it, and uses its share of the cores."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.formatwarning = plainly
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -188,12 +188,12 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        # Not an exception: the main thread may be in the middle of an epoch, or waiting for a job that never comes.
+        # An exception would not do: the main thread may be in the middle of an epoch, or waiting for a job.
         os._exit(1)
 
 
 def share_cores(workers: int) -> None:
-    """Let this process take its share of the cores, and its runs say that they were not alone."""
+    """Limit this process to its share of the cores, and mark its runs as sharing the machine."""
     os.environ[PROCESSES] = str(workers)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
@@ -202,12 +202,12 @@ def _attempt(config: TrainConfig, out: str | Path, data_dir: str | Path | None) 
     try:
         return Outcome(config, run_one(config, out, data_dir))
     except Exception as error:
-        # One setting that fails, for lack of memory say, must not end the others.
+        # A failing setting (out of memory, for example) must not stop the others.
         return Outcome(config, None, f"{type(error).__name__}: {error}")
 
 
 def tell(outcome: Outcome, done: int, total: int) -> str:
-    """Return one line on how a setting ended."""
+    """Describe in one line how a setting ended."""
     name = f"{done:>4} of {total}  {key(outcome.config)}"
     if outcome.run is None:
         return f"{name}  failed: {(outcome.error or '').splitlines()[0]}"

@@ -1,7 +1,7 @@
-"""Choosing hyper-parameters: by final loss, at each epoch, at each time budget, by validation.
+"""Selects hyper-parameters: by final loss, at each epoch, at each time budget, by validation.
 
-Everything works on curves: one setting, with all its seeds. Only what was reached counts: a run that diverged later
-may still be the best at an early epoch, but never the best at the end.
+Everything works on curves: one setting with all its seeds. A run that diverged may be the best at an early epoch, but
+never at the end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Index = NDArray[numpy.int64]
 
 @dataclass(frozen=True)
 class Curve:
-    """One setting's record, over its seeds.
+    """One setting with all its seeds.
 
     Attributes:
-        runs: Its runs, one a seed.
+        runs: Its runs, one per seed.
     """
 
     runs: tuple[Run, ...]
@@ -34,7 +34,7 @@ class Curve:
 
     @property
     def config(self) -> Any:
-        """The settings; of the seeds, the first's."""
+        """The settings, with the first run's seed."""
         return self.runs[0].config
 
     @property
@@ -44,16 +44,16 @@ class Curve:
 
     @property
     def length(self) -> int:
-        """How many records all of its runs have."""
+        """The number of records that all of its runs have."""
         return min(len(run.history) for run in self.runs)
 
     @property
     def floor(self) -> float:
-        """The smallest training loss that there can be."""
+        """The smallest possible training loss."""
         return self.floor_of("train_loss")
 
     def floor_of(self, name: str) -> float:
-        """Return the smallest value that a loss, such as ``"validation_loss"``, can have; zero for anything else."""
+        """Return the smallest possible value of a loss, such as ``"validation_loss"``; zero for other quantities."""
         floors = self.runs[0].about.get("floor") or {}
         return float(floors.get(name.split("_")[0], 0.0)) if "loss" in name else 0.0
 
@@ -65,13 +65,13 @@ class Curve:
 
     @property
     def finished(self) -> bool:
-        """Whether every seed came to its end without diverging."""
+        """Whether every seed finished without diverging."""
         return all(run.status == "finished" for run in self.runs)
 
     def table(self, name: str) -> Array:
-        """Return a quantity of every seed at every record, [seeds, records]; NaN where there is none.
+        """Return a quantity of every seed at every record, [seeds, records]; NaN if missing.
 
-        From the record where a run diverged on, every loss counts as infinite and every accuracy as zero.
+        From the record at which a run diverged, losses count as infinite and accuracies as zero.
         """
         if name in self._tables:
             return self._tables[name]
@@ -88,7 +88,7 @@ class Curve:
         return values
 
     def mean(self, name: str) -> Array:
-        """Return a quantity at every record, averaged over the seeds."""
+        """Return a quantity at every record, averaged over seeds."""
         return numpy.asarray(self.table(name).mean(0))
 
     def spread(self, name: str) -> tuple[Array, Array]:
@@ -106,9 +106,9 @@ class Curve:
 
 
 def curves(runs: Iterable[Run]) -> list[Curve]:
-    """Put the seeds of each setting together; runs without any record are left out.
+    """Group the seeds of each setting; runs without records are left out.
 
-    Of a seed that was run twice, one counts: a run that is timed before one that is not.
+    If a seed was run twice, one run counts, preferably a timed one.
     """
     groups: dict[Any, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: run.timed):
@@ -118,9 +118,9 @@ def curves(runs: Iterable[Run]) -> list[Curve]:
 
 
 def whole_seeds(runs: Iterable[Run]) -> list[Run]:
-    """Leave out the seeds of a setting that were ended before another of its seeds; those that diverged stay.
+    """Drop seeds that were stopped earlier than another seed of their setting, unless they diverged.
 
-    A mean over fewer and fewer seeds would jump where one ends, and one that was cut is no setting of its own.
+    Otherwise the mean over seeds would jump where one ends, and a shortened run would count as another setting.
     """
     given = list(runs)
     longest: dict[Any, int] = {}
@@ -137,7 +137,7 @@ def _without_length(run: Run) -> Any:
 def by_method(
     found: Iterable[Curve], name: Callable[[Curve], str] = lambda curve: curve.label
 ) -> dict[str, list[Curve]]:
-    """Group curves by a name, that of their method unless another is asked for."""
+    """Group curves by a name, by default their method's."""
     groups: dict[str, list[Curve]] = {}
     for curve in found:
         groups.setdefault(name(curve), []).append(curve)
@@ -151,16 +151,15 @@ def last(curve: Curve, name: str = "train_loss") -> float:
 
 
 def best_final(candidates: Sequence[Curve], name: str = "train_loss") -> Curve | None:
-    """Return the setting with the lowest loss at its end; ``None`` if none came to its end."""
+    """Return the setting with the lowest final loss; ``None`` if none finished."""
     whole = [curve for curve in candidates if curve.finished and math.isfinite(last(curve, name))]
     return min(whole, key=lambda curve: last(curve, name), default=None)
 
 
 def final_settings(candidates: Sequence[Curve]) -> list[Curve]:
-    """Return the settings that a method is judged by, not those tried on the way.
+    """Return the settings that a method is judged by, without those that were only tried in a search.
 
-    These are the ones that were run for the most epochs and, where only some of those had the machine to themselves,
-    these.
+    These are the settings with the most epochs; among them, only the timed ones if some are timed and others are not.
     """
     most = max((curve.config.epochs or 0 for curve in candidates), default=0)
     longest = [curve for curve in candidates if (curve.config.epochs or 0) == most]
@@ -168,9 +167,9 @@ def final_settings(candidates: Sequence[Curve]) -> list[Curve]:
 
 
 def best_of_each(found: Iterable[Curve]) -> dict[str, Curve]:
-    """Return each method's final setting with the lowest loss at its end; a method without one is left out.
+    """Return each method's final setting with the lowest final loss; methods without one are left out.
 
-    Of the library's defaults, only those that nobody touched.
+    For the library's defaults, only unchanged ones count.
     """
     candidates = by_method(curve for curve in found if not touched(curve.config))
     best = {name: best_final(final_settings(group)) for name, group in candidates.items()}
@@ -178,7 +177,7 @@ def best_of_each(found: Iterable[Curve]) -> dict[str, Curve]:
 
 
 def best_validation(candidates: Sequence[Curve]) -> Curve | None:
-    """Return the setting that validates best at any epoch: highest accuracy, or lowest loss without one or at a tie."""
+    """Return the setting with the best validation at any epoch: highest accuracy, if any; ties go to lowest loss."""
     scored: list[tuple[float, float, int, Curve]] = []
     for curve in candidates:
         accuracy, loss = curve.mean("validation_accuracy"), curve.mean("validation_loss")
@@ -191,14 +190,14 @@ def best_validation(candidates: Sequence[Curve]) -> Curve | None:
 
 @dataclass(frozen=True)
 class Envelope:
-    """The best that any of several settings reached at each x, and which one it was.
+    """The best value of several settings at each x, and the setting that has it.
 
     Attributes:
         x: Epochs, steps or seconds.
-        value: The best mean over seeds at each.
-        low: Over the chosen setting's seeds, the smallest value.
+        value: The best mean over seeds at each x.
+        low: The smallest value over the chosen setting's seeds.
         high: The largest.
-        chosen: The setting.
+        chosen: The chosen setting.
     """
 
     x: Array
@@ -213,8 +212,8 @@ def per_epoch(candidates: Sequence[Curve], name: str = "train_loss", x: str = "e
 
     Args:
         candidates: Settings of one method.
-        name: What to choose by and to show.
-        x: What to put on the axis: ``"epoch"``, or ``"step"`` where all have the same batch size.
+        name: The quantity to choose by and to show.
+        x: The axis: ``"epoch"``, or ``"step"`` if all have the same batch size.
     """
     positions = numpy.unique(numpy.concatenate([curve.mean(x) for curve in candidates]))
 
@@ -234,14 +233,14 @@ def per_time(
 ) -> Envelope:
     """Choose, at each time budget, the setting whose loss at its last record within the budget is lowest.
 
-    A setting that has ended before the budget stays in the race with its last loss.
+    A setting that ended before the budget competes with its last loss.
 
     Args:
         candidates: Settings of one method.
-        name: What to choose by and to show.
-        budgets: Seconds of training; by default every time at which one of them has a record, or a thousand evenly
-            spaced ones if those are more.
-        x: What the budget is counted in: ``"seconds"``, or ``"step"`` for settings of unlike batch sizes.
+        name: The quantity to choose by and to show.
+        budgets: Seconds of training; by default every time at which a setting has a record, but at most a thousand
+            evenly spaced ones.
+        x: The unit of the budget: ``"seconds"``, or ``"step"`` for settings of different batch sizes.
     """
     if budgets is None:
         times = numpy.unique(numpy.concatenate([curve.mean(x) for curve in candidates]))
@@ -255,7 +254,7 @@ def per_time(
 
 
 def _envelope(candidates: Sequence[Curve], positions: Array, index: Callable[[Curve], Index], name: str) -> Envelope:
-    """Take the best at each position; ``index`` says which record of a curve counts there, -1 for none."""
+    """Choose the best at each position; ``index`` returns which record of a curve counts there, -1 for none."""
     places = numpy.array([index(curve) for curve in candidates])
     means = [curve.mean(name) for curve in candidates]
     values = numpy.array([numpy.where(at >= 0, mean[at], math.inf) for at, mean in zip(places, means, strict=True)])
@@ -269,7 +268,7 @@ def _envelope(candidates: Sequence[Curve], positions: Array, index: Callable[[Cu
 
 
 def time_to_reach(curve: Curve, loss: float, x: str = "seconds", name: str = "train_loss") -> float | None:
-    """Return how long a setting took to come down to a loss, between records on a straight line; ``None`` if never."""
+    """Return how long a setting took to reach a loss, interpolating linearly between records; ``None`` if never."""
     values, positions = curve.mean(name), curve.mean(x)
     reached = numpy.flatnonzero(values <= loss)
     if not len(reached):

@@ -18,7 +18,7 @@ from ekfac.lab.tasks import TASKS
 
 DECADES = (1e-1, 1e-2, 1e-3, 1e-4)
 RANDOM_POINTS = 20
-# The paper's batch sizes where it searches over several; elsewhere the task's own is the only one.
+# The paper's batch sizes if it searches over several; other tasks use only their own.
 BATCH_SIZES = {"autoencoder": (200, 500)}
 
 # Batch size, learning rate, damping.
@@ -27,18 +27,18 @@ Point = tuple[int | None, float | None, float | None]
 
 @dataclass(frozen=True)
 class Space:
-    """What to search over.
+    """A search space.
 
     Attributes:
         lrs: Learning rates of the grid.
-        dampings: Damping values of the grid; ``None`` stands for the decades, or for none where an optimizer has none.
-        batch_sizes: Batch sizes; none stands for the task's.
-        seeds: Each point is run with each of these.
-        random_points: How many random points to try around each point of the grid.
-        reach: Random points lie within this factor of their grid point, either way. With grid values a factor
-            of 10 apart, sqrt(10) makes neighbouring cells meet.
+        dampings: Damping values of the grid; ``None`` means the decades, or none for optimizers without damping.
+        batch_sizes: Batch sizes; if empty, the task's.
+        seeds: Seeds; each point is run with each of them.
+        random_points: The number of random points around each grid point.
+        reach: Random points are within this factor of their grid point, either way. With grid values a factor of 10
+            apart, sqrt(10) makes neighbouring cells meet.
         draw: Seed of the random points.
-        axes: Options of the optimizer, or other settings, each with the values to try; every combination is.
+        axes: Options of the optimizer or other settings, each with the values to try in all combinations.
     """
 
     lrs: Sequence[float] = DECADES
@@ -52,14 +52,14 @@ class Space:
 
 
 def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
-    """Return all settings of a search, in the order in which they are to be tried.
+    """Return all settings of a search, in the order in which to try them.
 
-    First the grid; then one random point around each grid point, then a second around each, and so on, so that a
-    search that is cut short has still looked everywhere. Learning rate and damping are log-uniform around their
-    grid values. The same arguments give the same list on every machine.
+    First the grid, then one random point around each grid point, then a second around each, and so on, so that an
+    interrupted search has covered the whole space. Learning rate and damping are log-uniform around their grid values.
+    The same arguments give the same list on every machine.
 
     Args:
-        base: What all of them have in common.
+        base: The common settings.
         space: What to vary.
 
     Raises:
@@ -75,7 +75,7 @@ def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
     def near(value: float | None) -> float | None:
         if value is None:
             return None
-        # Rounded so that a plan written as JSON, a folder's name and a command line all say the same number.
+        # Rounded so that a plan in JSON, a folder's name and a command line all contain the same number.
         return float(f"{value * space.reach ** draw.uniform(-1, 1):.6g}")
 
     points = list(grid)
@@ -89,12 +89,12 @@ def settings(base: TrainConfig, space: Space) -> list[TrainConfig]:
 
 
 def combinations(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return every combination of the axes' values; one that sets nothing where there are no axes."""
+    """Return every combination of the axes' values; a single empty one if there are no axes."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def on_axes(base: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Return a setting with these values: fields by their name, all else as options of the optimizer."""
+    """Return a setting with these values: fields by name, anything else as an option of the optimizer."""
     own = {item.name for item in fields(base)}
     changed = replace(base, **{name: value for name, value in values.items() if name in own})
     rest = {name: value for name, value in values.items() if name not in own}
@@ -102,7 +102,7 @@ def on_axes(base: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def check_options(configs: Sequence[TrainConfig]) -> None:
-    """Make every optimizer once, so that an option that it refuses does not fail hundreds of trials.
+    """Construct every optimizer once, so that a refused option does not fail hundreds of trials.
 
     Raises:
         LabError: If an option is unknown, or its value is impossible.
@@ -118,7 +118,7 @@ def check_options(configs: Sequence[TrainConfig]) -> None:
 
 
 def unique(configs: Sequence[TrainConfig]) -> list[TrainConfig]:
-    """Return the same settings without repetitions, in the same order."""
+    """Return the settings without duplicates, in the same order."""
     return list({key(config): config for config in configs}.values())
 
 

@@ -1,8 +1,8 @@
-"""A search's trials in Optuna's storage: which are waiting, who runs them, what came of them.
+"""A search's trials in Optuna's storage: which are waiting, which process runs them, and their results.
 
-A trial is one setting. Processes and machines that share a storage take waiting trials one by one; taking is one
-atomic change of state there. A trial whose process died is closed as failed and its setting queued again, so that
-nothing finished is ever repeated and nothing is lost.
+A trial is one setting. Processes and machines that share a storage claim waiting trials one by one, by an atomic change
+of state. A trial whose process died is closed as failed and its setting queued again, so that nothing finished is
+repeated and nothing is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ekfac.lab.training.runs import Run
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-# Seconds between signs of life of a running trial, and after how many without one another machine takes it for dead.
+# Seconds between heartbeats of a running trial, and seconds without one after which other machines assume it is dead.
 SIGN_OF_LIFE = 30.0
 SILENCE = 600.0
 
@@ -53,23 +53,23 @@ def open_storage(where: str) -> BaseStorage:
             return JournalStorage(JournalFileBackend(str(file)))
         if where.startswith("sqlite:///"):
             Path(where.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-            # Workers write at the same time; SQLite lets one in and the others wait.
+            # Workers write concurrently; SQLite admits one at a time and the others wait.
             storage = RDBStorage(where, engine_kwargs={"connect_args": {"timeout": 60}})
             sqlalchemy.event.listen(storage.engine, "begin", _lock_at_once)
             return storage
         return RDBStorage(where.replace("postgresql://", "postgresql+psycopg://", 1))
     except Exception as error:
-        # SQLAlchemy, its drivers, Optuna and the file system each raise their own kinds.
+        # SQLAlchemy, its drivers, Optuna and the file system each raise their own exceptions.
         shown = (str(error).splitlines() or [type(error).__name__])[0]
         raise LabError(f"storage {without_password(where)} cannot be opened: {shown}") from error
 
 
 @contextmanager
 def legible(where: str) -> Iterator[None]:
-    """Turn what a storage makes of a damaged file, or of a server that has gone, into one line.
+    """Turn errors of a storage, from a damaged file or a lost server, into one line.
 
     Raises:
-        LabError: Instead of what Optuna's storages and SQLAlchemy raise.
+        LabError: In place of exceptions of Optuna's storages and SQLAlchemy.
     """
     try:
         yield
@@ -87,35 +87,35 @@ def legible(where: str) -> Iterator[None]:
 
 
 def _lock_at_once(connection: sqlalchemy.Connection) -> None:
-    # Optuna looks at a trial's state and then changes it, under SELECT FOR UPDATE, which SQLite does not have: two
-    # workers could take the same trial. A transaction that starts with the lock has nobody between the two.
+    # Optuna reads a trial's state and then changes it, under SELECT FOR UPDATE, which SQLite lacks: two workers could
+    # claim the same trial. A transaction that starts by locking prevents that.
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def without_password(where: str) -> str:
-    """Return a storage's address as it may be shown."""
+    """Return a storage's URL with its password masked."""
     scheme, sign, rest = where.partition("://")
     login, at, host = rest.rpartition("@")
     return f"{scheme}{sign}{login.split(':')[0]}{at}{host}"
 
 
 def study_name(config: TrainConfig) -> str:
-    """Return the study that a setting belongs to unless another is named: one a task and method."""
+    """Return the default study of a setting: one per task and method."""
     return f"{config.task}-{config.optimizer}" + ("-bn" if config.batch_norm else "")
 
 
 class Trials:
-    """The trials of one study. Those that others have put there are left alone.
+    """The trials of one study. Those not made by this library are left alone.
 
     Args:
-        storage: Where they are kept.
+        storage: The storage.
         name: The study's name.
 
     Attributes:
-        notes: What was left alone, and why.
+        notes: Trials that were left alone, and why.
 
     Raises:
-        LabError: If the study of that name is not one of this library's.
+        LabError: If the study of that name was not made by this library.
     """
 
     def __init__(self, storage: BaseStorage, name: str) -> None:
@@ -131,7 +131,7 @@ class Trials:
             )
 
     def all(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return this library's trials in these states, all if none is given, as the storage has them now."""
+        """Return this library's trials in these states (by default all), as currently stored."""
         found = []
         for trial in self.storage.get_all_trials(self._id, deepcopy=False, states=states or None):
             try:
@@ -143,7 +143,7 @@ class Trials:
         return found
 
     def add(self, configs: Sequence[TrainConfig]) -> int:
-        """Queue the settings that have no trial yet, or only failed ones; return how many."""
+        """Queue settings without a trial, or with only failed ones; return how many."""
         held = {trial.user_attrs["key"] for trial in self.all() if trial.state != TrialState.FAIL}
         new = [config for config in configs if key(config) not in held]
         for config in new:
@@ -157,7 +157,7 @@ class Trials:
             if not _dead(trial):
                 continue
             try:
-                # Only one of several who try gets through: a closed trial cannot be closed again.
+                # If several processes try, only one succeeds: a closed trial cannot be closed again.
                 self.storage.set_trial_state_values(self._number_to_id(trial.number), TrialState.FAIL)
             except optuna.exceptions.UpdateFinishedTrialError:
                 continue
@@ -166,10 +166,10 @@ class Trials:
         return count
 
     def take(self) -> optuna.Trial | None:
-        """Take the next waiting trial for this process; ``None`` if there is none."""
+        """Claim the next waiting trial for this process; return ``None`` if there is none."""
         for trial in self.all(TrialState.WAITING):
             if missing_plugins(_config(trial).plugins):
-                # Others may have them; code that a study names never runs for that reason.
+                # Its plugins are not loaded here: leave it to other workers. A study never causes code to be loaded.
                 continue
             identity = self._number_to_id(trial.number)
             try:
@@ -180,7 +180,7 @@ class Trials:
             mine = optuna.Trial(self.study, identity)
             mine.set_user_attr("worker", _sign())
             if self._first(trial) != trial.number:
-                # Two machines queued the same setting at the same moment; the earlier trial has it.
+                # Two machines queued the same setting at the same time; the earlier trial counts.
                 mine.set_user_attr("error", "the same setting was queued twice")
                 self.study.tell(mine, state=TrialState.FAIL)
                 continue
@@ -188,7 +188,7 @@ class Trials:
         return None
 
     def sign(self, trial: optuna.Trial, config: TrainConfig) -> None:
-        """Put a setting into a trial that was asked for, and this process's name on it."""
+        """Store a setting in a new trial, with this process as its worker."""
         trial.set_user_attr("key", key(config))
         trial.set_user_attr("setting", {**config.to_dict(), "device": "auto"})
         trial.set_user_attr("worker", _sign())
@@ -207,26 +207,26 @@ class Trials:
         return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def finish(self, trial: optuna.Trial, run: Run) -> None:
-        """Record what came of a trial. One that diverged is complete, with an infinite loss."""
+        """Record the result of a trial. A diverged one is complete, with an infinite loss."""
         trial.set_user_attr("run", _plain(run))
         trial.set_user_attr("diverged", run.status == "diverged")
         self.study.tell(trial, final_loss(run))
 
     def prune(self, trial: optuna.Trial, run: Run) -> None:
-        """Record a trial that was ended early because others were ahead."""
+        """Record a trial that was pruned because others were ahead."""
         trial.set_user_attr("run", _plain(run))
         trial.set_user_attr("diverged", False)
         self.study.tell(trial, state=TrialState.PRUNED)
 
     def fail(self, trial: optuna.Trial, reason: str) -> None:
-        """Close a trial that gave no result; its setting is queued again by the next :meth:`add`."""
+        """Close a trial without a result; the next :meth:`add` queues its setting again."""
         trial.set_user_attr("error", reason)
         self.study.tell(trial, state=TrialState.FAIL)
 
     def take_in(self, runs: Sequence[Run]) -> int:
-        """Add runs that were made elsewhere as complete trials; return how many were new.
+        """Add runs made elsewhere as complete trials; return how many were new.
 
-        A setting that waits here is closed, since its result has come in.
+        Waiting trials of the same settings are closed.
         """
         closed = self.all(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
         held = {trial.user_attrs["key"] for trial in closed}
@@ -248,13 +248,13 @@ class Trials:
         return count
 
     def failures(self) -> dict[str, str]:
-        """Return the settings that failed and have no result since, with the reason."""
+        """Return the settings that failed and have no result yet, with the reason."""
         failed = {t.user_attrs["key"]: t.user_attrs.get("error", "its process died") for t in self.all(TrialState.FAIL)}
         held = {trial.user_attrs["key"] for trial in self.all() if trial.state != TrialState.FAIL}
         return {name: reason for name, reason in failed.items() if name not in held}
 
     def runs(self) -> list[Run]:
-        """Return the runs of all trials that have one, from the storage alone."""
+        """Return the runs of all trials that have one, read from the storage."""
         found = []
         for trial in self.all(TrialState.COMPLETE, TrialState.PRUNED):
             data = trial.user_attrs["run"]
@@ -264,7 +264,7 @@ class Trials:
 
     @contextmanager
     def alive(self, trial: optuna.Trial) -> Iterator[None]:
-        """Give signs of life for a trial while it runs, for machines that share the storage."""
+        """Send heartbeats for a trial while it runs, for other machines that share the storage."""
         over = threading.Event()
 
         def beat() -> None:
@@ -281,13 +281,13 @@ class Trials:
 
 
 def final_loss(run: Run) -> float:
-    """Return the training loss at a run's end; infinite if it diverged."""
+    """Return a run's final training loss; infinite if it diverged."""
     loss = run.history[-1]["train_loss"] if run.history else None
     return math.inf if run.status == "diverged" or loss is None else float(loss)
 
 
 def reported(run: Run) -> dict[int, float]:
-    """Return the training loss by epoch, as Optuna keeps it."""
+    """Return the training loss by epoch, as stored by Optuna."""
     return {record["epoch"]: record["train_loss"] for record in run.history if record["train_loss"] is not None}
 
 
@@ -316,11 +316,11 @@ def _trial(config: TrainConfig, state: TrialState, run: Run | None = None) -> Fr
 
 
 def _check_ours(trial: FrozenTrial) -> None:
-    """Refuse a trial that this library did not make, or that was changed since.
+    """Refuse a trial that this library did not make, or that was altered.
 
     Raises:
-        LabError: If its settings are not settings.
-        ValueError: If something else is not as it should be.
+        LabError: If its settings are invalid.
+        ValueError: If anything else is invalid.
     """
     attributes = trial.user_attrs
     if not isinstance(attributes.get("key"), str) or not isinstance(attributes.get("setting"), dict):
@@ -352,7 +352,7 @@ def setting(trial: FrozenTrial | optuna.Trial) -> TrainConfig:
 
 
 def _plain(run: Run) -> dict[str, Any]:
-    """Return a run as plain data, without what only its folder needs."""
+    """Return a run as plain data, without what is only needed in its folder."""
     history = [{name: value for name, value in record.items() if name != "optimizer"} for record in run.history]
     return {"config": run.config.to_dict(), "history": history, "status": run.status, "about": run.about}
 
@@ -362,9 +362,9 @@ def _sign() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started, in the system's ticks, which tells it from a later one with its number.
+    """Return the start time of a process in system ticks, which distinguishes it from a later one with the same id.
 
-    ``"gone"`` stands for one that is dead and only waits for its parent to notice, ``None`` for not known.
+    ``"gone"`` means a zombie, ``None`` unknown.
     """
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -374,10 +374,10 @@ def _started(pid: int) -> str | None:
 
 
 def _dead(trial: FrozenTrial) -> bool:
-    """Tell whether the process that took a trial is gone: at once on this machine, after a silence on others."""
+    """Return whether a trial's process is gone; for processes on other machines, whether heartbeats have stopped."""
     worker = trial.user_attrs.get("worker")
     if worker is None:
-        # Killed between taking the trial and signing it; or about to sign it right now.
+        # Killed between claiming the trial and signing it, or just about to sign it.
         return trial.datetime_start is not None and time.time() - trial.datetime_start.timestamp() > SILENCE
     if worker["host"] != socket.gethostname():
         return bool(time.time() - worker["seen"] > SILENCE)

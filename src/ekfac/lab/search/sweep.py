@@ -1,4 +1,4 @@
-"""A search over settings: several processes, and several machines, work on one storage until nothing waits."""
+"""A search over settings: several processes and machines work on one storage until no trial is waiting."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ekfac.lab.search.study import Trials, legible, open_storage, setting, study
 from ekfac.lab.training.run import Progress
 from ekfac.lab.training.runs import Run, load_run
 
-# Why a trial was closed that Ctrl-C cut; its setting is queued again by the same command.
+# The reason for closing a trial interrupted by Ctrl-C; the same command queues its setting again.
 PAUSED = "interrupted"
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where a search keeps its trials and its runs; plain strings, so that worker processes can be handed it."""
+    """Where a search stores its trials and runs; plain strings, so that it can be sent to worker processes."""
 
     out: str
     storage: str
@@ -44,14 +44,14 @@ class Where:
 
 @dataclass(frozen=True)
 class State:
-    """How far a search has come.
+    """The progress of a search.
 
     Attributes:
-        counts: The number of trials in each state; one that Ctrl-C cut is ``paused``.
-        diverged: How many diverged.
+        counts: The number of trials in each state; those interrupted by Ctrl-C are ``paused``.
+        diverged: The number of diverged trials.
         best: The lowest training loss so far.
-        seconds: What a trial took on average, of those that ran to their end here.
-        setting: The setting with that loss.
+        seconds: The average time of trials that finished here.
+        setting: The setting with the lowest loss.
     """
 
     counts: Mapping[str, int]
@@ -62,7 +62,7 @@ class State:
 
     @property
     def over(self) -> int:
-        """How many settings have a result."""
+        """The number of settings with a result."""
         return self.counts.get("complete", 0) + self.counts.get("pruned", 0)
 
 
@@ -78,13 +78,13 @@ def state(studies: Sequence[Trials]) -> State:
             name = trial.state.name.lower()
             if trial.state == TrialState.FAIL and trial.user_attrs.get("error") == PAUSED:
                 if trial.user_attrs.get("key") in settled:
-                    continue  # it has gone on since
+                    continue  # it was resumed since
                 name = "paused"
             counts[name] += 1
             diverged += bool(trial.user_attrs.get("diverged"))
             if trial.state == TrialState.COMPLETE and trial.value is not None and math.isfinite(trial.value):
                 best = min(best or (math.inf, trial), (trial.value, trial), key=lambda pair: pair[0])
-            # What was taken in from elsewhere ended at the moment that it began here.
+            # Trials added from elsewhere have no duration.
             if trial.state == TrialState.COMPLETE and trial.duration and trial.duration.total_seconds() > 0.05:
                 spent.append(trial.duration.total_seconds())
     seconds = sum(spent) / len(spent) if spent else None
@@ -112,24 +112,24 @@ def sweep(
     Args:
         configs: All settings of the search, resolved.
         where: Its folder and storage.
-        name: The study's name; by default each task and method has one of its own.
-        workers: How many processes run trials at the same time.
-        devices: Devices that the workers take in turn; none: a GPU if there is one.
+        name: The study's name; by default each task and method has its own.
+        workers: The number of processes that run trials in parallel.
+        devices: Devices that the workers use in turn; if empty, a GPU if there is one.
         prune: End trials early that are behind the others.
-        search: How new settings are chosen beside those given, and by what rule trials are pruned.
-        on_start: Called when nothing is left that could be refused.
-        on_state: Is told now and then how far it has come.
+        search: How further settings are proposed, and how trials are pruned.
+        on_start: Called once all arguments have been checked.
+        on_state: Called from time to time with the progress.
 
     Returns:
         The studies by name.
 
     Raises:
         LabError: If an argument is wrong, or the storage cannot be opened or is damaged.
-        OSError: If the folder cannot be made.
+        OSError: If the folder cannot be created.
     """
     if workers < 1:
         raise LabError(f"workers must be at least 1, not {workers}")
-    # First, so that a folder that cannot be is not blamed on the storage in it.
+    # First, so that a problem with the folder is not reported as one of the storage in it.
     Path(where.out).mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[TrainConfig]] = {}
     for config in configs:
@@ -154,13 +154,13 @@ def sweep(
 
 
 def open_studies(where: Where, names: Sequence[str]) -> dict[str, Trials]:
-    """Open studies by name, new ones too."""
+    """Open studies by name, creating new ones."""
     storage = open_storage(where.storage)
     return {name: Trials(storage, name) for name in names}
 
 
 def existing_studies(where: Where) -> dict[str, Trials]:
-    """Open every study that a storage holds."""
+    """Open every study in a storage."""
     storage = open_storage(where.storage)
     return {name: Trials(storage, name) for name in optuna.get_all_study_names(storage)}
 
@@ -205,7 +205,7 @@ def _work_together(
             process.terminate()
         raise
     finally:
-        # After Ctrl-C the workers have had the signal too and close their trials.
+        # On Ctrl-C the workers get the signal too and close their trials.
         for process in processes:
             process.join()
     dead = [process.name for process in processes if process.exitcode not in (0, 130)]
@@ -242,7 +242,7 @@ def work(
     after: Callable[[], None] = lambda: None,
     search: Search | None = None,
 ) -> None:
-    """Take waiting trials and run them until none is left, also those of a worker that died meanwhile."""
+    """Claim and run waiting trials until none is left, including those of workers that died meanwhile."""
     studies = list(open_studies(where, names).values())
     if search is not None:
         for study in studies:
@@ -270,7 +270,7 @@ def _run(trials: Trials, trial: optuna.Trial, where: Where, device: str | None, 
         trials.prune(trial, load_run(folder / key(config)))
         return
     except Exception as error:
-        # One setting that fails, for lack of memory say, must not end the search.
+        # A failing setting (out of memory, for example) must not stop the search.
         trials.fail(trial, f"{type(error).__name__}: {error}")
         return
     if run.status == "interrupted":
@@ -281,7 +281,7 @@ def _run(trials: Trials, trial: optuna.Trial, where: Where, device: str | None, 
 
 
 class _Reports(Progress):
-    """Tells Optuna the loss of every epoch once, and ends a trial that is to be pruned."""
+    """Reports the loss of every epoch to Optuna once, and ends a trial that should be pruned."""
 
     def __init__(self, trial: optuna.Trial, prune: bool) -> None:
         self.trial, self.prune = trial, prune
@@ -289,7 +289,7 @@ class _Reports(Progress):
         self._parent = multiprocessing.parent_process()
 
     def start(self, run: Run) -> None:
-        """Report what was done before the run was cut short, or elsewhere."""
+        """Report earlier epochs, from before an interruption or from elsewhere."""
         for record in run.history:
             self._report(record)
 
@@ -297,7 +297,7 @@ class _Reports(Progress):
         """Report an epoch."""
         self._report(record)
         if self._parent is not None and not self._parent.is_alive():
-            # The search itself was killed; its workers must not go on unseen.
+            # The search itself was killed; its workers must not continue unnoticed.
             raise KeyboardInterrupt
         if self.prune and self.trial.should_prune():
             raise optuna.TrialPruned

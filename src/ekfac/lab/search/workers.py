@@ -1,4 +1,4 @@
-"""Processes that train side by side, each a setting at a time until it has as many epochs as are asked for."""
+"""Processes that train in parallel, each one setting at a time up to a requested number of epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ekfac.lab.training.trainer import given
 
 
 class _Deadline(Progress):
-    """Ends a run when time is over, within an epoch too."""
+    """Ends a run when time is up, even within an epoch."""
 
     def __init__(self, when: float) -> None:
         self.when = when
@@ -32,12 +32,12 @@ class _Deadline(Progress):
 
 
 _loaded: dict[tuple[str, str, torch.dtype], Dataset] = {}
-# The untrained network's records, by what it depends on: evaluating it anew for every setting would double an epoch.
+# Cached records of untrained networks: evaluating them again for every setting would double the cost of an epoch.
 _untrained: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def dataset_on(config: TrainConfig, data_dir: str | Path | None) -> Dataset:
-    """Load a run's dataset on its device; it is kept there for the next run of this process."""
+    """Load a run's dataset to its device; it is cached there for the next run of this process."""
     place = (given(config.dataset), config.device, DTYPES[config.dtype])
     if place not in _loaded:
         _loaded[place] = load_dataset(place[0], data_dir).to(torch.device(place[1]), place[2])
@@ -45,9 +45,9 @@ def dataset_on(config: TrainConfig, data_dir: str | Path | None) -> Dataset:
 
 
 def advance(config: TrainConfig, folder: Path, data_dir: str | Path | None, end: float) -> str:
-    """Train a setting until it has as many epochs as are asked for; return how that went.
+    """Train a setting up to the requested number of epochs; return how that went.
 
-    What was cut is kept up to its last whole epoch, and goes on from the end of the stage before.
+    An interrupted run keeps its whole epochs, and continues from the end of the stage before.
     """
     if time.time() > end:
         return "no time left"
@@ -67,7 +67,7 @@ def advance(config: TrainConfig, folder: Path, data_dir: str | Path | None, end:
     except TimeoutError:
         return "cut"
     finally:
-        if config.device.startswith("cuda"):  # what one kind of run kept would be missing to other processes
+        if config.device.startswith("cuda"):  # free cached memory for other processes
             gc.collect()
             torch.cuda.empty_cache()
     _untrained[start] = run.history[0]
@@ -75,7 +75,7 @@ def advance(config: TrainConfig, folder: Path, data_dir: str | Path | None, end:
 
 
 class Workers:
-    """Processes that each run one setting at a time; one that fails is started anew and the others go on."""
+    """Processes that each run one setting at a time; a failed one is restarted while the others continue."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -83,18 +83,18 @@ class Workers:
         self._pools: dict[int, concurrent.futures.ProcessPoolExecutor] = {}
 
     def submit(self, worker: int, *job: Any) -> concurrent.futures.Future[str]:
-        """Give a worker something to do."""
+        """Submit a job to a worker."""
         if worker not in self._pools:
             arguments = (self.number, loaded_plugins())
             self._pools[worker] = concurrent.futures.ProcessPoolExecutor(1, self._context, start_worker, arguments)
         return self._pools[worker].submit(advance, *job)
 
     def restart(self, worker: int) -> None:
-        """End a worker; a new one takes its place at the next job."""
+        """End a worker; a new one replaces it at the next job."""
         self._pools.pop(worker).shutdown(wait=False, cancel_futures=True)
 
     def close(self, at_once: bool) -> None:
-        """End all of them; what they run is cut if it must be at once."""
+        """End all workers, interrupting their runs if it must be ``at_once``."""
         if at_once:
             for process in multiprocessing.active_children():
                 process.terminate()

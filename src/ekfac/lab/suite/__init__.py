@@ -1,1 +1,1 @@
-"""The suite: many small tasks, every method on the same footing, one table and one performance profile."""
+"""The suite: many small tasks, every method under equal conditions, one table and one performance profile."""

@@ -1,4 +1,4 @@
-"""``python -m ekfac.lab.suite run CONFIG --out DIR``: the suite with torch and numpy alone."""
+"""``python -m ekfac.lab.suite run CONFIG --out DIR``: the suite with only torch and numpy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_command(
     data_dir: str | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Make the runs of a configuration; return 0, 1 if one failed, 3 if time ran out before all were made."""
+    """Make the runs of a configuration; return 0, or 1 if one failed, or 3 if time ran out."""
     seconds = math.inf if budget is None else parse_seconds(budget)
     data = config.read(where)
     whole = config.parse(data, quick)
@@ -79,7 +79,7 @@ def time_command(
     data_dir: str | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Make each method's best run again, alone, for its time."""
+    """Repeat each method's best run alone, to time it."""
     folder = Path(out)
     suite = config.parse(*read_config(folder)).selected(names(only), names(methods), names(schedules))
     seconds = math.inf if budget is None else parse_seconds(budget)
@@ -97,7 +97,7 @@ def time_command(
 
 
 def report_command(out: str, say: Callable[[str], None] = print) -> int:
-    """Write the report and say where it is."""
+    """Write the report and print its path."""
     from ekfac.lab.suite import page
 
     say(str(page.write(Path(out))))

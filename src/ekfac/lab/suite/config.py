@@ -1,4 +1,4 @@
-"""The suite's configuration: one JSON file, data only, checked before anything runs."""
+"""The suite's configuration: one JSON file of plain data, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Method:
         label: Its name in tables and pictures.
         optimizer: The optimizer's name in the lab.
         options: Its options.
-        lr: The learning rates that are tried; with ``relative``, as multiples of the optimizer's own,
-            which stays unset: what it does with it over time stays too.
-        relative: Whether they are.
+        lr: The learning rates to try; with ``relative``, as multiples of the optimizer's default, whose built-in
+            schedule stays in effect.
+        relative: Whether ``lr`` are multiples of the default.
         schedules: ``"cosine"`` and ``"constant"``, both after the task's warm-up; ``"own"`` leaves the learning rate
             to the optimizer.
-        decay: What the task's weight decay is multiplied by; ``None`` leaves it to the optimizer.
-        fixed: Whether its first learning rate is the one that counts; the others are then run with every seed, to see
-            whether they diverge.
+        decay: A factor for the task's weight decay; ``None`` leaves it to the optimizer.
+        fixed: Whether the first learning rate counts; the others are then run with every seed to see whether they
+            diverge.
         ours: Whether it is one of the methods that the report compares with the rivals.
     """
 
@@ -52,7 +52,7 @@ class Method:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task and how it is trained, the same for every method.
+    """One task and its training, the same for every method.
 
     Attributes:
         name: Its name in the configuration.
@@ -63,11 +63,11 @@ class TaskPlan:
         epochs: Passes over the training data.
         warmup: Steps of linear warm-up.
         end: Fraction of the learning rate at which the cosine ends.
-        clip: Largest norm of the gradient; ``None`` for any.
+        clip: The norm to clip gradients to; ``None`` for no clipping.
         weight_decay: Weight decay, as in AdamW.
         decay_vectors: Whether biases and norms decay too.
-        take: ``"last"`` or ``"best"``: which of a run's evaluations counts.
-        methods: For a method by name, ``lr`` and ``options`` that differ here.
+        take: ``"last"`` or ``"best"``: the evaluation of a run that counts.
+        methods: By method name, ``lr`` and ``options`` that differ on this task.
     """
 
     name: str
@@ -87,7 +87,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """What has to be reached: a method's final validation measure, to within a fraction of it."""
+    """The target: a method's final validation measure, to within a fraction of it."""
 
     method: str
     schedule: str = "cosine"
@@ -102,9 +102,9 @@ class Suite:
         tasks: The tasks by name.
         methods: The methods by name.
         seeds: Seeds of every setting.
-        every_rate: Whether every learning rate gets every seed; else the best one on the first seed.
-        evaluations: How often a run is measured after its start, evenly.
-        target: What has to be reached.
+        every_rate: Whether every learning rate is run with every seed; else only the best one on the first seed is.
+        evaluations: The number of evenly spaced evaluations after the start.
+        target: The target to reach.
         quick: Whether this is the small form.
     """
 
@@ -117,7 +117,7 @@ class Suite:
     quick: bool = False
 
     def selected(self, tasks: Sequence[str] = (), methods: Sequence[str] = (), schedules: Sequence[str] = ()) -> Suite:
-        """Return the suite with some of its tasks, methods and schedules; all of those that are not named.
+        """Return the suite restricted to some tasks, methods and schedules; an empty list means all.
 
         Raises:
             LabError: If a name is unknown.
@@ -140,7 +140,7 @@ class Suite:
 
 
 def builtin() -> list[str]:
-    """Return the names of the configurations that come with the library."""
+    """Return the names of the library's built-in configurations."""
     return sorted(file.stem for file in CONFIGS.glob("*.json"))
 
 
@@ -158,7 +158,7 @@ def load(where: str | Path, quick: bool = False) -> Suite:
 
 
 def read(where: str | Path) -> dict[str, Any]:
-    """Return a configuration as it is written.
+    """Return a configuration as plain data.
 
     Raises:
         LabError: If it cannot be read.
@@ -251,7 +251,7 @@ def _method(name: str, data: Any, rates: int) -> Method:
 
 
 def middle(values: tuple[float, ...], number: int) -> tuple[float, ...]:
-    """Return so many values from the middle of a list; of an even rest, the lower ones."""
+    """Return ``number`` values from the middle of a list; the lower ones if there are two choices."""
     start = max(0, (len(values) - number) // 2)
     return values[start : start + number]
 
@@ -307,7 +307,7 @@ def _overrides(where: str, data: dict[str, Any], methods: Mapping[str, Method]) 
             lr, usual = at.numbers("lr"), methods[name].lr
             if methods[name].relative:
                 raise LabError(f"{where}: method {name} has lr_factors, and no learning rates of its own here")
-            # A quick form keeps some of the rates: here, too.
+            # The quick form reduces the number of learning rates, here too.
             value = {**value, "lr": middle(lr, len(usual)) if len(lr) > len(usual) else lr}
         found[name] = dict(value)
     return found
@@ -333,7 +333,7 @@ def _one_of(what: str, given: Sequence[str], known: Any) -> None:
 
 
 class _Reader:
-    """Takes values out of a JSON object; complaints say where, what and what is allowed."""
+    """Reads values from a JSON object; errors say where, what and what is allowed."""
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""One run of the suite as data: what is trained how, and the key by which it is known."""
+"""One run of the suite as plain data, with the key that identifies it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ekfac.lab.suite.config import Method, Suite, TaskPlan
 
 @dataclass(frozen=True)
 class Job:
-    """One run: everything that decides its result, and nothing else.
+    """One run: everything that determines its result, and nothing else.
 
     Attributes:
         plan: The task's name in the configuration.
         method: The method's name in the configuration.
         schedule: ``"own"``, ``"cosine"`` or ``"constant"``.
-        rate: The learning rate, or its multiple of the optimizer's own, as the configuration has it.
+        rate: The learning rate, or the multiple of the optimizer's default, as in the configuration.
         seed: The seed.
-        settings: All else, as plain data.
+        settings: Everything else, as plain data.
     """
 
     plan: str
@@ -34,14 +34,14 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A readable name, the same on every machine, and unlike for unlike runs."""
+        """A readable name, the same on every machine and unique to the run."""
         data = [self.plan, self.method, self.schedule, self.rate, self.seed, self.settings]
         digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
         return f"{self.plan}/{self.method}/{self.schedule}/{self.rate:g}/s{self.seed}/{digest}"
 
 
 def make_job(suite: Suite, task: TaskPlan, method: Method, schedule: str, rate: float, seed: int) -> Job:
-    """Return the run of one task with one method, schedule, learning rate and seed."""
+    """Return the job of one task with one method, schedule, learning rate and seed."""
     options = {**method.options, **task.methods.get(method.name, {}).get("options", {})}
     if method.decay is not None:
         options["weight_decay"] = method.decay * task.weight_decay
@@ -71,7 +71,7 @@ def rates(task: TaskPlan, method: Method) -> tuple[float, ...]:
 
 
 def cells(suite: Suite) -> Iterator[tuple[TaskPlan, Method, str]]:
-    """Give every task with every method and schedule."""
+    """Yield every task with every method and schedule."""
     for task in suite.tasks.values():
         for method in suite.methods.values():
             for schedule in method.schedules:
@@ -79,9 +79,9 @@ def cells(suite: Suite) -> Iterator[tuple[TaskPlan, Method, str]]:
 
 
 def factor(schedule: str, step: int, steps: int, warmup: int, end: float) -> float:
-    """Return what the learning rate is multiplied by at a step, counted from 0.
+    """Return the factor of the learning rate at a step, counted from 0.
 
-    Linear warm-up, then a cosine to the fraction ``end``, or nothing; ``"own"`` is 1 at all times.
+    It is a linear warm-up, then a cosine to the fraction ``end``, or constant; for ``"own"`` it is always 1.
     """
     if schedule == "own":
         return 1.0

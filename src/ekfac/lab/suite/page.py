@@ -22,7 +22,7 @@ def write(folder: Path) -> Path:
     """Write the report of a folder of runs; return the page's path.
 
     Raises:
-        LabError: If there are no runs to report on.
+        LabError: If there are no runs to report.
     """
     suite = config.parse(*read_config(folder))
     records = Records(folder)
@@ -38,7 +38,7 @@ def write(folder: Path) -> Path:
 
 
 def _pictures(found: Sequence[Results], place: Path) -> dict[str, list[tuple[str, str]]] | None:
-    """Draw; return by set the pictures' titles and files, or ``None`` without matplotlib."""
+    """Draw the pictures; return their titles and files by set, or ``None`` without matplotlib."""
     try:
         from ekfac.lab.suite import pictures
     except ImportError:
@@ -83,7 +83,7 @@ def _protocol(results: Results) -> str:
 
 
 def _decay(suite: config.Suite) -> str:
-    """Say who gets which weight decay."""
+    """Describe the methods' weight decay."""
     text = "Weight decay is the task's, as AdamW has it"
     scaled = [f"{m.label} {m.decay:g} times that" for m in suite.methods.values() if m.decay not in (None, 1.0)]
     own = [m.label for m in suite.methods.values() if m.decay is None]
@@ -95,7 +95,7 @@ def _decay(suite: config.Suite) -> str:
 
 
 def key(results: Results) -> str:
-    """Return what the signs in the table mean."""
+    """Return the legend of the table."""
     suite = results.suite
     taken = [task.label for task in suite.tasks.values() if task.take == "best"]
     text = (
@@ -136,7 +136,7 @@ def _cell(result: Result, best: bool) -> str:
 
 
 def shown(result: Result) -> str:
-    """Return a mean and its standard error as text, in the measure's own terms."""
+    """Format a mean and its standard error in the measure's terms."""
     if result.accurate:
         error = "" if result.error is None else f" ± {100 * result.error:.2f}"
         return f"{100 * (1 - result.mean):.2f}{error}"
@@ -165,7 +165,7 @@ def standings(results: Results) -> list[str]:
 
 
 def profiles(results: Results) -> list[str]:
-    """Return the performance profiles as tables, with what their target is."""
+    """Return the performance profiles as tables, with an explanation of their target."""
     target = results.suite.target
     label = results.suite.methods[target.method].label
     lines: list[str] = []

@@ -38,7 +38,7 @@ def draw(results: Results, place: Path) -> list[tuple[str, str]]:
 
 
 def profiles(results: Results) -> Figure | None:
-    """Draw the fraction of tasks over r: by steps, and by time where every method was timed."""
+    """Draw the fraction of tasks over r: by steps, and by time if every method was timed."""
     kinds = {"steps": results.steps(), "time": results.seconds()}
     shown = {name: reached for name, (tasks, reached) in kinds.items() if tasks}
     if not shown:
@@ -61,7 +61,7 @@ def profiles(results: Results) -> Figure | None:
 
 
 def _profile(axis: Axes, found: Mapping[str, Sequence[float]], looks: Mapping[str, style.Line]) -> None:
-    # Lines that lie on each other are moved apart a little, so that each can be seen.
+    # Shift overlapping lines slightly, so that each can be seen.
     spread = 0.006
     for place, label in enumerate(style.ordered(found)):
         mine = found[label]
@@ -88,7 +88,7 @@ def _profile(axis: Axes, found: Mapping[str, Sequence[float]], looks: Mapping[st
 
 
 def curves(results: Results) -> Figure | None:
-    """Draw one panel a task: the validation measure by step, mean over seeds, each method at its best rate."""
+    """Draw one panel per task: the validation measure by step, mean over seeds, each method at its best rate."""
     tasks = [name for name, row in results.table.items() if row]
     if not tasks:
         return None
@@ -130,7 +130,7 @@ def _task(axis: Axes, row: Mapping[str, Result], looks: Mapping[str, style.Line]
         seen += [float(value) for value in mean[len(mean) // 4 :]]
     if seen and min(seen) > 0:
         axis.set_yscale("log")
-        # What happens in the first quarter would squeeze the differences that count.
+        # Leave out the first quarter when setting limits: it would compress the differences that matter.
         room = (max(seen) / min(seen)) ** 0.08 if max(seen) > min(seen) else 1.1
         axis.set_ylim(min(seen) / room, max(seen) * room)
     percent = FuncFormatter(lambda value, _: f"{100 * value:.3g}%")

@@ -1,22 +1,22 @@
-"""Performance profiles as AlgoPerf draws them (Dahl et al., 2023, after Dolan and Moré, 2002)."""
+"""Performance profiles as in AlgoPerf (Dahl et al., 2023, after Dolan and Moré, 2002)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-#: The largest ratio that pictures and scores look at, as AlgoPerf has it.
+#: The largest ratio in pictures and scores, as in AlgoPerf.
 MOST = 4.0
 
 
 def ratios(reached: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return how many times as long as the best method each method took on each task.
+    """Return each method's cost to the target on each task, relative to the best method.
 
     Args:
-        reached: By method, what it took to the target on each task, in steps or seconds; infinite where it never came.
+        reached: By method, the steps or seconds to the target on each task; infinite if it was not reached.
 
     Returns:
-        By method, the ratio on each task; infinite where the target was not reached.
+        By method, the ratio on each task; infinite if the target was not reached.
     """
     best = [min(column) for column in zip(*reached.values(), strict=True)]
     return {
@@ -26,7 +26,7 @@ def ratios(reached: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 
 def fraction(found: Sequence[float], within: float) -> float:
-    """Return the fraction of tasks on which a method took at most ``within`` times as long as the best one."""
+    """Return the fraction of tasks on which a method took at most ``within`` times as long as the best method."""
     return sum(ratio <= within for ratio in found) / len(found)
 
 

@@ -1,4 +1,4 @@
-"""The suite's records: one JSON line a run in DIR/results.jsonl, written when it is over, never rewritten."""
+"""The suite's records: one JSON line per run in DIR/results.jsonl, appended at its end and never rewritten."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 
 class Records:
-    """All runs in a folder: of every ``*.jsonl`` in it, so that the files of several machines can lie side by side."""
+    """All runs in a folder, from every ``*.jsonl`` in it, so that files of several machines can be combined."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Records:
         file = self.folder / RESULTS
         line = sealed.dumps(dict(record))
         with file.open("ab") as stream:
-            # A line that a killed process left half-written is closed, so that this one stands alone.
+            # End a partial line left by a killed process, so that this record has its own line.
             if stream.tell() and not _ends_whole(file):
                 stream.write(b"\n")
             stream.write(line)
@@ -59,10 +59,10 @@ def _ends_whole(file: Path) -> bool:
 
 
 def _read(file: Path) -> Iterator[Record]:
-    """Give the records of a file; a line that was cut short is passed over.
+    """Yield the records of a file, skipping partial lines.
 
     Raises:
-        LabError: If a whole line is no record, or was altered after it was written.
+        LabError: If a complete line is not a record, or was altered after it was written.
     """
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True)):
         if not line.strip():
@@ -72,7 +72,7 @@ def _read(file: Path) -> Iterator[Record]:
         except sealed.Altered as error:
             raise LabError(f"{file}, line {number + 1} cannot be read: {error}") from error
         except ValueError:
-            continue  # cut off by a kill: the run is made again
+            continue  # cut off by a kill; the run is made again
         wrong = _wrong(record)
         if wrong is not None:
             raise LabError(f"{file}, line {number + 1} is no record of the suite: {wrong}")
@@ -80,7 +80,7 @@ def _read(file: Path) -> Iterator[Record]:
 
 
 def _wrong(record: Any) -> str | None:
-    """Return what a record lacks of what selection, report and pictures read; None if nothing."""
+    """Return what is wrong with the entries that selection, report and pictures read; None if nothing."""
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("key", "status")):
         return "key and status must be text"
     if record["status"] not in OVER:
@@ -106,7 +106,7 @@ def _wrong(record: Any) -> str | None:
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold a folder, so that no second command writes into it.
+    """Lock a folder, so that no other command writes into it.
 
     Raises:
         LabError: If another process holds it; the message says which.
@@ -120,12 +120,12 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def write_config(folder: Path, data: Mapping[str, Any], quick: bool) -> None:
-    """Keep the configuration beside the records, for the report."""
+    """Store the configuration with the records, for the report."""
     sealed.write(folder / CONFIG, sealed.dumps({"quick": quick, "configuration": data}, indent=1))
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return the configuration that was kept, and whether its small form was run.
+    """Return the stored configuration, and whether its small form was run.
 
     Raises:
         LabError: If there is none.

@@ -1,4 +1,4 @@
-"""What the suite's runs show: each method at its best learning rate, targets, and what it took to reach them."""
+"""The suite's results: each method at its best learning rate, targets, and the cost to reach them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Result:
         task: The task.
         method: The method.
         schedule: The schedule.
-        rate: The learning rate that was chosen.
-        edge: Whether that is the lowest or the highest of several.
+        rate: The chosen learning rate.
+        edge: Whether it is the lowest or highest of several.
         runs: The runs at that rate, by seed.
-        mean: Mean over seeds of the final measure, lower being better.
+        mean: Mean over seeds of the final measure; lower is better.
         error: Its standard error; ``None`` with one seed.
-        made: Runs at any rate.
-        diverged: Of these, how many had a loss that is not finite.
-        risen: How many diverged or ended above their training loss after the first tenth.
+        made: The number of runs at any rate.
+        diverged: How many of these had a non-finite loss.
+        risen: How many of these diverged or ended above their training loss after the first tenth.
     """
 
     task: TaskPlan
@@ -47,22 +47,22 @@ class Result:
 
     @property
     def accurate(self) -> bool:
-        """Whether accuracy is what is measured."""
+        """Whether the measure is accuracy."""
         return bool(next(iter(self.runs.values()))["measure"] == "accuracy")
 
     def reached(self, target: float, what: str = "step") -> float:
-        """Return the median over seeds of the steps to a target; infinite where most seeds did not reach it."""
+        """Return the median over seeds of the steps to a target; infinite if most seeds did not reach it."""
         return statistics.median(reached(run, target, what) for run in self.runs.values())
 
 
 def reached(run: Record, target: float, what: str) -> float:
-    """Return the step, or the seconds, of a run's first evaluation after the start at or below a target."""
+    """Return the steps or seconds of a run's first evaluation (after the start) at or below a target."""
     places = [entry[what] for entry in run["history"]]
     return first_at(places[1:], values(run)[1:], target)
 
 
 def summarise(cell: Cell, suite: Suite) -> Result | None:
-    """Return a cell's result, or ``None`` while the learning rate is not decided or its runs are missing."""
+    """Return a cell's result, or ``None`` while the learning rate is undecided or runs are missing."""
     rate = cell.chosen(suite.every_rate, suite.seeds[0])
     if rate is None or not cell.runs[rate]:
         return None
@@ -88,14 +88,14 @@ def summarise(cell: Cell, suite: Suite) -> Result | None:
 
 
 class Results:
-    """All results of one set: every method with the set's schedule, or with the only one that it has.
+    """All results of one set: every method with the set's schedule, or with its only one.
 
     Attributes:
         schedule: The set: ``"cosine"`` or ``"constant"``.
         methods: The methods with at least one result.
         table: Results by task and method name.
-        targets: By task, the value to reach, lower being better; only where the target's method has a result.
-        complete: Tasks on which every one of the methods has a result.
+        targets: By task, the value to reach (lower is better), if the target's method has a result.
+        complete: Tasks on which all methods have a result.
     """
 
     def __init__(self, suite: Suite, records: Records, schedule: str) -> None:
@@ -116,9 +116,9 @@ class Results:
         self.complete = [name for name, row in self.table.items() if row and len(row) == len(self.methods)]
 
     def own(self) -> bool:
-        """Tell whether the set has results that another set does not show: those of a method with several schedules.
+        """Return whether the set has results that other sets do not show: those of a method with several schedules.
 
-        The set of the target's schedule counts in any case.
+        It is always true for the set of the target's schedule.
         """
         if self.schedule == self.suite.target.schedule:
             return bool(self.methods)
@@ -126,12 +126,12 @@ class Results:
         return any(r.schedule == self.schedule and len(r.method.schedules) > 1 for r in found)
 
     def steps(self) -> tuple[list[str], dict[str, list[float]]]:
-        """Return the tasks with a target and all methods, and by method the steps to it."""
+        """Return the tasks with a target and all methods, and the steps to it by method."""
         tasks = [name for name in self.complete if name in self.targets]
         return tasks, {m.name: [self.table[t][m.name].reached(self.targets[t]) for t in tasks] for m in self.methods}
 
     def seconds(self) -> tuple[list[str], dict[str, list[float]]]:
-        """Return the tasks on which every method was also run alone, and by method the seconds to the target."""
+        """Return the tasks on which every method was also run alone, and the seconds to the target by method."""
         found: dict[str, dict[str, float]] = {}
         for task in (name for name in self.complete if name in self.targets):
             for method in self.methods:
@@ -142,13 +142,13 @@ class Results:
         return tasks, {m.name: [found[t][m.name] for t in tasks] for m in self.methods}
 
     def _alone(self, result: Result) -> Record | None:
-        """Return the timed run of a result: of its first seed that has one."""
+        """Return a result's timed run, of the first seed that has one."""
         keys = [run["key"] for run in result.runs.values()]
         return next((self._timed[key] for key in keys if key in self._timed), None)
 
 
 def _schedule(method: Method, wanted: str) -> str | None:
-    """Return the schedule that a method has in a set: the set's, else its only one."""
+    """Return a method's schedule in a set: the set's, else its only one."""
     if wanted in method.schedules or not method.schedules:
         return wanted
     return method.schedules[0]
@@ -172,7 +172,7 @@ class Standing:
 
 
 def standing(results: Results, name: str) -> Standing:
-    """Compare a method with the best of those that are not ours, on every task that it and one of them have run."""
+    """Compare a method with the best rival, on every task that both it and a rival have run."""
     ahead, level, behind, worst = [], [], [], []
     for task, row in results.table.items():
         rivals = [result for method, result in row.items() if not results.suite.methods[method].ours]

@@ -1,4 +1,4 @@
-"""Runs what is due, one after another or several side by side, within a budget of time."""
+"""Makes the runs that are due, serially or in parallel, within a time budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ekfac.lab.suite.selection import due, to_time
 from ekfac.lab.suite.training import OutOfTime, train
 
 Due = Callable[[Records], list[Job]]
-#: A run on a CPU that computes for a smaller part of its time shares the processor.
+#: A run on a CPU that computes for a smaller fraction of its time is assumed to share the processor.
 ALONE = 0.9
 
 
@@ -35,9 +35,9 @@ class Outcome:
     """How the command ended.
 
     Attributes:
-        made: Runs that were made.
-        failed: Those among them that ended with an error, and tasks whose data are missing.
-        left: Runs that are still due; more may follow once they are made.
+        made: The number of runs made.
+        failed: How many of them failed, plus tasks whose data are missing.
+        left: Runs that are still due; more may follow after them.
     """
 
     made: int
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def usable(suite: Suite, say: Callable[[str], None] = print) -> Suite:
-    """Return the suite without the methods whose package is not installed, each of which is named.
+    """Return the suite without methods whose package is not installed, and report those.
 
     Raises:
         LabError: If an optimizer refuses its options, or no method is left.
@@ -89,17 +89,17 @@ def run(
     timing: bool = False,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Make every run that is due, and write each as it comes.
+    """Make every run that is due, and record each at its end.
 
     Args:
-        suite: What to run.
-        records: What has been run, and where results go.
+        suite: The suite.
+        records: Existing records, to which results are added.
         data_dir: Folder of the data files.
-        device: Device; by default a GPU where there is one.
-        workers: Runs side by side. Only runs made alone, on a processor that nothing else uses, count as timed.
-        budget: Seconds; when they are over, runs under way are dropped, and the same command goes on later.
-        timing: Make each method's best run again, alone, for its time.
-        say: Gets one line a run.
+        device: Device; by default a GPU if there is one.
+        workers: The number of parallel runs. Only runs made alone, on an otherwise idle processor, count as timed.
+        budget: Seconds; when they are over, current runs are dropped, and the same command continues later.
+        timing: Repeat each method's best run alone, to time it.
+        say: Called with one line per run.
 
     Raises:
         LabError: If an argument is wrong, or a worker died.
@@ -135,7 +135,7 @@ def _device(name: str | None) -> torch.device:
 
 
 class _Line:
-    """The runs that wait: gives out the next one that can be over in time, takes in results, and says so."""
+    """The queue of runs: hands out the next one that can finish in time, and records and reports results."""
 
     def __init__(
         self, records: Records, wanted: Due, deadline: float, workers: int, say: Callable[[str], None]
@@ -147,7 +147,7 @@ class _Line:
         self.made = self.failures = 0
 
     def take(self) -> Job | None:
-        """Return the next run, or ``None`` if there is none now."""
+        """Return the next run, or ``None`` if there is none at the moment."""
         left = self.deadline - time.time()
         for job in self.wanted(self.records):
             if job.key in self.away | self.tried or job.plan in self.without_data:
@@ -158,13 +158,13 @@ class _Line:
         return None
 
     def _seconds(self, job: Job) -> float:
-        """Guess how long a run takes from others of the same task: of the same method, else of any."""
+        """Guess a run's duration from others of the same task, preferably with the same method."""
         same = [r for r in self.records.runs.values() if r["task"] == job.plan]
         method = [r["wall"] for r in same if r["method"] == job.method]
         return max(method, default=max((r["wall"] for r in same), default=0.0))
 
     def put(self, job: Job, record: dict[str, Any] | None) -> None:
-        """Take in a run's record; ``None`` if time ran out."""
+        """Add a run's record; ``None`` if time ran out."""
         self.away.discard(job.key)
         self.tried.add(job.key)
         if record is None:
@@ -196,7 +196,7 @@ _DISTURBED = "; other work took time on the processor, so its own does not count
 
 
 def _disturbed(record: Mapping[str, Any]) -> bool:
-    """Tell whether a run on a CPU had to wait for its processor."""
+    """Return whether a run on a CPU had to wait for its processor."""
     computed = record.get("processor")
     return computed is not None and computed < ALONE * record["wall"]
 
@@ -218,9 +218,9 @@ def _side_by_side(line: _Line, workers: int, data_dir: Path, device: torch.devic
 
 
 def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> dict[str, Any] | None:
-    """Make one run; an error becomes a record of it, and a passed deadline ``None``.
+    """Make one run; return a record of its error if it fails, and ``None`` if the deadline passes.
 
-    Without its data no run of the task can be made, so that is said once, and is no record.
+    If the task's data are missing, none of its runs can be made; this is reported once and not recorded.
     """
     try:
         return train(job, data_dir, device, deadline)
@@ -229,7 +229,7 @@ def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> 
     except DataError as error:
         return {"key": job.key, "status": "no data", "error": str(error)}
     except Exception as error:
-        # One run that fails, for lack of memory say, must not end the others.
+        # A failing run (out of memory, for example) must not stop the others.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"key": job.key, "status": "failed", "error": reason}
     finally:
@@ -239,7 +239,7 @@ def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> 
 
 
 def tell(record: Record) -> str:
-    """Return one line on how a run ended."""
+    """Describe in one line how a run ended."""
     name = f"{record['task']:<18} {record['method']:<16} {record['schedule']:<9} {record['rate']:<8g} s{record['seed']}"
     if record["status"] == "failed":
         return f"{name}  failed: {record['error']}"

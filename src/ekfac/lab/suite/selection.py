@@ -1,4 +1,4 @@
-"""What a run is worth, which learning rate a method gets, and which runs are still to be made."""
+"""Measures of runs, the choice of each method's learning rate, and which runs are still to be made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ekfac.lab.suite.records import Record
 
 
 def values(record: Record) -> list[float]:
-    """Return a run's validation measure at each evaluation, lower being better: the loss, or the fraction of errors."""
+    """Return a run's validation measure at each evaluation, the loss or the error rate; lower is better."""
     accurate = record["measure"] == "accuracy"
     found = []
     for entry in record["history"]:
@@ -22,7 +22,7 @@ def values(record: Record) -> list[float]:
 
 
 def worth(record: Record, take: str) -> float:
-    """Return a run's final measure, lower being better: of its last evaluation or its best; diverged is infinite."""
+    """Return a run's measure at its last or its best evaluation; lower is better, infinite if it diverged."""
     if record["status"] != "finished":
         return math.inf
     found = values(record)
@@ -30,7 +30,7 @@ def worth(record: Record, take: str) -> float:
 
 
 def rose(record: Record) -> bool:
-    """Tell whether a run diverged, or ended above its training loss after the first tenth."""
+    """Return whether a run diverged, or ended above its training loss after the first tenth."""
     if record["status"] != "finished":
         return True
     tenth = next(entry for entry in record["history"] if entry["step"] >= record["steps"] / 10)
@@ -45,8 +45,8 @@ class Cell:
         task: The task.
         method: The method.
         schedule: The schedule.
-        jobs: What is to be run, by learning rate and seed.
-        runs: What has been run, likewise.
+        jobs: The jobs, by learning rate and seed.
+        runs: The finished runs, likewise.
     """
 
     task: TaskPlan
@@ -61,9 +61,9 @@ class Cell:
         return list(self.jobs)
 
     def chosen(self, every_rate: bool, first: int) -> float | None:
-        """Return the learning rate that counts: the best on the first seed, or on the mean of all seeds.
+        """Return the best learning rate, on the first seed or on the mean of all seeds.
 
-        ``None`` while a run that decides is missing. Where all diverged, the lowest.
+        It is ``None`` while a run needed to decide is missing, and the lowest rate if all diverged.
         """
         if self.method.fixed:
             return self.rates[0]
@@ -96,9 +96,9 @@ def fill(suite: Suite, runs: Mapping[str, Record]) -> list[Cell]:
 
 
 def due(suite: Suite, runs: Mapping[str, Record]) -> list[Job]:
-    """Return the runs that are still to be made and can be decided on now.
+    """Return the runs that are still to be made, as far as known now.
 
-    Unless every learning rate gets every seed, each is run with the first seed, and the best one with the others.
+    Unless every learning rate is run with every seed, each is run with the first, and the best one with the others.
     """
     found = []
     for cell in fill(suite, runs):
@@ -113,7 +113,7 @@ def due(suite: Suite, runs: Mapping[str, Record]) -> list[Job]:
 
 
 def to_time(suite: Suite, runs: Mapping[str, Record], timed: Mapping[str, Record]) -> list[Job]:
-    """Return the runs to be made again alone, for their times: each method's best rate with the first seed."""
+    """Return the runs to repeat alone for timing: each method's best rate with the first seed."""
     found = []
     for cell in fill(suite, runs):
         rate = cell.chosen(suite.every_rate, suite.seeds[0])

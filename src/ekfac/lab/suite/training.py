@@ -1,4 +1,4 @@
-"""One run: trains a task with a method for its full length, measuring it on the way."""
+"""One run: trains a task with a method for its full length, with evaluations on the way."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ekfac.lab.suite.tasks import TASKS, Context, Problem
 from ekfac.lab.training.runs import machine, versions
 
 FORMAT = 1
-# Batches that show a network with batch-norm its activations anew after its weights were replaced by their average;
-# of small data, four passes.
+# The number of batches to recompute batch-norm's statistics after weights were replaced by their average; for small
+# data, four passes.
 CALIBRATION = 50
 
 
 class OutOfTime(Exception):
-    """The time for a run is over; what it did is dropped."""
+    """The deadline of a run has passed; its results are dropped."""
 
 
 def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math.inf) -> dict[str, Any]:
     """Make one run.
 
     Args:
-        job: What to train how.
+        job: The job.
         data_dir: Folder of the data files.
         device: Device to train on.
         deadline: When to give up, in seconds since the epoch.
 
     Returns:
-        Its record, as plain data: ``status`` is ``"finished"`` or ``"diverged"``, ``history`` holds the measures at
-        evenly spread steps, with the seconds of training up to there (not of measuring). ``wall`` are all seconds,
-        ``processor`` those of computing in all threads, on a CPU.
+        Its record, as plain data: ``status`` is ``"finished"`` or ``"diverged"``; ``history`` has the measures at
+        evenly spaced steps, with the seconds of training so far (without evaluations). ``wall`` is the total time, and
+        ``processor``, on a CPU, the processor time of all threads.
 
     Raises:
         OutOfTime: If the deadline passes.
@@ -76,10 +76,10 @@ def train(job: Job, data_dir: Path, device: torch.device, deadline: float = math
 
 
 def scale_rate(optimizer: Trains, times: float) -> None:
-    """Multiply an optimizer's own rate, as if its default were another.
+    """Multiply an optimizer's default lr.
 
-    Its groups' rate and its default change together: a rate that is set, or that differs from the default, would switch
-    off the course that the optimizer has for it.
+    The groups' lr and the default change together, because an lr that differs from the default would turn off the
+    optimizer's built-in schedule.
     """
     for holder in (*optimizer.param_groups, getattr(optimizer, "defaults", {})):
         if "lr" in holder:
@@ -101,11 +101,11 @@ def _loop(
     base = [group["lr"] for group in optimizer.param_groups]
     if job.schedule != "own":
         for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["initial_lr"] = lr  # as torch's schedulers do: this rate has a schedule
+            group["initial_lr"] = lr  # set by torch's schedulers; marks this lr as scheduled
     count = settings["evaluations"]
     due = {round(part * steps / count) for part in range(1, count + 1)}
     batches = problem.batches(job.seed)
-    # Dropout draws from here, whatever it took to build the network.
+    # Dropout's random numbers must not depend on how many were drawn to build the network.
     torch.manual_seed(job.seed + 1)
     history: list[dict[str, Any]] = [{"step": 0, "seconds": 0.0, **_measured(problem, optimizer)}]
     total, seen = torch.zeros((), device=device), 0
@@ -151,9 +151,9 @@ def _measured(problem: Problem, optimizer: Trains) -> dict[str, float]:
 
 @contextlib.contextmanager
 def averaged(problem: Problem, optimizer: Trains) -> Iterator[None]:
-    """Let the network hold what the optimizer has learnt: for a schedule-free one, the average of its weights.
+    """Switch the network to the weights to evaluate: for a schedule-free optimizer, their average.
 
-    Batch-norm's running statistics are those of other weights then, so they are taken anew from training batches.
+    Batch-norm's running statistics belong to other weights then, so they are recomputed from training batches.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -173,7 +173,7 @@ def averaged(problem: Problem, optimizer: Trains) -> Iterator[None]:
 
 
 def spare_vectors(optimizer: Trains) -> None:
-    """Take weight decay off biases and norms: each group is split into its matrices and the rest."""
+    """Turn off weight decay for biases and norms, by splitting each group into its matrices and the rest."""
     parts: list[Any] = getattr(optimizer, "optimizers", [optimizer])
     for part in parts:
         for group in list(part.param_groups):

@@ -1,4 +1,4 @@
-"""What a task of the suite is: a network, its batches, its loss, and what is measured of it."""
+"""The interface of a task of the suite: a network, its batches, its loss and its measures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ekfac.lab.registry import LabError, Registry
 
 @dataclass(frozen=True)
 class Context:
-    """Where a task finds its data, the device that it runs on, and its seed."""
+    """A task's data folder, device and seed."""
 
     data_dir: Path
     device: torch.device
@@ -31,8 +31,8 @@ class Problem(abc.ABC):
 
     Attributes:
         model: The network, on its device, in its initial state.
-        measure: What counts in validation: ``"loss"`` or ``"accuracy"``.
-        epoch: Steps in one pass over the training data; ``None`` where there are no passes.
+        measure: The validation measure: ``"loss"`` or ``"accuracy"``.
+        epoch: Steps in one pass over the training data; ``None`` if there are no passes.
     """
 
     def __init__(self, model: nn.Module, context: Context, bf16: bool, measure: str, epoch: int | None) -> None:
@@ -41,7 +41,7 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, seed: int) -> Iterator[Any]:
-        """Give batches without end, the same for the same seed."""
+        """Yield batches without end, the same for the same seed."""
 
     @abc.abstractmethod
     def loss(self, batch: Any) -> Tensor:
@@ -49,10 +49,10 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def _measures(self) -> dict[str, float]:
-        """Return the measures of the network as it is, in evaluation mode."""
+        """Return the measures of the network, which is in evaluation mode."""
 
     def evaluate(self) -> dict[str, float]:
-        """Return ``train_loss``, ``validation_loss`` and, where there is one, ``validation_accuracy``."""
+        """Return ``train_loss``, ``validation_loss`` and, if there is one, ``validation_accuracy``."""
         was = self.model.training
         self.model.eval()
         try:
@@ -62,7 +62,7 @@ class Problem(abc.ABC):
             self.model.train(was)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's output in the weights' precision, computed in bf16 where the task says so."""
+        """Return the network's output in the weights' precision, computed in bf16 if the task uses it."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             output: Tensor = self.model(x)
         return output if output.dtype == torch.float64 else output.float()
@@ -74,19 +74,19 @@ CHUNK = 2500
 
 
 class Examples(Problem):
-    """Examples in rows: batches are drawn without replacement, pass after pass.
+    """Independent examples: batches are drawn without replacement, pass after pass.
 
     Args:
         model: The network.
         context: Device and seed.
-        train: What is trained on.
-        validation: What is measured on.
-        losses: ``losses(output, x, y)`` returns one loss an example.
-        batch_size: Examples a step; the rest of a pass is left out.
-        correct: ``correct(output, y)`` tells which examples are right; then accuracy is what counts.
-        floor: ``floor(x)`` returns the smallest loss that each example can have; losses are measured above it.
-        prepare: Changes a training batch at random: crops, flips, noise.
-        seen: What the training loss is measured on; ``train`` unless given.
+        train: Training examples.
+        validation: Validation examples.
+        losses: ``losses(output, x, y)`` returns one loss per example.
+        batch_size: Examples per step; an incomplete last batch of a pass is dropped.
+        correct: ``correct(output, y)`` returns which examples are right; the measure is then accuracy.
+        floor: ``floor(x)`` returns the smallest possible loss of each example, which is subtracted from losses.
+        prepare: Augments a training batch at random: crops, flips, noise.
+        seen: Examples for the training loss; ``train`` by default.
         bf16: Whether the network runs in bf16.
     """
 
@@ -153,9 +153,9 @@ class Windows(Problem):
         model: The network.
         context: Device and seed.
         corpus: The tokens.
-        length: Tokens a window.
-        batch_size: Windows a step.
-        evaluated: Windows that each measure looks at, evenly spread over the stream, or as many as do not overlap.
+        length: Tokens per window.
+        batch_size: Windows per step.
+        evaluated: The number of evenly spaced windows for each measure, or fewer so that they do not overlap.
         bf16: Whether the network runs in bf16.
     """
 

@@ -1,4 +1,4 @@
-"""Tasks on images: two auto-encoders, six classifiers, a network that removes noise."""
+"""Tasks on images: two auto-encoders, six classifiers, a denoising network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _dataset(name: str, data_dir: Path, device: torch.device) -> Dataset:
 
 
 def _splits(name: str, context: Context, examples: int | None) -> tuple[Split, Split]:
-    """Return a dataset's training and validation examples; of each no more than ``examples``."""
+    """Return a dataset's training and validation examples, at most ``examples`` of each."""
     if examples is not None and examples < 1:
         raise LabError(f"examples must be at least 1, not {examples}")
     found = _dataset(name, context.data_dir, context.device).splits
@@ -37,7 +37,7 @@ def _scaled(number: int, scale: float) -> int:
 
 
 def _seeded(context: Context) -> None:
-    # On the CPU, so that a network starts the same on every device.
+    # On the CPU, so that a network is initialised equally on every device.
     torch.manual_seed(context.seed)
 
 
@@ -57,7 +57,7 @@ def _classifier(
 
 
 def crop_and_flip(x: Tensor, chance: torch.Generator) -> Tensor:
-    """Flip half of the images, pad all by an eighth of their side and cut them to their size at a random place."""
+    """Flip half of the images, pad all by an eighth of their side, and crop them to their size at random."""
     n, _, _, size = x.shape
     pad = size // 8
     flip = torch.rand(n, generator=chance, device=x.device) < 0.5
@@ -66,14 +66,14 @@ def crop_and_flip(x: Tensor, chance: torch.Generator) -> Tensor:
         size, device=x.device
     )
     rows = torch.arange(n, device=x.device)[:, None, None]
-    # Indices apart from each other put their dimensions first: (n, size, size, channels).
+    # Advanced indices separated by a slice put their dimensions first: (n, size, size, channels).
     return x[rows, :, top[:, :, None], left[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 def relu_autoencoder(
     context: Context, scale: float = 1.0, batch_size: int = 200, examples: int | None = None
 ) -> Examples:
-    """Set up the auto-encoder 784-1000-500-250-30-… with rectifiers on Fashion-MNIST; the loss sums over pixels."""
+    """Set up the auto-encoder 784-1000-500-250-30-… with ReLU on Fashion-MNIST; the loss sums over pixels."""
     splits = _splits("fashion-mnist", context, examples)
     _seeded(context)
     model = dense.relu_autoencoder([_scaled(width, scale) for width in (1000, 500, 250, 30)])
@@ -100,7 +100,7 @@ def classifier(context: Context, width: int = 50, batch_size: int = 200, example
 def deep_plain(
     context: Context, width: int = 256, layers: int = 24, batch_size: int = 256, examples: int | None = None
 ) -> Examples:
-    """Set up a network of 24 rectified linear layers without skips or norms on Fashion-MNIST."""
+    """Set up a network of 24 linear layers with ReLU, without skips or norms, on Fashion-MNIST."""
     splits = _splits("fashion-mnist", context, examples)
     _seeded(context)
     return _classifier(dense.plain(784, width, layers, 10), context, splits, batch_size, bf16=False)
@@ -165,13 +165,13 @@ def unet(
     examples: int | None = None,
     bf16: bool = True,
 ) -> Examples:
-    """Set up a U-Net that removes Gaussian noise of half the pixels' standard deviation from CIFAR-10's images."""
+    """Set up a U-Net that removes Gaussian noise, of half the pixels' standard deviation, from CIFAR-10's images."""
     (clean, _), (held, _) = _splits("cifar10-20k", context, examples)
 
     def noisy(x: Tensor, chance: torch.Generator) -> Tensor:
         return x + noise * torch.randn(x.shape, generator=chance, device=x.device)
 
-    # The same noise for every run that is measured.
+    # The same noise in every evaluation.
     fixed = torch.Generator(context.device).manual_seed(7)
     measured = clean[: len(held)]
     seen, validation = Split(noisy(measured, fixed), measured), Split(noisy(held, fixed), held)
@@ -183,7 +183,7 @@ def unet(
 
 
 def squared_error(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return each example's mean squared difference from what was to come out."""
+    """Return each example's mean squared error."""
     return (output - y).square().flatten(1).mean(1)
 
 

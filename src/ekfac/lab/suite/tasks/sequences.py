@@ -1,4 +1,4 @@
-"""Language models, and a regression on a table that the task makes itself."""
+"""Language models, and a regression on a synthetic table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gpt(
     evaluated: int = 1280,
     bf16: bool = True,
 ) -> Windows:
-    """Set up a GPT of 8 layers of 512 on 8,192 pieces of words; fewer of these fold the others onto them."""
+    """Set up a GPT of 8 layers of 512 on 8,192 BPE tokens; with a smaller vocabulary, tokens are folded onto it."""
     corpus = _corpus(text.bpe, context.data_dir)
     if not 1 < vocabulary <= corpus.vocabulary:
         raise LabError(f"vocabulary must be from 2 to {corpus.vocabulary}, not {vocabulary}")
@@ -98,11 +98,11 @@ FEATURES = 12
 
 
 def made_table(rows: int) -> tuple[Tensor, Tensor]:
-    """Return a table of correlated features of unlike scales and shapes, and what is to be found from them.
+    """Return a table of correlated features of different scales and distributions, and the targets.
 
-    The outcome has interactions, a step, a periodic part and noise whose size depends on the features: what makes
-    tables of houses and incomes hard. Outcomes have mean zero and variance one, a part of 0.2^2 being noise. Made in
-    float64 from a fixed seed, so it is the same everywhere up to rounding.
+    Targets have interactions, a step, a periodic part and heteroscedastic noise, the difficulties of tables of houses
+    and incomes. They have mean zero and variance one, of which 0.2^2 is noise. The table is computed in float64 from a
+    fixed seed, so it is the same everywhere up to rounding.
     """
     chance = torch.Generator().manual_seed(2018)
     mix = torch.randn(FEATURES, FEATURES, generator=chance, dtype=torch.float64) / math.sqrt(FEATURES)
@@ -115,7 +115,7 @@ def made_table(rows: int) -> tuple[Tensor, Tensor]:
     level = 0.2 * (0.5 + u[:, 10]) / (0.25 + 1 / 3 + 0.25) ** 0.5
     y = signal + level * torch.randn(rows, generator=chance, dtype=torch.float64)
     x = z.clone()
-    x[:, ::3] = x[:, ::3].exp()  # incomes and distances have long tails
+    x[:, ::3] = x[:, ::3].exp()  # long tails, as of incomes and distances
     x[:, 1::3] = u[:, 1::3]
     x = (x - x.mean(0)) / x.std(0)
     return x.float(), ((y - y.mean()) / y.std()).float()
@@ -124,7 +124,7 @@ def made_table(rows: int) -> tuple[Tensor, Tensor]:
 def tabular(
     context: Context, width: int = 256, layers: int = 4, batch_size: int = 256, examples: int = 20_000
 ) -> Examples:
-    """Set up a regression on a made table of 12 features, 20,000 rows to train on and 5,000 for validation."""
+    """Set up a regression on a synthetic table of 12 features, 20,000 training and 5,000 validation rows."""
     if examples < 1:
         raise LabError(f"examples must be at least 1, not {examples}")
     x, y = (part.to(context.device) for part in made_table(25_000))
@@ -137,7 +137,7 @@ def tabular(
 
 
 def squared_distance(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return each example's squared difference of two numbers."""
+    """Return each example's squared error."""
     return (output - y).square()
 
 
