@@ -24,18 +24,18 @@ ROOMS = ("checks", "sealed", "curvature", "optim", "rules", "diagnosis", "lab", 
 
 #: What a function's docstring may begin with: the imperative of a verb. A new verb is added here.
 VERBS = """
-Add Agree Append Assign Become Begin Bound Bring Build Call Capture Change Check Choose Clear Close Compare
-Compute Copy Count Cut Decompose Describe Discount Divide Do Download Draw Drop End Estimate Evaluate Exchange
-Fill Find Flip Forget Gather Give Go Group Guess Hand Have Hold Import Invert Iterate Judge Keep Label Learn
-Leave Let List Load Log Look Make Measure Mix Move Multiply Name Note Number Open Pair Parse Pass Precondition Prepare
-Print Put Queue Raise Read Record Refresh Refuse Register Remove Replace Report Reproduce Require Return Run Say
-Search Select Set Settle Shorten Show Solve Sort Split Square Stack Stand Start Stay Step Stop Sum Tabulate Take
-Tell Time Train Try Turn Undo Unscale Update View Wait Watch Write Yield
-Lay Remember Rotate Send
-Adapt Adopt Apply Arrange Attach Average Broadcast Clamp Clip Combine Compile Complete Concatenate Convert Create Detect
-Determine Discard Expand Flush Format Free Handle Hash Include Initialise Join Launch Map Mute Notify Overlap Pack Pause
-Plan Pop Predict Process Project Recompute Recover Release Rename Replay Rescale Reserve Reset Reshape Reshard Restore
-Restrict Round Save Scale Share Skip Strip Switch Synchronise Test Track Transform Unpack Use Wrap
+Acquire Adapt Add Adopt Agree Append Apply Arrange Assign Attach Average Begin Bound Bring Broadcast Build Call Capture
+Change Check Choose Claim Clamp Clear Clip Close Combine Compare Compile Complete Compute Concatenate Connect Construct
+Convert Copy Count Create Cut Decompose Describe Detect Determine Discard Discount Divide Do Download Draw Drop Encode
+End Estimate Evaluate Exchange Exit Expand Extract Fill Find Flip Flush Forget Format Free Gather Give Go Group Guess
+Hand Handle Hash Hold Import Include Initialise Invert Iterate Join Judge Keep Label Launch Lay Learn Leave Let Limit
+List Load Lock Log Look Make Map Measure Merge Mix Move Multiply Mute Name Note Notify Open Overlap Pack Pair Parse
+Pass Pause Plan Pop Precondition Predict Prepare Print Process Project Put Queue Raise Read Recompute Record Recover
+Refresh Refuse Register Release Remember Remove Rename Repeat Replace Replay Report Reproduce Require Rescale Reserve
+Reset Reshape Reshard Restore Restrict Resume Return Rotate Round Run Save Say Scale Search Select Send Set Settle
+Share Shorten Show Skip Solve Sort Split Square Stack Start Step Stop Store Strip Submit Sum Summarise Switch Synchronise
+Tabulate Take Tell Test Time Track Train Transform Try Turn Undo Unpack Unscale Update Use View Wait Watch Wrap Write
+Yield
 """
 
 

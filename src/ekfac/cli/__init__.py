@@ -1,1 +1,1 @@
-"""The command ``ekfac``: thin, every command parses, calls the lab and prints."""
+"""The command ``ekfac``: a thin layer in which every command parses, calls the lab and prints."""

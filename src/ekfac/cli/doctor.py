@@ -1,4 +1,4 @@
-"""The command ``ekfac doctor``: probe steps on a task, and settings to use."""
+"""The command ``ekfac doctor``: probe steps on a task, and recommended settings."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def examine(
 
     Args:
         config: The task, its data and the options of EKFAC to start from.
-        steps: Probe steps.
-        trial_steps: Steps of each short run.
+        steps: The number of probe steps.
+        trial_steps: The number of steps in each short run.
         data_dir: Folder of the official data files.
-        say: Is told what is being done.
+        say: Called with a line about each stage.
 
     Raises:
         LabError: If a setting or the data are wrong, or the optimizer is not EKFAC.
@@ -48,7 +48,7 @@ def examine(
     config = config.resolved()
     if OPTIMIZERS.get(config.optimizer).build is not EKFAC:
         raise LabError(f"doctor examines EKFAC (ekfac, ekfac-ra, ekfac-default), not {config.optimizer}")
-    # SGD only stands where an optimizer must: it puts no hooks on the network.
+    # The trainer needs an optimizer; SGD is a placeholder that puts no hooks on the network.
     same = {name: getattr(config, name) for name in ("dataset", "width", "limit", "batch_size", "batch_norm", "seed")}
     plain = TrainConfig(config.task, "sgd", **same, device=config.device, dtype=config.dtype, plugins=config.plugins)
     trainer = Trainer(plain.resolved(), load_dataset(given(config.dataset), data_dir))
@@ -67,7 +67,7 @@ def examine(
 
 
 def _batches(trainer: Trainer, steps: int) -> list[Any]:
-    """Return the first batches of the first epoch; what the loss needs of them is their target."""
+    """Return the first batches of the first epoch; everything the loss needs is in their target."""
     x, y = trainer.data.train
     size = given(trainer.config.batch_size)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(trainer.config.seed)).to(x.device)
@@ -137,7 +137,7 @@ def doctor(
 
 
 def train_line(config: TrainConfig, settings: Mapping[str, float | int]) -> str:
-    """Return the ``ekfac train`` command with the settings that were found."""
+    """Return the ``ekfac train`` command with the recommended settings."""
     rounded = {name: float(f"{v:.2g}") if isinstance(v, float) else v for name, v in settings.items()}
     return replace(config, **rounded).command()  # type: ignore[arg-type]
 

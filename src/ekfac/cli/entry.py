@@ -1,4 +1,4 @@
-"""The entry point of the command: answers ``--version`` at once, before anything large is imported."""
+"""The entry point of the command: handles ``--version`` before anything large is imported."""
 
 from __future__ import annotations
 

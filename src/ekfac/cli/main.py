@@ -131,7 +131,7 @@ def verify(
 
 
 class _Command(TyperCommand):
-    """Every command's outer edge: one line for what cannot be written, and for Ctrl-C, TERM and HUP."""
+    """Reports, for every command, files that cannot be written, Ctrl-C, TERM and HUP in one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -155,7 +155,7 @@ for _one in (
 
 
 def _complaint(error: Any) -> str:
-    """Return what the parser complains about; some versions of typer leave the value out, which their cause knows."""
+    """Return the parser's error message; some versions of typer omit the value, which their cause contains."""
     message = str(error.format_message())
     causes: list[Any] = getattr(error.__cause__, "errors", list)()
     return f"{message.split(', unable to parse')[0]}, not {causes[0]['input']!r}" if causes else message
@@ -168,11 +168,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except LabError as error:
         message = str(error)
     except Exception as error:
-        # The parser's own complaints, by what they can do: typer has moved their class between versions.
+        # Recognise the parser's own errors by their interface, as typer has moved their class between versions.
         if not hasattr(error, "format_message"):
             raise
         message = _complaint(error)
-    if message:  # empty where the help was shown instead
+    if message:  # empty if the help was shown instead
         print(f"error: {message}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""How a search goes: a bar in a terminal, a line at every change elsewhere."""
+"""Shows the progress of a search: a bar in a terminal, else a line at every change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ekfac.lab.show.duration import duration
 
 
 class SweepProgress:
-    """Shows how many settings are done, the best so far, and an honest time left.
+    """Shows how many settings are done, the best so far, and the time left.
 
-    The time left is the mean of the trials that ran to their end here, times those that are left, over the workers; it
-    is not shown before there is one.
+    The time left is the mean time of trials that finished here, times the number of trials left, divided by the number
+    of workers; it is not shown before a trial has finished.
 
     Args:
-        console: Where to.
-        total: How many settings there are.
-        workers: How many run at a time.
+        console: The console.
+        total: The number of settings.
+        workers: The number of parallel workers.
         out: The search's folder.
     """
 
@@ -39,7 +39,7 @@ class SweepProgress:
             self._bar.stop()
 
     def start(self) -> None:
-        """Say what is to be done, and show the bar."""
+        """Print what is to be done, and show the bar."""
         what = f"{counted(self.total, 'setting')}, {self.workers} at a time"
         print(f"{what}; runs in {self.out}/runs", flush=True)
         if self.console.is_terminal:
@@ -49,7 +49,7 @@ class SweepProgress:
             self._bar.start()
 
     def state(self, found: Any) -> None:
-        """Show how far it has come."""
+        """Show the progress."""
         line = self.line(found)
         if self._bar is None:
             print(line, flush=True)
@@ -63,7 +63,7 @@ class SweepProgress:
         left = max(0, self.total - found.over)
         if found.seconds is not None and left:
             words.append(f"about {duration(found.seconds * math.ceil(left / self.workers))} left")
-        # Last, since a narrow terminal cuts the end off.
+        # Last, because a narrow terminal cuts off the end.
         if found.best is not None and not math.isinf(found.best):
             words.append(f"best loss {found.best:.4g}" + (f" ({found.setting})" if found.setting else ""))
         return "; ".join(words)

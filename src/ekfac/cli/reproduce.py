@@ -1,4 +1,4 @@
-"""The command ``ekfac reproduce``: a plan with its cost, the runs, the figure, the verdict; again to go on."""
+"""The command ``ekfac reproduce``: a plan with its cost, the runs, the figure, the verdict; resumable."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def reproduce(
         return
     plan = None if again or plan_only else steps.kept(name, folder)
     if plan is not None and plan.level == "search" and seconds is not None:
-        plan = None  # it goes on with whatever time there is now
+        plan = None  # a search continues with the time given now
     if plan is None:
         plan = make_plan(name, level=level, budget=seconds, data_dir=data_dir, say=say)
     else:
@@ -93,7 +93,7 @@ def reproduce(
 
 
 def _tell(result: Result, json: bool) -> None:
-    """Print what came of it."""
+    """Print the result."""
     if json:
         display.show_json(result.to_dict())
         return
@@ -109,9 +109,9 @@ def _tell(result: Result, json: bool) -> None:
 def _run(
     configs: Sequence[TrainConfig], folder: Path, workers: int, data_dir: str | None, say: Callable[[str], None]
 ) -> list[Run]:
-    """Run what is not done yet, one line each; what is there already is only read.
+    """Make the missing runs, printing one line each; existing runs are only read.
 
-    Several at a time share the machine, so that a few steps of each kind are timed before, alone.
+    Parallel runs share the machine, so a few steps of each kind are timed alone beforehand.
     """
     done: list[Run] = []
     if workers > 1:

@@ -1,4 +1,4 @@
-"""The commands ``ekfac ls``, ``diff``, ``rerun``, ``tag`` and ``note``: about runs that are recorded already."""
+"""The commands ``ekfac ls``, ``diff``, ``rerun``, ``tag`` and ``note``, for recorded runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ls(
     for run in find_runs(places or ["runs"], skip_broken=True, left_out=left_out):
         try:
             rows.append(listing.row(run))
-        except LabError as error:  # its tags
+        except LabError as error:  # its tags cannot be read
             left_out.append(str(error))
     for reason in left_out:
         print(f"note: left out: {reason}", file=sys.stderr)
@@ -59,18 +59,18 @@ def ls(
         return
     console = Console()
     if not console.is_terminal:
-        console = Console(width=250)  # lines are for other programs then: whole, however long
+        console = Console(width=250)  # output is for other programs then: do not cut lines
     used = [name for name in _COLUMNS if name not in ("tags", "note") or any(row[name] for row in rows)]
     if console.width < 120:
         used = [name for name in used if name not in ("setting", "validation_loss", "seconds")]
     if console.width < 72:
-        used = ["run", "train_loss", "status"]  # more would be cut off
+        used = ["run", "train_loss", "status"]  # further columns would be cut off
     table = Table(title=counted(len(rows), "run"), title_justify="left", box=None, pad_edge=False)
     longest = max((len(str(row["run"])) for row in rows), default=0)
-    room = min(console.width // 2, console.width - 24)  # beside a loss and a status
+    room = min(console.width // 2, console.width - 24)  # leave room for a loss and a status
     for name in used:
         numeric = name in ("epoch", "train_loss", "validation_loss", "seconds")
-        # A folder's name is there to be copied, in one piece if there is room.
+        # Keep a folder's name in one piece if there is room, so that it can be copied.
         whole = numeric or name == "status" or (name == "run" and longest <= room)
         table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
@@ -157,7 +157,7 @@ def _rerun(**values: Any) -> None:
     progress = Progress() if values["json"] else display.progress(Console())
     data_dir = values["data_dir"] or before.about.get("data_dir")
     if values["data_dir"] is None and data_dir is not None and not Path(data_dir).is_dir():
-        data_dir = None  # the run is another machine's
+        data_dir = None  # the run was made on another machine
     run = train(config, values["out"], data_dir=data_dir, overwrite=values["overwrite"], progress=progress)
     if values["json"]:
         display.show_json({**run.to_dict(), "differences": listing.differences(before, run)})

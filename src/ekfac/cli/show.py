@@ -33,12 +33,12 @@ _JSON = typer.Option(False, "--json", help="Print the result as JSON and nothing
 
 
 def needs(error: ImportError) -> LabError:
-    """Say which package is missing."""
+    """Return an error that names the missing package."""
     return LabError(f"this command needs {error.name}: pip install 'ekfac[lab]'")
 
 
 def measured_beside(places: Sequence[str]) -> list[Path]:
-    """Return the files of what was measured before: in the folders of runs, or where those folders lie."""
+    """Return the files of stored measurements, in the folders of runs or next to them."""
     folders = dict.fromkeys(folder for place in map(Path, places) for folder in (place, place.resolve().parent))
     return [file for folder in folders if (file := folder / "measures.json").is_file()]
 
@@ -94,7 +94,7 @@ def figure(
 
 
 def demo_report(runs: Sequence[Run], out: str | None) -> str:
-    """Write the demo's report, into its folder or else beside the user, and return a line that says where."""
+    """Write the demo's report, into its folder or else the current one; return a line with its path."""
     from ekfac.lab.show.report import write_report
 
     try:

@@ -29,7 +29,7 @@ from ekfac.lab.tasks import TASKS
 from ekfac.lab.train import gather
 from ekfac.lab.training.runs import Run
 
-# Settings that take a list of values here, separated by commas; the rest are as in ekfac train.
+# Settings that take a list of values here, separated by commas; all others are as in ekfac train.
 LISTS: dict[str, type] = {"lr": float, "damping": float, "batch_size": int, "seed": int}
 
 
@@ -114,7 +114,7 @@ def _settings(values: Mapping[str, Any]) -> list[TrainConfig]:
 
 
 def _wanted(values: Mapping[str, Any]) -> tuple[TrainConfig, space.Space]:
-    """Return what all settings have in common, and what is varied: from the command line, and beneath it the file."""
+    """Return the common settings and the search space, from the command line and, beneath it, the file."""
     for pair in values["set"]:
         text = pair.partition("=")[2].lstrip()
         if "," in text and text[0] not in "([{\"'":
@@ -178,7 +178,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
-    """Return the settings of the grid, or none and what proposes them."""
+    """Return the settings of the grid, or none and the search that proposes them."""
     from ekfac.lab.search import ask
 
     for option, known in (("sampler", ask.SAMPLERS), ("pruner", ask.PRUNERS)):
@@ -186,7 +186,7 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
             raise LabError(f"{option} must be one of {', '.join(known)}, not {values[option]!r}")
     if values["sampler"] == "grid":
         configs = _settings(values)
-        if values["write_plan"] is None:  # which may be for another machine
+        if values["write_plan"] is None:  # a plan may be for another machine
             space.check_options(configs)
         return configs, ask.Search(pruner=values["pruner"])
     if values["plan"] is not None or values["write_plan"] is not None:
@@ -205,7 +205,7 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
     search = ask.proposals(
         base, values["trials"], wanted.lrs, dampings, axes, values["study"], values["pruner"], values["draw"]
     )
-    # A wrong value is refused before anything runs.
+    # Refuse wrong values before anything runs.
     space.check_options([space.on_axes(base, axis).resolved() for axis in space.combinations(axes)])
     return [], search
 
@@ -297,7 +297,7 @@ def _others(number: int) -> str:
 def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the best settings of one method by each rule: at the end, by validation, at epochs, at time budgets.
 
-    The loss of one that diverged is ``None``.
+    The loss of a diverged one is ``None``.
     """
     rows: list[dict[str, Any]] = []
     candidates = curves(runs)
@@ -319,7 +319,7 @@ def best_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
             add(f"epoch {epoch}", epochs.chosen[where], float(epochs.value[where]))
     clocks = [curve.mean("seconds") for curve in candidates]
     longest = max((float(clock[-1]) for clock in clocks), default=0.0)
-    # A budget within which nobody has trained an epoch would choose between untrained networks.
+    # A budget within which no setting completes an epoch would choose between untrained networks.
     soonest = min((float(clock[1]) for clock in clocks if len(clock) > 1), default=math.inf)
     budgets = [budget for budget in (longest / 8, longest / 4, longest / 2, longest) if budget >= soonest]
     times = per_time(candidates, budgets=budgets)

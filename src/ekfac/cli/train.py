@@ -30,7 +30,7 @@ from ekfac.lab.training.tags import Tags, read_tags, write_tags
 
 
 def complete(names: Any) -> Callable[[str], list[str]]:
-    """Return what completes a word by names."""
+    """Return a shell completion of names."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -38,7 +38,7 @@ _COMPLETE: dict[str, Callable[[str], list[str]]] = {"optimizer": complete(OPTIMI
 
 
 def signature() -> inspect.Signature:
-    """Return the options of ``ekfac train``: one a field of TrainConfig, so that they are listed once."""
+    """Return the options of ``ekfac train``, one per field of TrainConfig, so that they are defined only once."""
     known = f"One of: {', '.join(TASKS)}, or a plugin's. Not needed with --resume or --config."
     task = typer.Argument(None, help=known, autocompletion=complete(TASKS))
     found: list[tuple[str, Any, Any]] = [("task", str | None, task)]
@@ -85,7 +85,7 @@ def _train(**values: Any) -> None:
         runs.append(run)
         if run.status == "interrupted":
             break
-    if not is_first():  # of those that torchrun has started
+    if not is_first():  # of the processes started by torchrun
         pass
     elif values["json"]:
         display.show_json([run.to_dict() for run in runs] if seeds else runs[0].to_dict())
@@ -95,7 +95,7 @@ def _train(**values: Any) -> None:
 
 
 def of_seeds(values: dict[str, Any], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the values of each seed's run, in a folder of its own; one that was not begun starts where others resume.
+    """Return the values of each seed's run, in its own folder; with resume, a seed without a checkpoint starts.
 
     Raises:
         LabError: If there is nothing to resume.
@@ -113,13 +113,13 @@ def of_seeds(values: dict[str, Any], seeds: Sequence[int]) -> list[dict[str, Any
     stored = read_config(Path(begun[0]["out"]))[0].to_dict()
     for one in each:
         if one not in begun:
-            # Code that a file names is not loaded: --plugin says which.
+            # A file never causes code to be loaded; only --plugin does.
             one |= {"resume": False, "overwrite": True, "beneath": stored | {"device": "auto", "plugins": []}}
     return each
 
 
 class _Marking(Progress):
-    """Writes tags and a note on a run as it begins, beside those that it has."""
+    """Adds tags and a note to a run as it begins."""
 
     def __init__(self, tags: Tags) -> None:
         self.tags = tags
@@ -146,7 +146,7 @@ def _one(values: dict[str, Any], tags: Tags) -> Run:
 
 
 def over_seeds(runs: Sequence[Run]) -> str:
-    """Say in one line what several seeds came to: mean and standard error, above the floor."""
+    """Summarise several seeds in one line: mean and standard error, minus the floor."""
     words = [counted(len(runs), "seed")]
     for split, name in (("train", "training loss"), ("validation", "validation loss")):
         whole = [run for run in runs if run.status == "finished" and run.history[-1].get(f"{split}_loss") is not None]

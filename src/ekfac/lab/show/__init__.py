@@ -1,1 +1,1 @@
-"""What people look at: terminal, report, figures, pages."""
+"""Displays: terminal, report, figures, pages."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-# For those whose own letters are all taken.
+# Marks for curves whose own letters are all taken.
 SPARE = "*o+#%@&123456789"
 
 
@@ -20,14 +20,14 @@ def chart(
     """Draw curves over a common x axis, y on a logarithmic scale.
 
     Args:
-        series: Points (x, y) by name; those whose y is not positive and finite are left out.
-        x_label: What x is.
-        y_label: What y is.
+        series: Points (x, y) by name; those with a y that is not positive and finite are left out.
+        x_label: The label of x.
+        y_label: The label of y.
         width: Columns of the plot itself.
         height: Rows of the plot itself.
 
     Returns:
-        Lines of text: the plot, its axes, and which mark is which curve.
+        Lines of text: the plot, its axes, and the legend.
     """
     curves = {
         name: [(x, math.log10(y)) for x, y in points if math.isfinite(y) and y > 0] for name, points in series.items()
@@ -58,7 +58,7 @@ def chart(
 
 
 def marks(names: Iterable[str]) -> dict[str, str]:
-    """Give every curve a letter of its own name: the first that is free, small before capital."""
+    """Assign every curve a letter of its name: the first that is free, lower case before upper case."""
     found: dict[str, str] = {}
     for name in names:
         letters = [letter for letter in name if letter.isalnum() and letter.isascii()]
@@ -69,7 +69,7 @@ def marks(names: Iterable[str]) -> dict[str, str]:
 
 
 def _wrapped(entries: Sequence[str], width: int) -> list[str]:
-    """Put the legend's entries into lines that are no wider than the plot; a longer one is cut."""
+    """Wrap the legend's entries to the width of the plot; a longer entry is cut."""
     lines: list[str] = []
     for entry in (entry[:width] for entry in entries):
         if lines and len(lines[-1]) + 3 + len(entry) <= width:
@@ -80,7 +80,7 @@ def _wrapped(entries: Sequence[str], width: int) -> list[str]:
 
 
 def _columns(points: Sequence[tuple[float, float]], x_low: float, x_high: float, width: int) -> list[tuple[int, float]]:
-    """Return the value at each column that a curve reaches, on straight lines between its points."""
+    """Return a curve's value at each of its columns, interpolating linearly between its points."""
     found = []
     span = (x_high - x_low) or 1.0
     for column in range(width):

@@ -1,4 +1,4 @@
-"""The demo: optimizers train one network on the embedded digits, each for the same time."""
+"""The demo: optimizers train one network on the bundled digits, each for the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ekfac.lab.training.run import about
 from ekfac.lab.training.runs import Run, RunFolder
 from ekfac.lab.training.trainer import Trainer, given
 
-# Batch-norm makes another network, which is easier to train: --batch-norm lets Adam have it.
+# Without batch-norm, which would make the network easier to train; --batch-norm adds it for Adam.
 _DEEP = {
     "SGD": TrainConfig("deep", "sgd", lr=0.1),
     "Adam": TrainConfig("deep", "adam", lr=1e-2),
@@ -26,7 +26,7 @@ _DEEP_RATES = (
     "Adam's rate is the best of 0.003, 0.01 and 0.03 by training loss after 15 s of one core with seed 0. "
     "SGD leaves the plateau neither with 0.1 nor with 0.5."
 )
-# A quarter of the paper's width, so that every one takes some hundred steps in this time on two CPU cores.
+# A quarter of the paper's width, so that each takes some hundred steps in this time on two CPU cores.
 WIDTH = 250
 _PAPER = {
     "SGD + BN": TrainConfig("autoencoder", "sgd", batch_norm=True, width=WIDTH, lr=0.01),
@@ -40,14 +40,14 @@ _PAPER = {
 
 @dataclass(frozen=True)
 class Race:
-    """A network on real digits, and who trains it.
+    """A network on real digits, and the optimizers that train it.
 
     Attributes:
-        title: What is trained on what.
+        title: A description.
         entrants: Settings by name.
-        seconds: Training time for each, unless another is asked for.
+        seconds: Default training time for each.
         rates: How the settings were chosen.
-        threads: CPU threads for all of them; ``None`` for torch's own number.
+        threads: CPU threads; ``None`` for torch's default.
     """
 
     title: str
@@ -64,13 +64,13 @@ RACES = {
     "autoencoder": Race(f"the paper's auto-encoder at width {WIDTH}, 4,000 digits, batch 200", _PAPER, 20.0),
 }
 FIRST = "deep"
-#: With less than this fraction of one core, a race is told to have had a busy machine.
+#: A race that got less than this fraction of a core is reported to have run on a busy machine.
 BUSY = 0.7
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How one optimizer did: its loss above the floor where all are compared, and its place."""
+    """One optimizer's result: its loss minus the floor where all are compared, and its rank."""
 
     name: str
     status: str
@@ -84,7 +84,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who came out ahead after the same number of steps, and after the same time."""
+    """The ranking after the same number of steps, and after the same time."""
 
     steps: int
     seconds: float
@@ -102,17 +102,17 @@ def race(
     threads: int | None = None,
     on_epoch: Callable[[str, Run], None] = lambda name, run: None,
 ) -> dict[str, Run]:
-    """Train each entrant for the same time, always going on with the one that has had least.
+    """Train each entrant for the same time, always continuing with the one that has had least.
 
     Args:
         entrants: Settings by name.
-        seconds: Training time for each; evaluation is not counted.
-        out: Folder in which each entrant gets a run folder of its own.
+        seconds: Training time for each, without evaluation.
+        out: Folder in which each entrant gets its own run folder.
         data_dir: Folder of the data files.
-        seed: Seed of all of them.
-        max_epochs: End an entrant after so many epochs even if time is left.
-        threads: CPU threads while it lasts: layers of 50 units gain nothing by two, and lose much on a busy machine.
-        on_epoch: Called after each epoch of each.
+        seed: Seed of all entrants.
+        max_epochs: End an entrant after this many epochs even if time is left.
+        threads: CPU threads during the race: layers of 50 units gain nothing from two, and lose much on a busy machine.
+        on_epoch: Called after each epoch of each entrant.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -166,7 +166,7 @@ def _race(
 
 
 def _settle(run: Run, folder: RunFolder) -> None:
-    """Record a run as one of the epochs that it had time for, so that it can be repeated."""
+    """Record a run with the number of epochs that it had time for, so that it can be repeated."""
     run.config = replace(run.config, epochs=max(1, run.history[-1]["epoch"]))
     run.about["command"] = run.config.command()
     folder.write_config(run.config, run.about)
@@ -180,7 +180,7 @@ def _add(name: str, record: dict[str, Any], runs: Mapping[str, Run], folders: Ma
 
 
 def what_was_set(entrants: Mapping[str, TrainConfig]) -> str:
-    """Say what was set for each; all else is the optimizer's own default."""
+    """Describe what was set for each; everything else is the optimizer's default."""
     names = ("lr", "damping", "refresh_every")
     said = []
     for name, config in entrants.items():
@@ -191,20 +191,20 @@ def what_was_set(entrants: Mapping[str, TrainConfig]) -> str:
 
 
 def busy(wall: float, cpu: float) -> str:
-    """Say that the machine did much else meanwhile, if it did; then seconds tell little of who is faster."""
+    """Return a warning if the machine was busy, as seconds are then not comparable."""
     if cpu >= BUSY * wall:
         return ""
     return f"The machine was busy: this had a core for {cpu:.0f} of {wall:.0f} s. Run it again when it is idle."
 
 
 def points(run: Run, x: str) -> list[tuple[float, float]]:
-    """Return a run's curve: ``x`` ("step" or "seconds") against the training loss above its floor."""
+    """Return a run's curve: ``x`` ("step" or "seconds") against the training loss minus its floor."""
     floor = run.about["floor"].get("train", 0.0)
     return [(r[x], r["train_loss"] - floor) for r in run.history if r["train_loss"] is not None]
 
 
 def verdict(runs: Mapping[str, Run]) -> Verdict:
-    """Compare at the most steps, and at the longest time, that all which did not diverge have reached."""
+    """Compare at the largest number of steps, and at the longest time, that all reached which did not diverge."""
     whole = [run for run in runs.values() if run.status != "diverged"] or list(runs.values())
     steps = min(run.history[-1]["step"] for run in whole)
     seconds = min(run.history[-1]["seconds"] for run in whole)
@@ -228,7 +228,7 @@ def verdict(runs: Mapping[str, Run]) -> Verdict:
 
 
 def _at(run: Run, x: str, where: float) -> float | None:
-    """Return the loss above the floor at the last record not after ``where``."""
+    """Return the loss minus its floor at the last record not after ``where``."""
     if run.status == "diverged":
         return None
     return [loss for position, loss in points(run, x) if position <= where][-1]
@@ -240,7 +240,7 @@ def _places(losses: Mapping[str, float | None]) -> dict[str, int]:
 
 
 def sentence(result: Verdict) -> str:
-    """Say in plain words who came out ahead."""
+    """Describe the ranking in words."""
     first_by_step = [s.name for s in result.standings if s.place_by_step == 1]
     first_by_time = [s.name for s in result.standings if s.place_by_time == 1]
     if not first_by_step or not first_by_time:

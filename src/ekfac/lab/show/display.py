@@ -1,4 +1,4 @@
-"""What the commands show in a terminal, with rich."""
+"""The commands' terminal displays, with rich."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ekfac.lab.training.runs import Run
 
 
 class LiveProgress(Progress):
-    """A line an epoch, and below them a bar that shows how far the current one is."""
+    """One line per epoch, and below them a progress bar of the current one."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -58,20 +58,20 @@ class LiveProgress(Progress):
         self._bar.reset(self._task, description=f"epoch {following} of {self._epochs}")
 
     def end(self, run: Run) -> None:
-        """Take the bar away and print how it ended."""
+        """Remove the bar and print how the run ended."""
         self._bar.stop()
         self.console.print(closing(run), style="bold red" if run.status == "diverged" else "bold", soft_wrap=True)
 
 
 def progress(console: Console) -> Progress:
-    """Return a live display in a terminal, plain lines elsewhere."""
+    """Return a live display in a terminal, else plain lines."""
     return LiveProgress(console) if console.is_terminal else PlainProgress()
 
 
 def run_demo(
     console: Console, title: str, race: Callable[[Callable[[str, Run], None]], dict[str, Run]]
 ) -> dict[str, Run]:
-    """Show a race as a chart and a table that are renewed after every epoch."""
+    """Show a race as a chart and a table that are updated after every epoch."""
     runs: dict[str, Run] = {}
     with Live(_standing(runs, title, console), console=console, refresh_per_second=8, transient=True) as live:
 
@@ -85,7 +85,7 @@ def run_demo(
 
 
 def _say(console: Console, name: str, run: Run) -> None:
-    """Print a line at every tenth epoch, where nothing can be redrawn."""
+    """Print a line at every tenth epoch, where the display cannot be redrawn."""
     last = run.history[-1]
     if last["epoch"] % 10 == 0 or run.status != "unfinished":
         loss = demo.points(run, "step")
@@ -99,7 +99,7 @@ def _loss_name(runs: Mapping[str, Run]) -> str:
 
 
 def _standing(runs: Mapping[str, Run], title: str, console: Console) -> RenderableType:
-    """Return the chart over time so far, and below it where everyone is."""
+    """Return the chart over time so far, and below it the current standing."""
     table = Table(title=title, title_justify="left")
     for name in ("optimizer", "epoch", "step", "seconds", "loss"):
         table.add_column(name, justify="left" if name == "optimizer" else "right")
@@ -116,7 +116,7 @@ def _standing(runs: Mapping[str, Run], title: str, console: Console) -> Renderab
 
 
 def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
-    """Print two charts, the table and the sentence that says who came out ahead."""
+    """Print two charts, the table and the summary of the ranking."""
     result = demo.verdict(runs)
     for x, label in (("step", "steps"), ("seconds", "seconds of training")):
         curves = {name: demo.points(run, x) for name, run in runs.items()}
@@ -143,5 +143,5 @@ def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
 
 
 def show_json(data: Any) -> None:
-    """Print data as one JSON object and nothing else."""
+    """Print data as one JSON object."""
     print(json.dumps(data, allow_nan=False))

@@ -1,4 +1,4 @@
-"""Times as people write them."""
+"""Formats and parses durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ekfac.lab.registry import LabError
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a person would say them: 8 s, 3 min, 1 h 20 min, 3 days."""
+    """Format seconds: 8 s, 3 min, 1 h 20 min, 3 days."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

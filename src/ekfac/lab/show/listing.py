@@ -1,4 +1,4 @@
-"""Lists of runs, and what tells two of them apart: as plain data, for tables and JSON."""
+"""Lists of runs, and differences between two runs, as plain data for tables and JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ekfac.lab.labels import describe, shown_method
 from ekfac.lab.training.runs import Run
 from ekfac.lab.training.tags import read_tags
 
-# Settings that do not say what is trained.
+# Settings that do not change what is trained.
 _NO_CHANGE = ("device", "epochs", "plugins")
 
 
 def row(run: Run) -> dict[str, Any]:
-    """Return a run as one line of a list; losses are above their floor."""
+    """Return a run as one row of a list; losses are minus their floor."""
     last = run.history[-1] if run.history else {}
     written = read_tags(run.path) if run.path is not None else None
     return {
@@ -38,7 +38,7 @@ def row(run: Run) -> dict[str, Any]:
 
 
 def _short(path: Path) -> str:
-    """Return a path as seen from here, if it lies below."""
+    """Return a path relative to the current folder, if it is below it."""
     near = os.path.relpath(path)
     return str(path) if near.startswith("..") else near
 
@@ -49,12 +49,12 @@ def _above(run: Run, record: dict[str, Any], split: str) -> float | None:
 
 
 def sorted_rows(rows: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sort lines by one of their columns; those that have nothing there come last."""
+    """Sort rows by one of their columns; rows without a value there come last."""
     return sorted(rows, key=lambda one: (one[by] is None, one[by] if one[by] is not None else 0))
 
 
 def differences(first: Run, second: Run) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """Return what differs between two runs: settings, versions and machine, and what came of them."""
+    """Return what differs between two runs: settings, versions, machine and results."""
     settings = [{**run.config.to_dict(), **run.config.options, "options": None} for run in (first, second)]
     sides = {"settings": settings}
     for name in ("versions", "machine"):
@@ -75,9 +75,9 @@ def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple
 
 
 def repeated(before: Run, after: Run) -> str:
-    """Say how a repeated run compares with the one that it repeats, at the last epoch that both have.
+    """Describe how a repeated run compares with the original, at the last epoch that both have.
 
-    Losses are above their floor, as everywhere. What was changed is named: then nobody expects the same.
+    Losses are minus their floor. Changed settings are named, as results then need not agree.
     """
     epoch = min(len(before.history), len(after.history)) - 1
     if epoch < 0:

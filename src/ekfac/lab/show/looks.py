@@ -1,4 +1,4 @@
-"""One colour and marker a method, one line style a variant: for figures, reports and pages alike."""
+"""One colour and marker per method, one line style per variant, for figures, reports and pages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# The palette of Okabe and Ito: told apart with every kind of colour-blindness, and in grey by its lightness.
+# The palette of Okabe and Ito: distinguishable with every kind of colour-blindness, and in grey by lightness.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#7F7F7F"
-# Apart from those in lightness too.
+# Distinguishable from those by lightness too.
 INDIGO, BROWN, PURPLE = "#332288", "#8C510A", "#AA3377"
 
 FAMILIES = {
@@ -33,14 +33,14 @@ FAMILIES = {
     "EKFAC (scheduled)": (RED, "s"),
     "EKFAC (nothing set)": (BLUE, "o"),
 }
-# With batch-norm they have the same colour and a whole line. AdamW often lies on Adam: its gaps let that be seen.
+# With batch-norm they have the same colour and a solid line. AdamW often coincides with Adam, so its line has gaps.
 _STYLES = {"Adam": 1, "Muon": 1, "SOAP": 1, "AdamW": 2, "AdamW + BN": 3}
 _SPARE = [(PINK, "X"), (SKY, "*"), (GREY, "h"), (ORANGE, "p"), (BLUE, "d"), (RED, ">"), (PINK, "8"), (SKY, "x")]
 
 
 @dataclass(frozen=True)
 class Line:
-    """How one curve is drawn: a colour, matplotlib's name of a marker, and which of the line styles."""
+    """The look of a curve: a colour, matplotlib's name of a marker, and the index of a line style."""
 
     color: str
     marker: str
@@ -48,13 +48,13 @@ class Line:
 
 
 def split(label: str) -> tuple[str, str]:
-    """Return a label's method and what tells its variants apart: ``("EKFAC", " freq=50, batch 200")``."""
+    """Split a label into its method and its variant: ``("EKFAC", " freq=50, batch 200")``."""
     family = re.sub(r"( freq=\d+|, batch \d+)+$", "", label)
     return family, label[len(family) :]
 
 
 def lines(labels: Iterable[str]) -> dict[str, Line]:
-    """Give every label its look: the colour and marker of its method, the line style of its variant.
+    """Assign every label its look: the colour and marker of its method, the line style of its variant.
 
     ``EKFAC freq=50`` and ``EKFAC freq=1`` share the colour of EKFAC; ``EKFAC freq=50`` and ``KFAC freq=50`` share their
     line style.

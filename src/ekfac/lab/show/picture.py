@@ -1,4 +1,4 @@
-"""Pictures of the pages: a light form and a dark one, curves labelled at their ends, one colour a method."""
+"""Pictures for the pages: a light and a dark version, curves labelled at their ends, one colour per method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.transforms import Transform
 
 from ekfac.lab.show.looks import BLUE, BROWN, GREEN, GREY, ORANGE, PINK, PURPLE, RED, SKY
 
-# Matplotlib's names C0 to C9 stand for these; on dark paper they are lighter, so a picture says "C0", never a colour.
+# matplotlib's C0 to C9 refer to these. They are lighter in the dark version, so pictures use "C0" rather than a colour.
 PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BROWN, GREY, PINK)
 COLOURS = {
     "EKFAC": "C0",
@@ -32,14 +32,14 @@ COLOURS = {
     "SGD": "C7",
     "diagonal": "C8",
 }
-# Paper, ink, and how far colours are moved towards white.
+# Background, foreground, and how far colours are moved towards white.
 FORMS = {"": ("#ffffff", "#222222", 0.0), "-dark": ("#131416", "#dddddd", 0.2)}
-# Where examples leave what they drew and measured; `make gallery` takes it into the pages.
+# Where examples write their pictures and numbers; `make gallery` copies them into the pages.
 GALLERY = Path("runs/gallery")
 
 
 def save(draw: Callable[[Figure], None], file: str | Path, size: tuple[float, float] = (7.0, 3.6)) -> list[Path]:
-    """Draw a picture twice, for light pages and for dark ones: ``NAME.png`` and ``NAME-dark.png``."""
+    """Draw a picture in a light and a dark version: ``NAME.png`` and ``NAME-dark.png``."""
     place = Path(file)
     place.parent.mkdir(parents=True, exist_ok=True)
     files = []
@@ -53,15 +53,15 @@ def save(draw: Callable[[Figure], None], file: str | Path, size: tuple[float, fl
 
 
 def label_ends(axes: Axes, gap: float = 0.07, numbers: str = "", margin: bool = False) -> None:
-    """Write each curve's label beside its last point, in its colour, moved apart where two would overlap.
+    """Write each curve's label next to its last point, in its colour, shifting labels that would overlap.
 
     Args:
-        axes: The panel, its limits set.
-        gap: Smallest distance of two labels, as a fraction of the panel's height.
-        numbers: Format of the last value, which follows the label; none by default.
-        margin: Write all of them right of the panel, also of curves that end within it.
+        axes: The panel, with its limits set.
+        gap: Smallest distance between labels, as a fraction of the panel's height.
+        numbers: Format of the last value, appended to the label; none by default.
+        margin: Write all labels to the right of the panel, even of curves that end within it.
     """
-    axes.get_xlim(), axes.get_ylim()  # limits that follow the data are set when they are asked for
+    axes.get_xlim(), axes.get_ylim()  # reading the limits makes matplotlib compute automatic ones
     scale = axes.transData + axes.transAxes.inverted()
     below = -gap
     for y, x, text, colour in sorted(_ends(axes, scale, numbers)):
@@ -71,7 +71,7 @@ def label_ends(axes: Axes, gap: float = 0.07, numbers: str = "", margin: bool = 
 
 
 def _ends(axes: Axes, scale: Transform, numbers: str) -> Iterator[tuple[float, float, str, str]]:
-    """Return height and place of each curve's end as fractions of the panel, its label and its colour."""
+    """Yield height and position of each curve's end as fractions of the panel, with label and colour."""
     for line in axes.get_lines():
         name = str(line.get_label())
         if not name.startswith("_"):
@@ -83,7 +83,7 @@ def _ends(axes: Axes, scale: Transform, numbers: str) -> Iterator[tuple[float, f
 def publish(
     name: str, draw: Callable[[Figure], None], numbers: Mapping[str, Any], size: tuple[float, float] = (7.0, 3.6)
 ) -> None:
-    """Leave an example's picture, in both forms, and its numbers in ``runs/gallery``."""
+    """Write an example's picture, in both versions, and its numbers to ``runs/gallery``."""
     files = save(draw, GALLERY / f"{name}.png", size)
     about = {"command": f"python examples/{name}.py", "torch": torch.__version__, "python": platform.python_version()}
     record = {**about, "processor": _processor(), "numbers": dict(numbers)}
@@ -118,7 +118,7 @@ def _mixed(colour: str, share: float) -> str:
 
 
 def _processor() -> str:
-    """Name the processor as the system does."""
+    """Return the system's name of the processor."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.is_file() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

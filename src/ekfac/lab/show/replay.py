@@ -1,4 +1,4 @@
-"""The H200's race, kept with the package: the auto-encoder's timed runs at batch 200, replayed in a terminal."""
+"""The H200's race, shipped with the package: the auto-encoder's timed runs at batch 200, replayed in a terminal."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KEPT = ("epoch", "step", "seconds", "train_loss", "diverged")
 
 
 def extract(results: str | Path) -> dict[str, Any]:
-    """Return the race from recorded runs, as it is kept.
+    """Return the race, as it is stored, from recorded runs.
 
     Raises:
-        LabError: If a run of it is not there.
+        LabError: If one of its runs is missing.
     """
     from ekfac.lab.show.evidence.record import Record
 
@@ -44,7 +44,7 @@ def extract(results: str | Path) -> dict[str, Any]:
 
 
 def load() -> tuple[str, dict[str, Run]]:
-    """Return the kept race: its title, and its runs by name."""
+    """Return the stored race: its title, and its runs by name."""
     data = json.loads(resources.files(__package__).joinpath(FILE).read_text("utf-8"))
     runs = {}
     for name, kept in data["runs"].items():
@@ -55,7 +55,7 @@ def load() -> tuple[str, dict[str, Run]]:
 
 
 def older(runs: dict[str, Run]) -> str:
-    """Say that a race's defaults are not today's, where other sources made it; nothing where they are the same."""
+    """Return a note that a race's defaults may not be today's, if other sources made it; else nothing."""
     run = runs.get(DEFAULTS)
     if run is None or run.about.get("source") == source_digest():
         return ""
@@ -68,7 +68,7 @@ def replay(
     seconds: float = 10.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Run]:
-    """Hand on every epoch in the order in which they ended, at a pace at which the whole takes so many seconds."""
+    """Replay all epochs in the order in which they ended, at a speed at which the whole takes ``seconds``."""
     records = [(name, number, record) for name, run in runs.items() for number, record in enumerate(run.history)]
     events = sorted((record["seconds"], name, number) for name, number, record in records)
     longest, before = events[-1][0], 0.0

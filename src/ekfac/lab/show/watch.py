@@ -1,4 +1,4 @@
-"""Watching runs while they are under way: in the terminal, or as a local page that refreshes itself."""
+"""Shows runs in progress, in the terminal or as a local page that refreshes itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBERS = (
 
 
 def leaders(runs: Sequence[Run]) -> dict[str, Curve]:
-    """Return for each method the setting whose training loss is lowest right now."""
+    """Return each method's setting with the lowest current training loss."""
     found: dict[str, Curve] = {}
     for name, group in by_method(curves(runs)).items():
         usable = [curve for curve in group if math.isfinite(_now(curve))]
@@ -45,14 +45,14 @@ def _now(curve: Curve) -> float:
 
 
 def view(runs: Sequence[Run], width: int = 100, height: int = 50) -> RenderableType:
-    """Return what the terminal shows: the leading curve of each method, task by task, and the latest runs."""
+    """Return the terminal's content: each method's leading curve, task by task, and the latest runs."""
     if not runs:
         return Text("no run yet")
     parts: list[RenderableType] = []
     tasks: dict[str, list[Run]] = {}
     for run in runs:
         tasks.setdefault(f"{run.config.task} on {run.config.dataset}", []).append(run)
-    # As many charts as the screen holds, of what changed last first; the others are named.
+    # As many charts as fit on the screen, the latest changes first; the others are named.
     order = sorted(tasks, key=lambda task: -max(map(_changed, tasks[task])))
     rows = min(CHART_ROWS, max(5, height - 17))
     room = max(1, (height - 9) // (rows + 6))
@@ -67,7 +67,7 @@ def view(runs: Sequence[Run], width: int = 100, height: int = 50) -> RenderableT
         parts.append(Text(f"{task}\n{chart(points, 'epoch', what, max(40, width - 14), rows)}\n"))
     if order[room:]:
         parts.append(Text(f"not drawn for lack of room: {', '.join(order[room:])}", overflow="ellipsis", no_wrap=True))
-    # What does not fit on the screen is cut off there, so the table takes what the charts have left.
+    # The table gets the rows that the charts leave, as the screen cuts off the rest.
     left = height - sum(str(part).count("\n") + 1 for part in parts) - 6
     return Group(*parts, _table(runs, max(3, left), width))
 
@@ -83,7 +83,7 @@ def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
         widths = {name: least for name, least in widths.items() if name not in ("validation", "seconds")}
     for name, least in widths.items():
         side = "left" if name in ("method", "setting", "status") else "right"
-        # Only the settings may be cut short, where the screen is narrow.
+        # On a narrow screen, only the settings may be cut.
         most = max(least, width - sum(widths.values()) - 12) if name == "setting" else None
         table.add_column(name, justify=side, no_wrap=True, min_width=least, max_width=most)  # type: ignore[arg-type]
     running = sorted(runs, key=lambda run: (run.status != "unfinished", -_changed(run)))
@@ -93,7 +93,7 @@ def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
         for column, key, pattern in NUMBERS:
             if column in widths:
                 cells.append("-" if last.get(key) is None else format(last[key] - _floor(run, key), pattern))
-        # As text: a setting must not be taken for markup.
+        # As Text, so that settings are not interpreted as markup.
         words = [Curve((run,)).label, describe(run.config), *cells, run.status]
         table.add_row(*(Text(word) for word in words))
     if len(runs) > rows:
@@ -102,7 +102,7 @@ def _table(runs: Sequence[Run], rows: int, width: int) -> Table:
 
 
 def _floor(run: Run, key: str) -> float:
-    """Return what a loss is shown above, as in ``ekfac train`` and ``ekfac ls``."""
+    """Return the floor that is subtracted from a loss, as in ``ekfac train`` and ``ekfac ls``."""
     return float((run.about.get("floor") or {}).get(key.removesuffix("_loss"), 0.0))
 
 
@@ -112,7 +112,7 @@ def _changed(run: Run) -> float:
 
 
 def watch_terminal(places: Sequence[str | Path], console: Console, every: float = 2.0) -> None:
-    """Show the runs until Ctrl-C; once, where nothing can be redrawn."""
+    """Show the runs until Ctrl-C; only once if the display cannot be redrawn."""
 
     def now() -> RenderableType:
         return view(find_runs(places, skip_broken=True), console.width, console.height)
@@ -127,14 +127,14 @@ def watch_terminal(places: Sequence[str | Path], console: Console, every: float 
 
 
 def make_server(places: Sequence[str | Path], port: int = 0, every: float = 2.0) -> ThreadingHTTPServer:
-    """Return a server of the page, on this machine alone: it listens on 127.0.0.1 and answers to no other name."""
+    """Return a local server of the page: it listens on 127.0.0.1 and answers to no other host name."""
     from ekfac.lab.show.report.page import data, page
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
             if host not in ("127.0.0.1", "localhost"):
-                # A foreign name that resolves to this machine is another site's way in.
+                # Refuse other host names that resolve to this machine (DNS rebinding).
                 self.send_error(403)
             elif self.path == "/":
                 runs = find_runs(places, skip_broken=True)
@@ -154,6 +154,6 @@ def make_server(places: Sequence[str | Path], port: int = 0, every: float = 2.0)
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: the terminal is for the runs."""
+            """Log nothing: the terminal shows the runs."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,6 +1,6 @@
-"""From recorded runs to the pages: tables and claims between markers.
+"""Fills the pages' tables and claims, between markers, from recorded runs.
 
-``python -m ekfac.lab.show.evidence`` reads ``results/`` and writes into ``docs/``. None of its tables is typed.
+``python -m ekfac.lab.show.evidence`` reads ``results/`` and writes to ``docs/``. None of these tables is typed by hand.
 """
 
 from ekfac.lab.show.evidence.pages import fill, fill_pages

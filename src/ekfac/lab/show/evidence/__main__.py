@@ -15,7 +15,7 @@ from ekfac.lab.show.evidence.record import Record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write what was asked for; return 0, or 2 if something is wrong with the record or the pages."""
+    """Write what was requested; return 0, or 2 if something is wrong with the record or the pages."""
     parse = argparse.ArgumentParser(prog="python -m ekfac.lab.show.evidence", description=__doc__, allow_abbrev=False)
     parse.add_argument("what", nargs="*", help="tables, race [default: both]")
     parse.add_argument("--results", default="results", help="folder of recorded runs")

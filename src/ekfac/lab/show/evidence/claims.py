@@ -1,4 +1,4 @@
-"""The paper's claims beside what came out here: a verdict by a rule that is written down, and the numbers behind it.
+"""The paper's claims compared with our results: a verdict by an explicit rule, and the numbers behind it.
 
 Each function returns ``verdict | numbers``, two cells of the page's table.
 """
@@ -15,14 +15,14 @@ from ekfac.lab.show.evidence.record import LOSS, MISSING, Record, at_end, chosen
 from ekfac.lab.show.evidence.tables import DEFAULTS, adamw, lowest, ratio, relative
 from ekfac.lab.show.figures.sensitivity import NEAR, grids
 
-# Amortised, as the paper has them, and its baselines.
+# The paper's amortised methods, and its baselines.
 OURS = ("EKFAC freq=50", "EKFAC-ra freq=50")
 RIVALS = ("KFAC freq=50", "Adam + BN", "SGD + BN")
 UNKNOWN = f"{MISSING} | "
 
 
 def verdict(held: Iterable[bool]) -> str:
-    """Say how far a claim came out: in all of its cases, in some, in none."""
+    """Return whether a claim holds in all of its cases, in some, or in none."""
     found = list(held)
     return "**reproduced**" if all(found) else "**partly**" if any(found) else "**not reproduced**"
 
@@ -71,7 +71,7 @@ def by_time(record: Record) -> str:
 
 
 def error(record: Record) -> str:
-    """Check that EKFAC's error is below KFAC's wherever measured, and grows less between two renewals."""
+    """Check that EKFAC's error is below KFAC's wherever measured, and grows less between two refreshes."""
     found = record.measures.get("error")
     if found is None:
         return UNKNOWN
@@ -93,7 +93,7 @@ def spectrum(record: Record) -> str:
     found = record.measures.get("frequency")
     if found is None:
         return UNKNOWN
-    # At the start, where the basis is fresh, there is nothing to tell.
+    # Skip the start, where the basis is fresh and there is nothing to compare.
     kfac = numpy.array(relative(found, "KFAC")[1:])
     held, words = [], []
     for name in ("EKFAC", "EKFAC-ra"):
@@ -115,9 +115,9 @@ def correlation(record: Record) -> str:
 
 
 def frequency(record: Record) -> str:
-    """Check that EKFAC's and EKFAC-ra's loss grows less than KFAC's from every 50 to the rarest renewal.
+    """Check that EKFAC's and EKFAC-ra's loss grows less than KFAC's from an interval of 50 to the longest.
 
-    Where none is rarer than every 50, from the one before the rarest.
+    If none is longer than 50, it is from the second longest.
     """
     best = chosen(record.frequency)
     intervals = sorted({int(name.split("freq=")[1]) for name in best if "freq=" in name})
@@ -162,7 +162,7 @@ def alike(record: Record) -> str:
 
 
 def burden(record: Record) -> str:
-    """Return what an epoch of KFAC and one of EKFAC-ra take; how much is "slightly" the paper does not say."""
+    """Return the time of an epoch of KFAC and of EKFAC-ra; the paper does not quantify "slightly"."""
     words = []
     for size in record.batch_sizes:
         found = [_epoch(record.autoencoder(size).get(name)) for name in (RIVALS[0], OURS[1])]
@@ -188,7 +188,7 @@ def _epoch(curve: Curve | None) -> float | None:
 
 
 def defaults(record: Record) -> str:
-    """Say in how many tasks the untouched defaults end below every tuned rival, and where they validate best."""
+    """Describe in how many tasks the unchanged defaults end below every tuned rival, and where they validate best."""
     fittest, healthiest, surest, soonest, tasks, timed = 0, 0, 0, 0, 0, 0
     for task in record.tasks:
         best = chosen(record.runs(f"comparison/{task}"))
@@ -214,7 +214,7 @@ def defaults(record: Record) -> str:
 
 
 def _score(curve: Curve) -> float:
-    """Return how well a setting validates at its end: by accuracy where there is one."""
+    """Return a setting's final validation score, by accuracy if there is one."""
     accuracy = at_end(curve, "validation_accuracy")[0]
     return accuracy if accuracy > 0 else -_validation_loss(curve)
 

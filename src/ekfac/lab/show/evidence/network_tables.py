@@ -1,4 +1,4 @@
-"""VGG11 and ResNet34 on CIFAR-10: the tables of the page, from recorded runs alone."""
+"""VGG11 and ResNet34 on CIFAR-10: the tables of the page, from recorded runs only."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ EPOCHS = (1, 3, 5, 10, 20, 30, 50, 100)
 
 
 def runs_for(record: Holder, name: str) -> list[Run]:
-    """Return the recorded runs of a figure on CIFAR-10; none for batch sizes while there is only one."""
+    """Return the recorded runs of a figure on CIFAR-10; none for batch sizes if there is only one."""
     found = [run for run in record.cifar if FIGURES.get(name).takes(run)]
     one_size = len({(run.config.task, run.config.batch_size) for run in found}) <= len({r.config.task for r in found})
     return [] if name == "batch-size" and one_size else found
 
 
 def training(record: Holder, task: str, scheduled: bool = False) -> str:
-    """Tabulate the best loss at some epochs, and the setting that has the last.
+    """Tabulate the best loss at some epochs, and the setting with the last.
 
-    The last epoch that all methods have is among them, in bold: only there, and before, are all of them compared.
+    The last epoch that all methods have is among them, in bold: only up to there can all be compared.
     """
     own = groups(record.cifar, task, scheduled)
     if not own:
@@ -55,7 +55,7 @@ def training(record: Holder, task: str, scheduled: bool = False) -> str:
 
 
 def _gone(own: Groups, task: str, columns: int) -> list[list[str]]:
-    """Return rows of the methods that diverged before their first epoch was over."""
+    """Return rows for methods that diverged in their first epoch."""
     names = [name for name in own if name not in envelopes(own, own)]
     return [[_marked(name, task), "diverged in epoch 1", *[""] * (columns - 2)] for name in names]
 
@@ -65,13 +65,13 @@ def _marked(name: str, task: str) -> str:
 
 
 def _tried(record: Holder, task: str, scheduled: bool) -> dict[str, str]:
-    """Count the settings that were tried for each method; where only one was, nothing was searched."""
+    """Count the settings that were tried for each method; if only one, there was no search."""
     runs = [run for run in record.cifar if of_task(task, scheduled)(run)]
     return {split(name)[0]: str(count) if count > 1 else "no search" for name, count in tried(runs).items()}
 
 
 def _tried_around(group: Sequence[Curve], best: Curve) -> str:
-    """Return how many of a setting's neighbours, half a decade away, were tried; with fewer it is at an edge."""
+    """Return how many of a setting's neighbours, half a decade away, were tried; fewer than all means an edge."""
     there = {_point(curve.config.lr, curve.config.damping) for curve in group}
     lr, damping = best.config.lr, best.config.damping
     if len(there) < 2 or lr is None:
@@ -87,7 +87,7 @@ def _point(*values: float | None) -> tuple[float | None, ...]:
 
 
 def accuracy(record: Holder, task: str) -> str:
-    """Tabulate accuracies at the epoch that validates best, of the setting that does."""
+    """Tabulate accuracies of the setting with the best validation, at its best epoch."""
     own = groups(record.cifar, task)
     rows = []
     for name in envelopes(own, own):
@@ -106,7 +106,7 @@ def accuracy(record: Holder, task: str) -> str:
 
 
 def sizes(record: Holder, task: str) -> str:
-    """Tabulate the last loss by method and batch size; nothing while there is only one size."""
+    """Tabulate the last loss by method and batch size; nothing if there is only one size."""
     rows = []
     for size in sorted({run.config.batch_size or 0 for run in record.cifar if of_task(task)(run)}):
         own = {n: g for n, g in groups(record.cifar, task, size=size).items() if n in paper.FACTORED}

@@ -1,4 +1,4 @@
-"""VGG11 and ResNet34 on CIFAR-10: the paper's claims, each judged by a rule that is written down.
+"""VGG11 and ResNet34 on CIFAR-10: the paper's claims, each judged by an explicit rule.
 
 As in the paper, a method's loss at an epoch, or within a time, is that of its best setting for that epoch or time.
 """
@@ -23,14 +23,14 @@ from ekfac.lab.show.looks import ordered, split
 from ekfac.lab.training.runs import Run
 
 BASELINES = ("KFAC", "SGD", "SGD + BN")
-# Validation as good as the best baseline's, less this.
+# Validation may be below the best baseline's by this much.
 GOOD = 0.01
-# "Usually": at so many of the epochs.
+# "Usually" means at this fraction of the epochs.
 USUALLY = 0.75
 
 
 class Holder(Protocol):
-    """What has runs on CIFAR-10: the record, or runs just made."""
+    """Anything with runs on CIFAR-10: the record, or new runs."""
 
     @property
     def cifar(self) -> list[Run]:
@@ -42,7 +42,7 @@ Groups = dict[str, list[Curve]]
 
 
 def groups(runs: Iterable[Run], task: str, scheduled: bool = False, size: int | None = None) -> Groups:
-    """Return each method's settings on a network, at a batch size or at the method's own."""
+    """Return each method's settings on a network, at a given batch size or the method's own."""
     own = [run for run in runs if of_task(task, scheduled)(run) and not plain_damping(run)]
     if size is not None:
         own = [run for run in own if run.config.batch_size == size]
@@ -53,24 +53,24 @@ def groups(runs: Iterable[Run], task: str, scheduled: bool = False, size: int | 
 
 
 def plain_damping(run: Run) -> bool:
-    """Tell whether a factored method of the paper is without the appendix's damping."""
+    """Return whether a factored method of the paper lacks the appendix's damping."""
     return run.config.optimizer in ("ekfac", "ekfac-ra") and run.config.damping_mode == "plain"
 
 
 def value_at(found: Envelope, x: float) -> float | None:
-    """Return the best there was by an epoch or a time; ``None`` before the first."""
+    """Return the best value up to an epoch or a time; ``None`` before the first."""
     place = int(numpy.searchsorted(found.x, x, side="right")) - 1
     return None if place < 0 else float(found.value[place])
 
 
 def reached(found: Envelope, loss: float) -> float | None:
-    """Return the first epoch or time at which the best is down at a loss; ``None`` if it never is."""
+    """Return the first epoch or time at which the best reaches a loss; ``None`` if it never does."""
     where = numpy.flatnonzero(found.value <= loss)
     return float(found.x[where[0]]) if len(where) else None
 
 
 def envelopes(own: Groups, names: Iterable[str]) -> dict[str, Envelope]:
-    """Return the best by epoch of some methods, without those that have no epoch: they diverged in the first."""
+    """Return the best by epoch of some methods, without those that diverged in their first epoch."""
     found = {name: per_epoch(own[name]) for name in names if name in own}
     return {name: envelope for name, envelope in found.items() if len(envelope.x) and envelope.x[-1] > 0}
 
@@ -83,12 +83,12 @@ def ends(own: Groups, names: Iterable[str]) -> tuple[int, dict[str, float]]:
 
 
 def until(group: Iterable[Curve], epoch: int) -> list[Curve]:
-    """Return settings as if they had been ended after an epoch."""
+    """Return settings as if they had stopped after an epoch."""
     return [Curve(tuple(replace(run, history=run.history[: epoch + 1]) for run in curve.runs)) for curve in group]
 
 
 def by_epoch(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES, scheduled: bool = False) -> Judge:
-    """Judge that each of ours is below each rival after the last epoch that it and they have."""
+    """Judge that each of ours is below each rival after the last epoch that all have."""
 
     def judge(record: Holder) -> str:
         own, held, words = groups(record.cifar, task, scheduled), [], []
@@ -153,7 +153,7 @@ def no_setting_below_all(task: str, ours: Sequence[str], rival: str = "KFAC") ->
 
 
 def by_time(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES, scheduled: bool = False) -> Judge:
-    """Judge that ours are down at each rival's loss sooner than the rival: the loss when the first of the two ends."""
+    """Judge that ours reach each rival's loss, at the time when the first of the two ends, sooner than the rival."""
 
     def judge(record: Holder) -> str:
         own = {name: budgets(group) for name, group in groups(record.cifar, task, scheduled).items()}
@@ -183,7 +183,7 @@ def accuracies(curve: Curve) -> tuple[float, float]:
 
 
 def validation(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES) -> Judge:
-    """Judge that ours, selected on validation, are within a point of the best rival's accuracy or above.
+    """Judge that ours, selected on validation, have at least the best rival's accuracy minus one point.
 
     Each of ours is compared within the epochs that it and all rivals have.
     """
@@ -209,7 +209,7 @@ def validation(task: str, ours: Sequence[str], rivals: Sequence[str] = BASELINES
 
 
 def _gains(record: Holder, task: str) -> dict[int, dict[str, float]]:
-    """Return by batch size KFAC's last loss over that of EKFAC and of EKFAC-ra."""
+    """Return by batch size KFAC's last loss divided by that of EKFAC and of EKFAC-ra."""
     sizes = sorted({run.config.batch_size or 0 for run in record.cifar if of_task(task)(run)})
     found: dict[int, dict[str, float]] = {}
     for size in sizes:
@@ -222,7 +222,7 @@ def _gains(record: Holder, task: str) -> dict[int, dict[str, float]]:
 
 
 def gain_over_sizes(task: str, grows: bool) -> Judge:
-    """Judge how the gain over KFAC goes with the batch size: that it grows, or that there is one at every size."""
+    """Judge that the gain over KFAC grows with the batch size, or that there is one at every size."""
 
     def judge(record: Holder) -> str:
         gains = _gains(record, task)
@@ -242,7 +242,7 @@ def gain_over_sizes(task: str, grows: bool) -> Judge:
 
 
 def small_batches_catch_up(record: Holder) -> str:
-    """Judge that KFAC at batch 200 is as fast as EKFAC at 500, and not as EKFAC-ra: at the shorter one's time."""
+    """Judge that KFAC at batch 200 is as fast as EKFAC at 500, but not as EKFAC-ra, at the end of the shorter run."""
     kfac = groups(record.cifar, "vgg11", size=200).get("KFAC")
     own = groups(record.cifar, "vgg11", size=500)
     if kfac is None or "EKFAC" not in own or "EKFAC-ra" not in own:
@@ -312,6 +312,6 @@ def every_step(record: Record) -> str:
 
 
 def setting(curve: Curve) -> str:
-    """Return what was searched; all else is the same for all of a method's runs."""
+    """Return the searched settings; all others are the same for all of a method's runs."""
     values = {name: getattr(curve.config, name) for name in ("lr", "damping")}
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None) or "nothing set"

@@ -1,4 +1,4 @@
-"""Filling pages: what stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is written from the record."""
+"""Fills pages: text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is generated from the record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Source = Callable[[Record], str]
 
 
 def _coverage(record: Record) -> str:
-    """Return the table of what is reproduced; it is made of this package's claims, so it is imported late."""
+    """Return the table of what is reproduced; imported late, because it depends on this package's claims."""
     from ekfac.lab.show.reproduce.coverage import coverage
 
     return coverage(record)
@@ -36,7 +36,7 @@ def _claims(record: Record) -> str:
 
 
 def _picture(record: Record, name: str) -> str:
-    """Return a figure on CIFAR-10 as a page shows it, light and dark, if there are runs for it."""
+    """Return the markup of a figure on CIFAR-10, light and dark, if there are runs for it."""
     if not network_tables.runs_for(record, name):
         return MISSING
     return (
@@ -90,10 +90,10 @@ _BEGIN = re.compile(r"<!-- begin ([\w-]+) -->")
 
 
 def fill(text: str, record: Record) -> str:
-    """Return a page with everything between markers written anew.
+    """Return a page with everything between markers regenerated.
 
     Raises:
-        LabError: If a marker names nothing known or is not closed.
+        LabError: If a marker is unknown or not closed.
     """
     parts, place = [], 0
     while match := _BEGIN.search(text, place):
@@ -104,7 +104,7 @@ def fill(text: str, record: Record) -> str:
         if name not in SOURCES:
             raise LabError(f"marker {name} is not known; known: {', '.join(sorted(SOURCES))}")
         content = SOURCES[name](record)
-        # A marker at the end of its line holds a block, any other a part of a sentence or a row.
+        # A marker at the end of a line encloses a block, any other a part of a sentence or a row.
         around = "\n" if text[match.end()] == "\n" else ""
         parts += [text[place : match.end()], around, content, around]
         place = end

@@ -1,4 +1,4 @@
-"""The folder of recorded runs, and how its numbers are chosen and written."""
+"""The folder of recorded runs, and how its numbers are selected and formatted."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ekfac.lab.show.looks import ordered
 from ekfac.lab.training.gather import find_runs
 from ekfac.lab.training.runs import Run
 
-# Runs below a folder of this name had the machine to themselves: only their seconds count.
+# Runs below a folder of this name had the machine to themselves; only their seconds count.
 TIMED = "finals"
-# The mean over an epoch's batches.
+# The training loss averaged over an epoch's batches.
 LOSS = "train_loss_mean"
 MISSING = "not run yet"
 
 
 class Record:
-    """What was recorded.
+    """The recorded runs.
 
     Args:
         folder: ``results/``: ``mnist/finals``, ``mnist/seeds``, ``mnist/search``, ``mnist/frequency``, its ``finals``,
@@ -41,7 +41,7 @@ class Record:
             raise LabError(f"{folder} is not a folder: recorded runs are looked for there")
 
     def runs(self, *places: str) -> list[Run]:
-        """Return the runs that came to an end in some folders, as many of these as there are."""
+        """Return the finished runs in some folders; missing folders are skipped."""
         there = [self.folder / place for place in places if any((self.folder / place).rglob("config.json"))]
         found = find_runs(there, timed=self.timed)
         return [run for run in found if run.status in ("finished", "diverged")]
@@ -53,7 +53,7 @@ class Record:
 
     @cached_property
     def measures(self) -> Measures:
-        """What was measured on full MNIST."""
+        """The measurements on full MNIST."""
         return Measures(self.folder / "mnist" / "measures.json")
 
     @cached_property
@@ -63,7 +63,7 @@ class Record:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The batch sizes of those."""
+        """The batch sizes of these runs."""
         return sorted({run.config.batch_size or 0 for run in self.mnist})
 
     @property
@@ -82,7 +82,7 @@ class Record:
 
     @cached_property
     def frequency(self) -> list[Run]:
-        """Methods renewed at several intervals, those that the other runs of the same batch size have among them."""
+        """Methods at several refresh intervals, including those of the other runs at the same batch size."""
         found = self.runs("mnist/frequency")
         sizes = {run.config.batch_size for run in found}
         return found + [run for run in self.mnist if run.config.batch_size in sizes and has_interval(run)]
@@ -98,25 +98,25 @@ class Record:
         return self.runs("cifar/runs")
 
     def from_grid(self, batch_size: int) -> dict[str, Curve]:
-        """Return the best of the grid for each method that was not run otherwise at a batch size."""
+        """Return the grid's best for each method that was not run otherwise at a batch size."""
         known = {method(run.config) for run in self.mnist_at(batch_size)}
         best = chosen(run for run in self.grid if run.config.batch_size == batch_size)
         return {name: curve for name, curve in best.items() if name not in known}
 
     def shown(self, batch_size: int) -> dict[str, Curve]:
-        """Return what table and picture show at a batch size: the final settings, and what only the grid has."""
+        """Return the curves in table and picture at a batch size: the final settings, and those only in the grid."""
         found = self.autoencoder(batch_size) | self.from_grid(batch_size)
         return {name: found[name] for name in ordered(found)}
 
 
 def chosen(runs: Iterable[Run]) -> dict[str, Curve]:
-    """Return each method's setting with the lowest final training loss, of those that were run to the end."""
+    """Return each method's finished setting with the lowest final training loss."""
     best = best_of_each(curves(runs))
     return {name: best[name] for name in ordered(best)}
 
 
 def lost(runs: Iterable[Run]) -> dict[str, str]:
-    """Return the methods without any final setting that all seeds came to the end with, and how many did not."""
+    """Return the methods without a final setting that all seeds finished, and how many diverged."""
     found = {}
     for name, group in by_method(curve for curve in curves(runs) if not touched(curve.config)).items():
         finals = final_settings(group)
@@ -127,7 +127,7 @@ def lost(runs: Iterable[Run]) -> dict[str, str]:
 
 
 def tried(runs: Iterable[Run]) -> dict[str, int]:
-    """Count the settings of its optimizer that were tried for each method, short runs and all batch sizes included."""
+    """Count the optimizer settings tried for each method, including short runs and all batch sizes."""
     outside = ("seed", "epochs", "batch_size", "device", "compile", "plugins")
     found: dict[str, set[str]] = {}
     for run in runs:
@@ -137,9 +137,9 @@ def tried(runs: Iterable[Run]) -> dict[str, int]:
 
 
 def at_epoch(curve: Curve, epoch: int, name: str = LOSS) -> tuple[float, float | None]:
-    """Return a quantity above its floor after an epoch, and the standard error over seeds if there are several.
+    """Return a quantity minus its floor after an epoch, and its standard error over seeds if there are several.
 
-    NaN where the setting was not run that far.
+    It is NaN if the setting was not run that long.
     """
     where = numpy.flatnonzero(curve.mean("epoch") == epoch)
     if not len(where):
@@ -149,12 +149,12 @@ def at_epoch(curve: Curve, epoch: int, name: str = LOSS) -> tuple[float, float |
 
 
 def at_end(curve: Curve, name: str = LOSS) -> tuple[float, float | None]:
-    """Return a quantity above its floor after the last epoch, and its standard error."""
+    """Return a quantity minus its floor after the last epoch, and its standard error."""
     return at_epoch(curve, int(curve.mean("epoch")[-1]), name)
 
 
 def write(value: float | None, error: float | None = None) -> str:
-    """Write a number to three digits, or to as many as its standard error needs to be seen."""
+    """Format a number to three digits, or as many as its standard error needs."""
     if value is None or not math.isfinite(value):
         return ""
     decimals = max(2 - _size(value), -_size(error) if error else 0)
@@ -163,19 +163,19 @@ def write(value: float | None, error: float | None = None) -> str:
 
 
 def _size(value: float) -> int:
-    """Return the place of a number's first digit: 0 for 1 to 9, -1 for tenths."""
+    """Return the decimal exponent of a number's first digit: 0 for 1 to 9, -1 for tenths."""
     return math.floor(math.log10(abs(value))) if value else 0
 
 
 def percent(value: float, error: float | None = None) -> str:
-    """Write a fraction as a percentage, to one decimal; nothing where there is none."""
+    """Format a fraction as a percentage with one decimal; empty if there is none."""
     if math.isnan(value):
         return ""
     return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "") + " %"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """Return a table in Markdown: the first columns and settings are words, the others numbers."""
+    """Return a Markdown table; the first columns and settings are text, the others numbers."""
     sides = ["---" if n < words or name == "setting" else "---:" for n, name in enumerate(head)]
     lines = [" | ".join(head), " | ".join(sides)]
     lines += [" | ".join(row) for row in rows]

@@ -1,4 +1,4 @@
-"""The suite's record on the pages: what ``ekfac suite report`` writes, part by part."""
+"""The suite's results on the pages: the parts of what ``ekfac suite report`` writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ekfac.lab.suite.records import CONFIG, Records, read_config
 from ekfac.lab.suite.results import Results
 from ekfac.lab.suite.selection import worth
 
-#: Where the records are: of all tasks and methods, of the default with one part left out, and of trainings on a CPU.
+#: Folders of the records: all tasks and methods, the ablation of the default, and trainings on a CPU.
 PLACE, ABLATION, CPU = "suite/h200", "suite/ablation", "suite/cpu"
-#: Methods that were run on most tasks: a profile needs all of its methods on a task.
+#: Methods that were run on most tasks, as a profile needs all of its methods on a task.
 MOST = ("ekfac", "adamw", "muon", "soap")
 
 
 def results(record: Record, methods: Sequence[str] = (), place: str = PLACE) -> Results | None:
-    """Return the results with warm-up and a cosine, of all methods or some, or ``None`` if there is no record."""
+    """Return the results with warm-up and cosine, of all or some methods, or ``None`` if there is no record."""
     folder = record.folder / place
     if not (folder / CONFIG).is_file():
         return None
@@ -27,7 +27,7 @@ def results(record: Record, methods: Sequence[str] = (), place: str = PLACE) -> 
 
 
 def measured(record: Record) -> str:
-    """Return the table of all tasks and methods, with what its signs mean."""
+    """Return the table of all tasks and methods, with its legend."""
     found = results(record)
     return MISSING if found is None else "\n".join([*page.table(found), "", page.key(found)])
 
@@ -39,13 +39,13 @@ def compared(record: Record) -> str:
 
 
 def profile(record: Record) -> str:
-    """Return on what fraction of tasks each method is how fast."""
+    """Return the performance profile: the fraction of tasks by relative speed, for each method."""
     found = results(record, MOST)
     return MISSING if found is None else "\n".join(page.profiles(found)).strip() or MISSING
 
 
 def by_time(record: Record) -> str:
-    """Return the seconds that each method takes to the target on a CPU, of runs that were made alone."""
+    """Return each method's seconds to the target on a CPU, from runs made alone."""
     found = results(record, place=CPU)
     if found is None or not (timed := found.seconds())[0]:
         return MISSING
@@ -65,9 +65,9 @@ def divergences(record: Record) -> str:
 
 
 def ablation(record: Record) -> str:
-    """Return what the default reaches with one part left out.
+    """Return the results of the default with one part left out.
 
-    The configuration names optimizers that a plug-in makes, which nothing loads here, so its labels are read alone.
+    The configuration names optimizers of a plugin, which is not loaded here, so only its labels are read.
     """
     folder = record.folder / ABLATION
     if not (folder / CONFIG).is_file():

@@ -1,4 +1,4 @@
-"""The tables of the pages, each from recorded runs alone."""
+"""The tables of the pages, from recorded runs only."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BASELINE = "Adam + BN"
 DEFAULTS = "EKFAC (defaults)"
 # From the grid around each method's best, with one seed.
 DOUBLE_DAGGER = " ‡"
-#: What of a baseline others are to reach.
+#: Returns the loss of a baseline that others are to reach.
 Goal = Callable[[Curve], float]
 
 
 def epochs(record: Record, batch_size: int) -> str:
-    """Tabulate training loss above its floor by epoch, then the full pass and validation loss at the end."""
+    """Tabulate the training loss minus its floor by epoch, then the full pass and the validation loss at the end."""
     best = record.shown(batch_size)
     if not record.autoencoder(batch_size):
         return MISSING
@@ -58,12 +58,12 @@ def epochs(record: Record, batch_size: int) -> str:
 
 
 def _tries(name: str, counts: Mapping[str, int]) -> str:
-    """Return how many settings were tried; the defaults, whatever else was tried, are not the best of a search."""
+    """Return how many settings were tried; for the defaults, which are not the best of a search, it is one."""
     return "no search" if name == DEFAULTS else str(counts[name])
 
 
 def _setting(curve: Curve, *names: str) -> str:
-    """Return a setting in one line, with the schedule of its learning rate if it has one."""
+    """Describe a setting in one line, with its learning rate schedule if it has one."""
     config = curve.config
     halved = [f"halved every {config.halve_every} epochs"] if config.halve_every else []
     cosine = ["cosine"] if getattr(config, "cosine", False) else []
@@ -71,12 +71,12 @@ def _setting(curve: Curve, *names: str) -> str:
 
 
 def _gone(reasons: Mapping[str, str], columns: int) -> list[list[str]]:
-    """Return rows of methods that have nothing to show but why."""
+    """Return rows for methods without results, with the reason."""
     return [[name, reason, *[""] * (columns - 2)] for name, reason in reasons.items()]
 
 
 def times(record: Record, batch_size: int) -> str:
-    """Tabulate seconds an epoch, and how soon each method reaches Adam with batch-norm's final loss."""
+    """Tabulate seconds per epoch, and how soon each method reaches the final loss of Adam with batch-norm."""
     best = record.autoencoder(batch_size)
     return _times(best, best.get(BASELINE), f"{BASELINE}'s end", final)
 
@@ -97,24 +97,24 @@ def _times(best: dict[str, Curve], baseline: Curve | None, goal: str, loss: Goal
 
 
 def final(curve: Curve) -> float:
-    """Return the training loss after the last epoch, by a full pass."""
+    """Return the training loss after the last epoch, from a full pass."""
     return float(curve.mean("train_loss")[-1])
 
 
 def lowest(curve: Curve) -> float:
-    """Return the lowest training loss after any epoch, by a full pass: with batch-norm the last may jump upwards."""
+    """Return the lowest training loss after any epoch, from a full pass; with batch-norm the last one may jump up."""
     return float(curve.mean("train_loss").min())
 
 
 def ratio(curve: Curve, baseline: Curve, x: str = "seconds", goal: Goal = final) -> float | None:
-    """Return how long a setting takes to a baseline's loss, as a fraction of what the baseline takes itself."""
+    """Return the time (or epochs) that a setting takes to reach a baseline's loss, as a fraction of the baseline's."""
     loss = goal(baseline)
     mine, own = (time_to_reach(each, loss, x) for each in (curve, baseline))
     return None if mine is None or not own else mine / own
 
 
 def frequency(record: Record) -> str:
-    """Tabulate the loss by method and interval of renewal: after as many epochs as all were run, and at the end."""
+    """Tabulate the loss by method and refresh interval, after the last common epoch and at the end."""
     best = chosen(record.frequency)
     if not best:
         return MISSING
@@ -146,7 +146,7 @@ def _shares(one: Grid) -> list[str]:
 
 
 def comparison(record: Record, task: str) -> str:
-    """Tabulate what each method of one task ends at, training and validation."""
+    """Tabulate each method's final training and validation results on one task."""
     runs = record.runs(f"comparison/{task}")
     best = chosen(runs)
     if not best:
@@ -167,19 +167,19 @@ def comparison(record: Record, task: str) -> str:
 
 
 def comparison_times(record: Record, task: str) -> str:
-    """Tabulate, for one task, seconds an epoch and how soon each method has the lowest loss that AdamW reaches."""
+    """Tabulate, for one task, seconds per epoch and how soon each method reaches AdamW's lowest loss."""
     best = chosen(record.runs(f"comparison/{task}"))
     return _times(best, adamw(best), "AdamW's lowest", lowest)
 
 
 def adamw(best: dict[str, Curve]) -> Curve | None:
-    """Return AdamW's curve, with batch-norm or without, whichever ends lower."""
+    """Return AdamW's curve with or without batch-norm, whichever ends lower."""
     found = [curve for name, curve in best.items() if split(name)[0] in ("AdamW", "AdamW + BN")]
     return min(found, key=lambda curve: float(curve.mean("train_loss")[-1]), default=None)
 
 
 def machine(record: Record, places: Sequence[str]) -> str:
-    """Name the machines and versions of torch that the runs of some folders were made on."""
+    """Return the machines and versions of torch with which the runs in some folders were made."""
     return _machines(record.runs(*places))
 
 
@@ -192,7 +192,7 @@ def _machines(runs: Iterable[Run]) -> str:
 
 
 def measured(record: Record) -> str:
-    """Tabulate what was measured of the approximations themselves."""
+    """Tabulate the measurements of the approximations themselves."""
     rows = []
     correlation, error = (record.measures.get(name) for name in ("correlation", "error"))
     if correlation is not None:
@@ -206,7 +206,7 @@ def measured(record: Record) -> str:
 
 
 def spectra(record: Record) -> str:
-    """Tabulate how far each approximation's spectrum is from the true one, at some steps."""
+    """Tabulate the distance of each approximation's spectrum from the true one, at some steps."""
     found = record.measures.get("frequency")
     if found is None:
         return MISSING
@@ -221,7 +221,7 @@ def spectra(record: Record) -> str:
 
 
 def relative(spectra: Mapping[str, Any], name: str) -> list[float]:
-    """Return a spectrum's distances from the true one as fractions of that one's norm."""
+    """Return a spectrum's distances from the true one, relative to the true one's norm."""
     pairs = zip(spectra["distances"][name], spectra["norms"], strict=True)
     return [distance / norm for distance, norm in pairs]
 

@@ -1,6 +1,6 @@
 """The paper's figures: from recorded runs, from small fresh ones, or computed on the spot."""
 
-# Each module registers its own.
+# Each module registers its figure.
 from ekfac.lab.show.figures import (  # noqa: F401
     autoencoder,
     batch_size,

@@ -21,19 +21,19 @@ PANELS = {
     "validation loss": ("validation_loss", "epoch"),
 }
 PLANE_EPOCH = 20
-# What the paper compares; all else is an addition to it.
+# The methods in the paper; all others are additions.
 PAPER = set(paper.METHODS["autoencoder"])
 
 
 def settings() -> list[TrainConfig]:
-    """Return the small runs: each method at settings that suit it, and a grid for the plane."""
+    """Return the small runs: each method at good settings, and a grid for the plane."""
     return [quick.autoencoder(name) for name in quick.AUTOENCODER] + quick.planes()
 
 
 def draw(request: Request) -> Figure:
     """Draw curves of the best setting of each method, and below them all settings that share one batch size.
 
-    Where no run was timed, there is no panel over time.
+    If no run was timed, there is no panel over time.
     """
     best = best_of_each(curves(run for run in request.runs if run.status != "unfinished"))
     groups = by_method(curves(run for run in (*request.runs, *request.grid) if run.status != "unfinished"))
@@ -78,7 +78,7 @@ def _planes(figure: Figure, place: SubplotSpec, planes: Mapping[str, Sequence[Cu
 
 
 def title(request: Request) -> str:
-    """Say what was trained on what."""
+    """Return the title: network and data."""
     datasets = sorted({str(run.config.dataset) for run in request.runs})
     if request.quick:
         return f"Deep auto-encoder\n{quick.NOTE_DIGITS}"
@@ -87,14 +87,14 @@ def title(request: Request) -> str:
 
 
 def _one_batch_size(group: Sequence[Curve]) -> list[Curve]:
-    """Return the settings of the batch size that most of them have, and of the number of epochs that most have."""
+    """Return the settings with the most common batch size and number of epochs."""
     kinds = [(curve.config.batch_size, curve.config.epochs) for curve in group]
     most = max(sorted(set(kinds)), key=kinds.count)
     return [curve for curve, kind in zip(group, kinds, strict=True) if kind == most]
 
 
 def takes(run: Run) -> bool:
-    """Tell whether a run belongs to this figure: the auto-encoder's, at the frequencies that share its legend."""
+    """Return whether a run belongs to this figure: the auto-encoder's, at the frequencies in its legend."""
     return run.config.task == "autoencoder"
 
 

@@ -1,4 +1,4 @@
-"""What a figure is, and the names of all of them."""
+"""The interface of a figure, and the registry of all figures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ekfac.lab.training.runs import Run
 
 @dataclass(frozen=True)
 class Request:
-    """What a figure is to be drawn from.
+    """The inputs of a figure.
 
     Attributes:
         runs: Recorded runs; none for a figure that computes what it shows.
         quick: Whether to be small and fast.
-        dataset: Dataset of what is computed.
+        dataset: Dataset for what is computed.
         data_dir: Folder of the data files.
-        measures: What was measured before, and what is measured now.
-        grid: Runs that only show how a method answers to its settings.
-        lacks: What the figure would show with more runs or data, in words; drawing adds to it.
+        measures: Stored and new measurements.
+        grid: Runs that only show a method's sensitivity to its settings.
+        lacks: What is missing from the figure for want of runs or data, in words; drawing adds to it.
     """
 
     runs: Sequence[Run] = ()
@@ -38,7 +38,7 @@ class Request:
     lacks: list[str] = field(default_factory=list)
 
     def measured(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what was measured for a figure before, else measure and keep it."""
+        """Return a figure's stored measurements, or measure and store them."""
         found = self.measures.get(name, self.dataset, self.quick)
         if found is not None:
             return found
@@ -53,8 +53,8 @@ class FigureSpec:
     Attributes:
         about: What it shows, in one line.
         draw: Draws it.
-        quick: Settings of the small runs that ``--quick`` makes for it; ``None`` if it is computed on the spot.
-        takes: Which of many runs are meant for it.
+        quick: Settings of the small runs that ``--quick`` makes for it; ``None`` if it is computed without runs.
+        takes: Selects the runs that belong to it.
         alone: Whether it has something to show without any run.
     """
 

@@ -32,7 +32,7 @@ def settings() -> list[TrainConfig]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw three rows a network: by epoch, one panel a batch size; by iteration and by time, one panel a method."""
+    """Draw three rows per network: by epoch with a panel per batch size; by iteration and time with one per method."""
     found = {task: curves(paper.of_one_length(filter(_of(task), request.runs))) for task in NAMES}
     found = {task: group for task, group in found.items() if group}
     rows = [row for task, group in found.items() for row in _rows(task, group)]
@@ -47,7 +47,7 @@ def draw(request: Request) -> Figure:
             draw_curves(axis, panel.entries, looks)
             loss_axis(axis, list(panel.entries.values()), "train_loss", panel.x)
             axis.set_title(panel.title)
-        # What stands side by side is read on one scale.
+        # Adjacent panels share one scale.
         beside = axes[columns * number : columns * number + len(row)]
         low, high = (bound([axis.get_ylim()[end] for axis in beside]) for end, bound in enumerate((min, max)))
         for axis in beside:
@@ -59,7 +59,7 @@ def draw(request: Request) -> Figure:
 
 
 def _legend(figure: Figure, looks: Mapping[str, style.Line]) -> None:
-    """Say once what colours and markers mean, and what line styles do."""
+    """Draw one legend for colours and markers, and for line styles."""
     handles = {}
     for name in style.ordered(name for name in looks if SIZE not in name):
         handles[name] = Line2D([], [], color=looks[name].color, marker=looks[name].marker, markerfacecolor="white")
@@ -77,7 +77,7 @@ class _Panel:
 
 
 def _rows(task: str, group: Sequence[Curve]) -> list[list[_Panel]]:
-    """Return a network's rows of panels; without the one over time where no run was timed."""
+    """Return a network's rows of panels, without the one over time if no run was timed."""
     methods = by_method(group)
     top = []
     for size in sorted({curve.config.batch_size for curve in group}):
@@ -105,7 +105,7 @@ def _with_size(curve: Curve) -> str:
 
 
 def takes(run: Run) -> bool:
-    """Tell whether a run is of a factored method, without a schedule."""
+    """Return whether a run is of a factored method, without a schedule."""
     return any(_of(task)(run) for task in NAMES)
 
 

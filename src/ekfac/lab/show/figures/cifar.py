@@ -24,7 +24,7 @@ def of_task(task: str, scheduled: bool = False) -> Callable[[Run], bool]:
 
 
 def usual_batch_size(found: Sequence[Curve]) -> list[Curve]:
-    """Keep each method's runs at the batch size that the task has for it, where there are such runs."""
+    """Keep each method's runs at the task's batch size for it, if there are any."""
     kept = []
     for group in by_method(found).values():
         usual = []
@@ -37,7 +37,7 @@ def usual_batch_size(found: Sequence[Curve]) -> list[Curve]:
 
 
 def title(request: Request, tasks: Sequence[str], what: str = "") -> str:
-    """Say what was trained on what."""
+    """Return the title: networks and data."""
     names = " and ".join(NAMES[task] for task in tasks)
     if request.quick:
         return f"{names}{what}\n{quick.NOTE_CIFAR}"
@@ -46,11 +46,11 @@ def title(request: Request, tasks: Sequence[str], what: str = "") -> str:
 
 
 def draw(task: str) -> Callable[[Request], Figure]:
-    """Return what draws a network's three panels, two where no run was timed."""
+    """Return a function that draws a network's three panels, or two if no run was timed."""
 
     def figure_of(request: Request) -> Figure:
         groups = by_method(usual_batch_size(curves(paper.of_one_length(filter(of_task(task), request.runs)))))
-        # What diverged within the first epoch has nothing to show; it is named among what is missing.
+        # A method that diverged within the first epoch has no curve; it is named among what is missing.
         groups = {name: group for name, group in groups.items() if len(trained(per_epoch(group)).x)}
         looks = style.lines(style.ordered(groups))
         timed = has_times(curve for group in groups.values() for curve in group)

@@ -1,4 +1,4 @@
-"""The library's defaults against tuned rivals, one row a task: by epoch, by time, on validation."""
+"""The library's defaults against tuned rivals, one row per task: by epoch, by time, on validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES |= {"charlm": "Transformer"}
 
 
 def chosen(runs: Iterable[Run]) -> dict[str, dict[str, Curve]]:
-    """Return each task's methods, each at the setting with the lowest final training loss; two at least."""
+    """Return the methods of each task with at least two, each at the setting with the lowest final training loss."""
     found: dict[str, dict[str, Curve]] = {}
     finished = curves(run for run in runs if run.status != "unfinished")
     for task, group in by_method(finished, lambda curve: str(curve.config.task)).items():
@@ -30,7 +30,7 @@ def chosen(runs: Iterable[Run]) -> dict[str, dict[str, Curve]]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw three panels a task, two where no run was timed; bands are the standard error of the mean over seeds."""
+    """Draw three panels per task, or two if no run was timed; bands are standard errors of the mean over seeds."""
     tasks = chosen(request.runs)
     if not tasks:
         raise LabError("figure comparison needs runs of at least two methods on one task")
@@ -62,7 +62,7 @@ def draw(request: Request) -> Figure:
 
 
 def _validation(axis: Axes, best: Mapping[str, Curve], looks: Mapping[str, style.Line]) -> None:
-    """Draw accuracy where the task has one, else the loss."""
+    """Draw accuracy if the task has one, else the loss."""
     accurate = any(run.history[-1].get("validation_accuracy") is not None for c in best.values() for run in c.runs)
     name = "validation_accuracy" if accurate else "validation_loss"
     entries = {n: whole(c, name, "epoch", above_floor=True, standard_error=True) for n, c in best.items()}
@@ -71,7 +71,7 @@ def _validation(axis: Axes, best: Mapping[str, Curve], looks: Mapping[str, style
     if not accurate:
         loss_axis(axis, list(entries.values()), name, "epoch", ABOVE)
         return
-    # What happens below, in the first epochs, would squeeze the differences that count.
+    # Leave out the low values of the first epochs, which would compress the differences that matter.
     ends = [float(entry.value[-1]) for entry in entries.values() if len(entry.value)]
     tops = [float(entry.value.max()) for entry in entries.values() if len(entry.value)]
     span = max(tops) - min(ends)

@@ -14,7 +14,7 @@ from ekfac.lab.tasks import TASKS
 _SUM_A = r"$A=\mathbb{E}\,[\frac{1}{S}\sum_{s} h^{s} h^{s\top}]$"
 _SUM_B = r"$B=\mathbb{E}\,[\sum_{s}\delta^{s}\delta^{s\top}]$"
 
-# How far a unit of depth moves right and up on the page.
+# The offset to the right and up for a unit of depth.
 SLANT = (0.45, 0.38)
 
 

@@ -38,7 +38,7 @@ def draw(request: Request) -> Figure:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Return the mean size off the diagonal in both bases, and both matrices in the 256 shades of the picture."""
+    """Return the mean magnitude off the diagonal in both bases, and both matrices in the 256 shades of the picture."""
     steps, examples = (150, 1000) if request.quick else (300, 4000)
     subject = Subject("classifier", request)
     subject.steps(steps)
@@ -46,7 +46,7 @@ def measure(request: Request) -> dict[str, Any]:
     sample = subject.sample(examples)
     G, kfac = (subject.fisher(name, sample, [layer]) for name in ("block", "kfac"))
     weight = torch.arange(UNITS * INPUTS)
-    # In the eigenbasis [out, in + 1]; eigenvalues ascend, so the leading axes are the last ones of each side.
+    # In the eigenbasis [out, in + 1], eigenvalues are ascending, so the leading axes are the last ones of each side.
     shape = next(iter(kfac.spectrum().values())).shape[-2:]
     axes_out = torch.arange(shape[0] - UNITS, shape[0]).flip(0)
     axes_in = torch.arange(shape[1] - INPUTS, shape[1]).flip(0)
@@ -65,7 +65,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def mean_off_diagonal(matrix: Tensor) -> float:
-    """Return the mean size of a matrix's entries off its diagonal."""
+    """Return the mean magnitude of a matrix's off-diagonal entries."""
     size = matrix.abs()
     return float((size.sum() - size.diagonal().sum()) / (size.numel() - len(size)))
 

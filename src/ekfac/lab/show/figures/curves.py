@@ -15,21 +15,21 @@ from ekfac.lab.show.figures import style
 AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
 NAMES = {"train_loss": "training loss", "validation_loss": "validation loss"}
 ABOVE = " above floor"
-# Times as different as this call for a logarithmic axis.
+# If times differ by more than this factor, the axis is logarithmic.
 LONG = 4.0
-# A curve that rises to this many times its start stays in the panel; what a diverging setting reached does not.
+# Values up to this many times a curve's start stay in the panel; those of diverging settings do not.
 ROOM = 10.0
 
 
 def whole(curve: Curve, name: str, x: str, *, above_floor: bool = False, standard_error: bool = False) -> Envelope:
-    """Return one setting's own curve, with its spread over seeds: all of them, or over time those that were timed.
+    """Return one setting's curve, with its spread over seeds (over time, only over timed seeds).
 
     Args:
         curve: The setting.
-        name: What to show.
+        name: The quantity to show.
         x: ``"epoch"``, ``"step"`` or ``"seconds"``.
-        above_floor: Take off the smallest value that there can be.
-        standard_error: Let the band be the mean's standard error either way, not from the lowest to the highest seed.
+        above_floor: Subtract the smallest possible value.
+        standard_error: Make the band the mean plus or minus its standard error, not the range over seeds.
     """
     if x == "seconds":
         timed = curve.timed
@@ -45,15 +45,12 @@ def whole(curve: Curve, name: str, x: str, *, above_floor: bool = False, standar
 
 
 def has_times(found: Iterable[Curve]) -> bool:
-    """Tell whether any of some settings was timed; else a panel over time has nothing to show and is left out."""
+    """Return whether any of some settings was timed; otherwise the panel over time is left out."""
     return any(curve.timed is not None for curve in found)
 
 
 def budgets(candidates: Sequence[Curve], name: str = "train_loss") -> Envelope:
-    """Return the best at each time budget of those that were timed.
-
-    There are points only where it changes: between them nothing new is known.
-    """
+    """Return the best of the timed settings at each time budget, with points only where it changes."""
     timed = [curve.timed for curve in candidates if curve.timed is not None]
     if not timed:
         return _nothing()
@@ -64,7 +61,7 @@ def budgets(candidates: Sequence[Curve], name: str = "train_loss") -> Envelope:
 
 
 def trained(found: Envelope) -> Envelope:
-    """Return a curve without the untrained network, whose loss with batch-norm is a matter of chance."""
+    """Return a curve without the untrained network, whose loss with batch-norm is arbitrary."""
     keep = found.x > 0
     chosen = [curve for curve, kept in zip(found.chosen, keep, strict=True) if kept]
     return Envelope(found.x[keep], found.value[keep], found.low[keep], found.high[keep], chosen)
@@ -83,12 +80,12 @@ def draw_curves(
     linestyle: Any = None,
     label: bool = True,
 ) -> None:
-    """Draw curves, each with a band from the lowest to the highest seed where there are several."""
+    """Draw curves, each with a band from the lowest to the highest seed if there are several."""
     for number, name in enumerate(style.ordered(found)):
         curve, look = found[name], looks[name]
         if not len(curve.x):
             continue
-        # Markers of curves that lie on each other stand side by side.
+        # Stagger the markers of overlapping curves.
         every = max(1, len(curve.x) // 6)
         axis.plot(
             curve.x,
@@ -110,7 +107,7 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, above: s
     values = numpy.concatenate([c.value for c in found if len(c.value)] or [numpy.ones(1)])
     values = values[numpy.isfinite(values) & (values > 0)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.1, 1.0)
-    # What a diverging setting reached would squeeze all that is of interest into a corner.
+    # Values of diverging settings would compress everything of interest into a corner.
     start = max((float(c.value[0]) for c in found if len(c.value)), default=high)
     high = min(high, ROOM * start)
     axis.set_ylim(low / 1.15, high * 1.15)
@@ -119,7 +116,7 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, above: s
     axis.set_ylabel(NAMES.get(name, name) + above)
     ends = [float(c.x[-1]) for c in found if len(c.x)]
     if x == "seconds" and len(ends) > 1 and max(ends) > LONG * min(ends):
-        # One slow method would squeeze all the others into a corner. Time zero is not on such an axis.
+        # One slow method would compress all others into a corner. A logarithmic axis has no time zero.
         axis.set_xscale("log", nonpositive="mask")
         axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter(_Plain())
@@ -129,7 +126,7 @@ def loss_axis(axis: Axes, found: Sequence[Envelope], name: str, x: str, above: s
 
 
 def plain_log_ticks(axis: Axes) -> None:
-    """Write a logarithmic axis's numbers out, enough of them even within one decade."""
+    """Write out a logarithmic axis's numbers, and enough of them even within one decade."""
     low, high = axis.get_ylim()
     wide = high / low > 60
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))

@@ -1,4 +1,4 @@
-"""How approximations of the Fisher age between renewals of their basis, measured while a network trains."""
+"""How approximations of the Fisher degrade between updates of their basis, measured while a network trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ekfac.lab.show.figures.base import Request
 from ekfac.lab.show.figures.measure import Subject, flat_spectrum, second_moments
 
-# As the library has them: of EKFAC-ra's running average, and of the damping in the angles.
+# The library's values, for EKFAC-ra's running average and for the damping in the angles.
 DECAY = 0.95
 DAMPING = 1e-3
 # Steps of training, steps between measurements, examples to measure on.
@@ -22,12 +22,12 @@ ERRORS = (500, 10, 1000)
 
 @dataclass(frozen=True)
 class Drift:
-    """Something measured at some steps of training, for each approximation.
+    """Distances measured at some steps of training, for each approximation.
 
     Attributes:
         steps: The steps.
-        distances: What was measured, by approximation.
-        norms: The norm of what it is a distance from, where that was measured too.
+        distances: The distances, by approximation.
+        norms: The norm of the exact quantity, if it was measured too.
     """
 
     steps: list[int]
@@ -38,14 +38,14 @@ class Drift:
 def errors(request: Request, renew_every: int = 100) -> tuple[Drift, Drift]:
     """Measure the classifier's approximations against its empirical Fisher, block by block, over training.
 
-    The basis (and KFAC's eigenvalues with it) is renewed every so many steps; EKFAC takes s* afresh at every step. With
-    U the basis, s the eigenvalues in use and s* = diag(U^T G U),
+    The basis (and KFAC's eigenvalues) is updated every ``renew_every`` steps; EKFAC computes s* at every step. With U
+    the basis, s the eigenvalues in use and s* = diag(U^T G U),
 
         ||G - U diag(s) U^T||^2 = ||G||^2 - 2 s . s* + ||s||^2.
 
     Returns:
-        The relative Frobenius errors ||G - G^|| / ||G||, and the angles in degrees between G^^-1 g and G^-1 g, both
-        damped alike, g being the mean gradient.
+        The relative Frobenius errors ||G - G^|| / ||G||, and the angles in degrees between G^^-1 g and G^-1 g, with
+        equal damping, where g is the mean gradient.
     """
     subject = Subject("classifier", request)
     layers = [subject.layer(number) for number in range(1, 6)]
@@ -86,10 +86,10 @@ def _degrees(v: Tensor, w: Tensor) -> float:
 
 
 def spectra(request: Request) -> Drift:
-    """Measure how far the spectra of the approximations are from that of G: the auto-encoder's 4th layer.
+    """Measure the distance of the approximations' spectra from that of G, in the auto-encoder's 4th layer.
 
-    The basis is that of the start throughout, and so are KFAC's eigenvalues. EKFAC takes s* from each batch, EKFAC-ra
-    keeps a running average of N g^2 that starts at KFAC's eigenvalues, g being the batch's mean gradient in the basis.
+    The basis and KFAC's eigenvalues are those of the start throughout. EKFAC computes s* from each batch. EKFAC-ra
+    keeps a running average of N g^2 that starts at KFAC's eigenvalues, with g the batch's mean gradient in the basis.
     """
     subject = Subject("autoencoder", request, lr=1e-3)
     total, stride, examples = (100, 10, 300) if request.quick else (500, 10, 1000)

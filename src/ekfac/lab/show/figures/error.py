@@ -1,4 +1,4 @@
-"""Error of KFAC and EKFAC against the empirical Fisher over training, and what it does to the direction."""
+"""Error of KFAC and EKFAC against the empirical Fisher over training, and its effect on the direction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RENEW = 100
 
 
 def draw(request: Request) -> Figure:
-    """Draw the relative error, and beside it the angle to the exact natural gradient."""
+    """Draw the relative error, and next to it the angle to the exact natural gradient."""
     found = request.measured("error", lambda: measure(request))
     error, angle = (Drift(found["steps"], found[name]) for name in ("error", "angle"))
     figure, axes = style.panels(1, 2, height=2.6, width=6.5)
@@ -32,7 +32,7 @@ def draw(request: Request) -> Figure:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Return the steps, the errors and the angles at each of them."""
+    """Return the steps, and the errors and angles at each of them."""
     error, angle = errors(request, RENEW)
     return {"renewed_every": RENEW, "steps": error.steps, "error": error.distances, "angle": angle.distances}
 

@@ -1,4 +1,4 @@
-"""How often the basis or inverse is renewed: training loss, and how the spectra drift from the true one."""
+"""The interval between updates of basis or inverse: training loss, and drift of the spectra from the true one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZERS = ("kfac", "ekfac", "ekfac-ra")
 
 
 def draw(request: Request) -> Figure:
-    """Draw losses from runs at several frequencies; compute the spectra on the spot, by themselves without runs."""
+    """Draw losses from runs at several frequencies, if there are any, and spectra, which are computed here."""
     best = best_of_each(curves(filter(takes, request.runs)))
     panels = {"epoch": "training loss", "seconds": "wall-clock time"} if best else {}
     if not has_times(best.values()):
@@ -42,7 +42,7 @@ def draw(request: Request) -> Figure:
 
 
 def _drift(request: Request, needed: bool) -> Drift | None:
-    """Return the spectra's drift; ``None`` where the data for it are not here and there are runs to show without."""
+    """Return the spectra's drift; ``None`` if its data are missing and there are runs to show without it."""
     try:
         return measured(request)
     except DataError as error:
@@ -62,7 +62,7 @@ def _losses(axes: Sequence[Axes], best: Mapping[str, Curve], panels: Mapping[str
 
 
 def measured(request: Request) -> Drift:
-    """Return how the spectra drift: on the dataset that the runs are of, if there are some."""
+    """Return the spectra's drift, on the runs' dataset if there are runs."""
     datasets = {str(run.config.dataset) for run in request.runs}
     if len(datasets) == 1 and not request.quick:
         request = replace(request, dataset=datasets.pop())
@@ -89,7 +89,7 @@ def _spectra(axis: Axes, drift: Drift, letter: str) -> None:
 
 
 def takes(run: Run) -> bool:
-    """Tell whether a run is the auto-encoder's by a factored method."""
+    """Return whether a run is the auto-encoder's by a factored method."""
     return run.config.task == "autoencoder" and run.config.optimizer in OPTIMIZERS
 
 

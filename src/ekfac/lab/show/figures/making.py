@@ -1,4 +1,4 @@
-"""Making figures: gathering what each needs, drawing it, writing it as SVG and PNG."""
+"""Makes figures: gathers what each needs, draws it, and writes it as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS = ("svg", "png")
 
 @dataclass(frozen=True)
 class Made:
-    """A figure's files; none, and the reason, if it was left out; and what it lacks of the paper's."""
+    """A figure's files (or the reason for leaving it out), and what it lacks compared with the paper's."""
 
     name: str
     files: tuple[Path, ...] = ()
@@ -53,23 +53,23 @@ def make(
     """Make figures.
 
     Args:
-        names: Which; ``["all"]`` for every one. With ``all``, those that no run is for are left out.
+        names: Names of figures, or ``["all"]``, which skips figures without runs.
         out: Folder for the files, and for the small runs of ``quick``.
         runs: Recorded runs.
-        grid: More of them, for a figure that shows how methods answer to their settings.
+        grid: Further runs, for a figure that shows the sensitivity to settings.
         quick: Make small runs for the figures that need some, and compute the others on less data.
-        small: The runs given are such small ones: their figures say so, and measure on less data too.
+        small: Whether the given runs are such small ones; figures then say so, and measure on less data too.
         dataset: Dataset of the figures that are computed.
         data_dir: Folder of the data files.
-        measures: File that keeps what is measured; what it has is not measured again.
-        measured: Files of what was measured before, which are only read.
+        measures: File that stores measurements; existing ones are not repeated.
+        measured: Further files of measurements, which are only read.
         formats: File formats to write.
-        suffix: What to add to the names of the files.
-        workers: How many small runs are made at the same time.
-        say: Is told how it goes.
+        suffix: A suffix for the files' names.
+        workers: The number of parallel small runs.
+        say: Called with lines of progress.
 
     Raises:
-        LabError: If a name is unknown, or a figure that was asked for by name has no runs.
+        LabError: If a name is unknown, or a figure requested by name has no runs.
     """
     everything = list(names) == ["all"]
     specs = {name: FIGURES.get(name) for name in (FIGURES if everything else names)}
@@ -86,7 +86,7 @@ def make(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if measures is not None:
-        # Before anything is measured that then could not be kept.
+        # Before measuring anything that could not be stored.
         Path(measures).parent.mkdir(parents=True, exist_ok=True)
     if quick:
         found = _quick_runs({name: specs[name] for name in needing}, folder / "quick-runs", data_dir, workers, say)
@@ -112,7 +112,7 @@ def make(
 
 @contextmanager
 def _drawable(name: str, kept: Measures) -> Iterator[None]:
-    """Raise a LabError where numbers that were read from a file are not what the figure is drawn from."""
+    """Turn errors from stored numbers that do not fit the figure into a LabError."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
@@ -123,21 +123,21 @@ def _drawable(name: str, kept: Measures) -> Iterator[None]:
 
 
 def draw_to(stem: Path, spec: FigureSpec, request: Request, formats: Sequence[str] = FORMATS) -> tuple[Path, ...]:
-    """Draw one figure and write it under its name, once a format."""
+    """Draw one figure and write it in every format."""
     with style.styled():
         figure = spec.draw(request)
-        absent = [part for part in request.lacks if paper.SHORTER not in part]  # what is short can be seen
+        absent = [part for part in request.lacks if paper.SHORTER not in part]  # short curves are visible anyway
         if absent:
             _say_what_is_missing(figure, absent)
         files = tuple(stem.with_name(f"{stem.name}.{kind}") for kind in formats)
         for file in files:
-            # No date in it: the same picture gives the same file.
+            # Without a date, the same picture gives the same file.
             figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
 
 
 def _say_what_is_missing(figure: Figure, lacks: Sequence[str]) -> None:
-    """Name what a figure lacks of the paper's in its title, in a few lines."""
+    """Add what a figure lacks to its title, in a few lines."""
     width = round(13 * figure.get_figwidth())
     text = textwrap.shorten("; ".join(part.split(": dataset")[0] for part in lacks), 3 * width, placeholder=" ...")
     before = figure.get_suptitle()

@@ -1,4 +1,4 @@
-"""What the computed figures share: a small network under training, and the gradients of its examples."""
+"""Common code of computed figures: a small network in training, and its per-example gradients."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Subject:
 
     Args:
         task: The task's name.
-        request: Says which dataset.
-        batch_size: Examples a step.
+        request: Sets the dataset.
+        batch_size: Examples per step.
         lr: Adam's learning rate.
     """
 
@@ -42,18 +42,18 @@ class Subject:
         return Split(self.train.x[index], self.train.y[index])
 
     def backward(self, batch: Split) -> None:
-        """Leave the batch's mean gradient in ``.grad``."""
+        """Compute the batch's mean gradient in ``.grad``."""
         self._adam.zero_grad()
         self.task.losses(self.model(batch.x), batch.x, batch.y).mean().backward()
 
     def mean_gradient(self, layers: list[str]) -> Tensor:
-        """Return what :meth:`backward` left for some layers, flat."""
+        """Return the flat gradient of some layers after :meth:`backward`."""
         named = self.model.named_parameters()
         found = [p.grad.flatten() for name, p in named if p.grad is not None and name.rpartition(".")[0] in layers]
         return torch.cat(found)
 
     def update(self) -> None:
-        """Take the step that ``.grad`` asks for."""
+        """Take an optimizer step with ``.grad``."""
         self._adam.step()
 
     def steps(self, number: int) -> None:
@@ -81,7 +81,7 @@ class Subject:
 
     @contextmanager
     def _only(self, layers: list[str]) -> Iterator[None]:
-        """Let only these layers' parameters count, so that curvature is taken of them alone."""
+        """Restrict training to these layers, so that curvature is computed only for them."""
         frozen = [p for name, p in self.model.named_parameters() if name.rpartition(".")[0] not in layers]
         for p in frozen:
             p.requires_grad_(False)

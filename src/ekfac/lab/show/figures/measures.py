@@ -1,4 +1,4 @@
-"""What figures measured, kept in a file: pages quote it, and pictures are drawn from it again in seconds."""
+"""Stored measurements of figures: pages quote them, and pictures can be redrawn from them in seconds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Measures:
     """Numbers by the name of their figure, each with its command, machine and versions.
 
     Args:
-        file: The JSON file that keeps them; ``None`` keeps nothing.
+        file: The JSON file to store them in; ``None`` stores nothing.
         more: Other such files, which are only read.
-        say: Is told that something is measured, which may take minutes.
-        quick: Whether those are asked for, unless said otherwise, that were measured on less data.
+        say: Called before a measurement, which may take minutes.
+        quick: Whether to use, by default, measurements on less data.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Measures:
         self._more = {Path(other): _read(Path(other)) for other in more}
 
     def get(self, name: str, dataset: str | None = None, quick: bool | None = None) -> dict[str, Any] | None:
-        """Return a figure's numbers, if they are there, and of this dataset and size.
+        """Return a figure's numbers, if stored for this dataset and size.
 
         Raises:
-            LabError: If a file holds something else under that name.
+            LabError: If a file has something else under that name.
         """
         wanted = self.quick if quick is None else quick
         for file, entries in ((self.file, self._entries), *self._more.items()):
@@ -58,7 +58,7 @@ class Measures:
         return None
 
     def put(self, name: str, values: Mapping[str, Any], dataset: str, quick: bool = False) -> dict[str, Any]:
-        """Keep a figure's numbers, with what it takes to repeat them, and return them as they are kept."""
+        """Store a figure's numbers, with what is needed to reproduce them; return them as stored."""
         rounded: dict[str, Any] = _rounded(values)
         if self.file is not None:
             words = ["ekfac", "figure", name, *(["--quick"] if quick else []), "--dataset", dataset]
@@ -83,7 +83,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Write numbers to six digits: the same picture from the file as from the measurement."""
+    """Round numbers to six digits, so that the file and the measurement give the same picture."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What the paper's figures compare, so that a figure can say what it lacks, and what it adds."""
+"""The methods in the paper's figures, so that our figures can say what they lack and what they add."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ekfac.lab.show.looks import ordered, split
 from ekfac.lab.training.runs import Run
 
 FACTORED = ("KFAC", "EKFAC", "EKFAC-ra")
-# By figure, the methods in its legend.
+# The methods in each figure's legend.
 METHODS: dict[str, tuple[str, ...]] = {
     "autoencoder": ("SGD + BN", "Adam + BN", *FACTORED),
     "frequency": FACTORED,
@@ -29,12 +29,12 @@ TASKS = {"batch-size": ("vgg11", "resnet34"), "schedule": ("vgg11", "resnet34")}
 
 
 def added(figure: str, names: Iterable[str]) -> set[str]:
-    """Return which of a figure's methods are not the paper's."""
+    """Return a figure's methods that are not in the paper's."""
     return {name for name in names if split(name)[0] not in METHODS.get(figure, ())}
 
 
 def lacks(figure: str, runs: Sequence[Run]) -> list[str]:
-    """Say what of the paper's figure the runs do not cover: methods, intervals, batch sizes, lengths."""
+    """Describe what the runs lack compared with the paper's figure: methods, intervals, batch sizes, lengths."""
     wanted = METHODS.get(figure)
     if wanted is None or not runs:
         return []
@@ -67,7 +67,7 @@ def _absent(where: str, wanted: Iterable[str], runs: Iterable[Run]) -> list[str]
 
 
 def _intervals(runs: Sequence[Run]) -> list[str]:
-    """Return the methods that were not run at an interval that another was."""
+    """Return the methods that lack an interval at which another was run."""
     own = [split(method(run.config)) for run in runs]
     every = sorted({variant for _, variant in own}, key=len)
     if len(every) < 2:
@@ -76,7 +76,7 @@ def _intervals(runs: Sequence[Run]) -> list[str]:
 
 
 def _shorter(runs: Sequence[Run]) -> list[str]:
-    """Name the methods that were only run for fewer epochs than the others, and those that diverged."""
+    """Return the methods that were run for fewer epochs than others, and those that diverged."""
     longest: dict[str, int] = {}
     for run in runs:
         name = method(run.config)
@@ -89,7 +89,7 @@ def _shorter(runs: Sequence[Run]) -> list[str]:
 
 
 def _of_search(runs: Sequence[Run]) -> list[str]:
-    """Say what a search by successive halving had no time for: the last epochs of its finals, their other seeds."""
+    """Describe what a search by successive halving had no time for: last epochs of its finals, further seeds."""
     searched = [run for run in runs if SEARCHED in run.about]
     if not searched:
         return []
@@ -103,12 +103,12 @@ def _of_search(runs: Sequence[Run]) -> list[str]:
 
 
 def of_one_length(runs: Iterable[Run]) -> list[Run]:
-    """Keep the runs of the length that most methods have, so that none of another length wins a selection.
+    """Keep runs of the most common length, so that none of another length wins a selection.
 
-    Of lengths that as many methods have, the longest. Runs of a search by successive halving have the length of its
-    finals, whenever they were ended: at the epochs that they have they are what a whole run would be. If time was over
-    before all finals were, all are cut to what most methods reached, and a setting's seeds that were ended before
-    another of its seeds are left out: a mean over fewer and fewer of them would jump where one ends.
+    Ties go to the longest. Runs of a search by successive halving count with the length of its finals, whenever they
+    were stopped, because up to there they are equal to a full run. If time ran out before the finals ended, all are cut
+    to the length that most methods reached, and seeds that were stopped earlier than another seed of their setting are
+    dropped; otherwise the mean over seeds would jump where one ends.
     """
     given = list(runs)
     lengths: dict[str, set[int]] = {}
@@ -127,7 +127,7 @@ def _nominal(run: Run) -> int:
 
 
 def _cut(runs: Sequence[Run]) -> list[Run]:
-    """Cut runs at the longest length that more than half of the methods reached; leave out seeds that are shorter."""
+    """Cut runs at the longest length that more than half of the methods reached; drop shorter seeds."""
     reached: dict[str, int] = {}
     for run in (run for run in runs if run.status != "diverged"):
         name = method(run.config)

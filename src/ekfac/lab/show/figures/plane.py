@@ -16,7 +16,7 @@ from ekfac.lab.show.figures import style
 
 
 def loss_at(curve: Curve, epoch: int, name: str = "train_loss") -> float:
-    """Return the loss above its floor after an epoch, or at the end if that comes first; infinite if it diverged."""
+    """Return the loss minus its floor after an epoch, or at the end if earlier; infinite if it diverged."""
     if any(run.status == "diverged" and run.history[-1]["epoch"] <= epoch for run in curve.runs):
         return math.inf
     where = numpy.flatnonzero(curve.mean("epoch") <= epoch)
@@ -25,7 +25,7 @@ def loss_at(curve: Curve, epoch: int, name: str = "train_loss") -> float:
 
 
 def has_plane(candidates: Sequence[Curve]) -> bool:
-    """Tell whether settings vary in both learning rate and damping."""
+    """Return whether settings vary in both learning rate and damping."""
     found = [[option(curve.config, name) for curve in candidates] for name in ("lr", "damping")]
     return all(None not in values and len(set(values)) > 1 for values in found)
 

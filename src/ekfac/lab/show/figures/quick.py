@@ -1,4 +1,4 @@
-"""Settings of the small runs that ``--quick`` makes: minutes on two cores, on the embedded digits alone.
+"""Settings of the small runs that ``--quick`` makes: minutes on two cores, on the bundled digits only.
 
 Learning rates and damping come from a small search of these same small networks.
 """
@@ -50,7 +50,7 @@ def planes() -> list[TrainConfig]:
 
 
 def frequencies() -> list[TrainConfig]:
-    """Return the factored methods at several frequencies of renewal."""
+    """Return the factored methods at several refresh intervals."""
     return [autoencoder(name, refresh_every=every, epochs=3) for name in FACTORED for every in (1, 10, 50)]
 
 
@@ -106,8 +106,8 @@ def cifar(task: str, methods: Iterable[str] | None = None, first: bool = False, 
 
     Args:
         task: ``"vgg11"`` or ``"resnet34"``.
-        methods: Which methods; all by default.
-        first: Only the first setting of each, not all that the best is selected from.
+        methods: The methods; all by default.
+        first: Only the first setting of each, not all settings to select from.
         changes: Settings to change in all of them.
     """
     found = []

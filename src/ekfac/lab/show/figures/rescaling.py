@@ -21,10 +21,10 @@ PATCHES = ((8, 8), (20, 8))
 
 
 def draw(request: Request) -> Figure:
-    """Draw the ellipse of G and, for each approximation, two arrows as long as the root of its eigenvalues.
+    """Draw the ellipse of G and, for each approximation, two arrows as long as the square roots of its eigenvalues.
 
-    An arrow ends in a bar at right angles. Where the scaling is the true second moment along the arrow, q^T G q, the
-    bar touches the ellipse; KFAC's do not.
+    An arrow ends in a perpendicular bar. The bar touches the ellipse if the scaling is the true second moment along the
+    arrow, q^T G q; KFAC's do not.
     """
     found = request.measured("rescaling", lambda: measure(request))
     G = torch.tensor(found["G"], dtype=torch.float64)
@@ -52,7 +52,7 @@ def draw(request: Request) -> Figure:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Return the Fisher, and of each approximation the axes, what it divides by along them, and its error."""
+    """Return the Fisher, and each approximation's axes, scaling along them, and error."""
     model, data = two_parameters(request)
     names = {"full": "full", "diagonal": "diagonal", "KFAC": "kfac", "EKFAC": "ekfac"}
     operators = {name: fisher(model, data, kind) for name, kind in names.items()}
@@ -65,7 +65,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def two_parameters(request: Request) -> tuple[nn.Linear, Split]:
-    """Return a logistic unit with two weights, fitted to tell one digit from the rest by two patches of its image."""
+    """Return a logistic unit with two weights, fitted to recognise one digit from two patches of its image."""
     x, y = load_dataset(request.dataset, request.data_dir).train
     images, target = x.view(-1, 28, 28), (y == LABEL).to(x.dtype)[:, None]
     pixels = torch.stack([images[:, r : r + 4, c : c + 4].mean((1, 2)) for r, c in PATCHES], 1)
@@ -109,7 +109,7 @@ def _arrows(axis: Axes, directions: Tensor, values: Tensor, color: str) -> None:
     bar = 0.35 * float(lengths.max())
     for number in range(2):
         q, length = directions[:, number].numpy(), float(lengths[number])
-        # Of an axis's two directions, the one that points up or right.
+        # Choose the direction of an axis that points up or right.
         q = -q if q[1] < -1e-9 or (abs(q[1]) < 1e-9 and q[0] < 0) else q
         tip, side = (q[0] * length, q[1] * length), (-q[1] * bar, q[0] * bar)
         axis.annotate(

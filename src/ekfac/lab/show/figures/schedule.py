@@ -23,7 +23,7 @@ def settings() -> list[TrainConfig]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw a row of two panels a network: by epoch and, where runs were timed, by wall-clock, selected for each."""
+    """Draw a row of two panels per network: by epoch and, if runs were timed, by wall-clock, selected for each."""
     tasks = [task for task in NAMES if any(map(of_task(task, scheduled=True), request.runs))] or list(NAMES)
     groups = {
         task: by_method(
@@ -53,7 +53,7 @@ def draw(request: Request) -> Figure:
 
 
 def takes(run: Run) -> bool:
-    """Tell whether a run has a schedule."""
+    """Return whether a run has a schedule."""
     return run.config.task in NAMES and run.config.halve_every is not None
 
 

@@ -25,19 +25,19 @@ from ekfac.lab.training.runs import Run
 
 LOSS = "train_loss_mean"
 NEAR = 1.25
-# What a setting ends at counts up to so many times the best of all; beyond, colours would say little.
+# Final losses are clipped to this many times the best of all; beyond, colours would show little.
 REACH = 30.0
 COLORS = "cividis_r"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A method's losses above their floor at every learning rate and damping.
+    """A method's losses minus their floor at every learning rate and damping.
 
     Attributes:
         lrs: The columns.
         dampings: The rows; a single zero for a method without damping.
-        losses: [dampings, lrs]; infinite where it diverged, NaN where it was not run.
+        losses: [dampings, lrs]; infinite if it diverged, NaN if it was not run.
     """
 
     lrs: list[float]
@@ -46,27 +46,27 @@ class Grid:
 
     @property
     def tried(self) -> int:
-        """How many settings were run."""
+        """The number of settings that were run."""
         return int((~numpy.isnan(self.losses)).sum())
 
     @property
     def best(self) -> float:
-        """The lowest loss above its floor."""
+        """The lowest loss minus its floor."""
         return float(numpy.nanmin(self.losses))
 
     @property
     def near(self) -> int:
-        """How many settings end within :data:`NEAR` times the best."""
+        """The number of settings that end within :data:`NEAR` times the best."""
         return int((self.losses <= NEAR * self.best).sum()) if math.isfinite(self.best) else 0
 
     @property
     def diverged(self) -> int:
-        """How many settings diverged."""
+        """The number of settings that diverged."""
         return int(numpy.isinf(self.losses).sum())
 
 
 def grid(candidates: Sequence[Curve]) -> Grid:
-    """Put a method's settings on their grid."""
+    """Arrange a method's settings on their grid."""
     points = {(_number(curve, "lr"), _number(curve, "damping")): curve for curve in candidates}
     lrs = sorted({lr for lr, _ in points})
     dampings = sorted({damping for _, damping in points})
@@ -78,12 +78,12 @@ def grid(candidates: Sequence[Curve]) -> Grid:
 
 def _number(curve: Curve, name: str) -> float:
     value = option(curve.config, name)
-    # One and the same number, computed in two ways, is one column. Without damping there is one row.
+    # Rounded, so that a number computed in two ways is one column. Without damping there is one row.
     return 0.0 if value is None else float(f"{float(value):.3g}")
 
 
 def grids(runs: Sequence[Run]) -> tuple[dict[str, Grid], dict[str, Grid]]:
-    """Return the methods that were run over learning rate and damping, and those over the rate alone."""
+    """Return the methods that were run over learning rate and damping, and those over the rate only."""
     groups = by_method(curves(runs))
     found = {name: grid(final_settings(groups[name])) for name in style.ordered(groups)}
     planes = {name: one for name, one in found.items() if len(one.dampings) > 1 and len(one.lrs) > 1}
@@ -92,7 +92,7 @@ def grids(runs: Sequence[Run]) -> tuple[dict[str, Grid], dict[str, Grid]]:
 
 
 def draw(request: Request) -> Figure:
-    """Draw a heat map for each method with damping, and the others as lines beside them, on one colour scale."""
+    """Draw a heat map for each method with damping, and rows for the others, on one colour scale."""
     planes, lines = grids([run for run in request.runs if run.status != "unfinished"])
     if not planes and not lines:
         raise LabError("figure sensitivity needs runs of one method at several learning rates")
@@ -120,7 +120,7 @@ def draw(request: Request) -> Figure:
     sizes = ", ".join(str(size) for size in sorted({run.config.batch_size or 0 for run in request.runs}))
     note = quick.NOTE_DIGITS if request.quick else f"{datasets}, batch {sizes}, {epochs} epochs"
     title = f"Settings that end within {NEAR:g} times a method's own best loss above its floor: auto-encoder, {note}"
-    # At this size a line holds some thirteen letters an inch.
+    # At this size a line has about thirteen letters per inch.
     lines_of_title = textwrap.wrap(title, round(13 * figure.get_figwidth()))
     figure.suptitle("\n".join([*lines_of_title, "ring: the method's best; cross: diverged"]))
     return figure
@@ -131,13 +131,13 @@ def _share(one: Grid) -> str:
 
 
 def _short(value: float) -> str:
-    """Write a setting to one digit where that is near enough: 0.00333 as 0.003."""
+    """Format a setting with one digit if that is accurate enough: 0.00333 as 0.003."""
     near = float(f"{value:.1g}")
     return f"{near if abs(near - value) < 0.12 * value else value:.2g}"
 
 
 def _brief(loss: float) -> str:
-    """Write a loss so that it fits into a cell."""
+    """Format a loss to fit into a cell."""
     return f"{loss:.3g}" if loss < 999.5 else f"{loss / 1000:.2g}k"
 
 
@@ -185,7 +185,7 @@ def _strip(axis: Axes, lines: Mapping[str, Grid], norm: LogNorm) -> None:
 
 
 def takes(run: Run) -> bool:
-    """Tell whether a run is the auto-encoder's."""
+    """Return whether a run is the auto-encoder's."""
     return run.config.task == "autoencoder"
 
 

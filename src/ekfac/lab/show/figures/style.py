@@ -1,4 +1,4 @@
-"""How figures look: one colour a method, told apart without colour too, legible in print."""
+"""The style of figures: one colour per method, distinguishable without colour too, legible in print."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ekfac.lab.show.looks import BLACK, BLUE, FAMILIES, GREEN, GREY, ORANGE, RED
 __all__ = ["BLACK", "BLUE", "FAMILIES", "GREEN", "GREY", "ORANGE", "RED", "SKY", "Line", "lines", "ordered"]
 
 _LINES: Sequence[Any] = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1))]
-# Markers at both ends of a legend's line leave its dashes to be seen.
+# Markers at both ends of a legend's line leave its dashes visible.
 HANDLES: Any = {"handlelength": 4.0, "numpoints": 2, "frameon": False}
 DAGGER = " †"
 
@@ -45,19 +45,19 @@ SETTINGS: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw with these settings, and leave those of the caller alone."""
+    """Draw with these settings, and restore the caller's."""
     with matplotlib.rc_context(SETTINGS):
         yield
 
 
 def linestyle(look: Line) -> Any:
-    """Return how matplotlib draws a curve's line."""
+    """Return matplotlib's line style of a curve."""
     return _LINES[look.variant % len(_LINES)]
 
 
 def panels(rows: int, columns: int, height: float = 2.2, width: float = 7.5) -> tuple[Figure, list[Axes]]:
-    """Return a figure as wide as a page of text and its panels, row by row."""
-    # Not by pyplot, which would keep it and open a window where there is a screen.
+    """Return a figure as wide as a page of text, with its panels row by row."""
+    # Without pyplot, which would keep the figure alive and might open a window.
     figure = Figure(figsize=(width, height * rows + 0.5))
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
@@ -68,15 +68,15 @@ def letter(number: int) -> str:
 
 
 def plain_bar(bar: Colorbar) -> None:
-    """Write the numbers of a logarithmic colour bar out."""
+    """Write out the numbers of a logarithmic colour bar."""
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    # Of those between the decades only some, or they would run into each other.
+    # Only some of those between decades, as they would overlap.
     bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else ""))
     bar.ax.tick_params(which="both", labelsize=6.5)
 
 
 def share_legend(figure: Figure, axes: Sequence[Axes], columns: int = 5, marked: Collection[str] = ()) -> None:
-    """Put one legend for all panels below them, where it covers nothing; marked entries get a dagger."""
+    """Put one legend for all panels below them; marked entries get a dagger."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""What the report says, as plain data: curves for the charts, cells for the tables. All of it is shown as text."""
+"""The report's content as plain data: curves for the charts, cells for the tables. All of it is shown as text."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ METRICS = {
     "validation_accuracy": "validation accuracy",
 }
 AXES = {"epoch": "epoch", "step": "iteration", "seconds": "training time (s)"}
-# So many curves are drawn at first: the best ones, and the baseline among them.
+# The number of curves drawn at first: the best ones, including the baseline.
 AT_FIRST = 6
-# What others are measured by, if there is one of them; the first that is there.
+# Candidates for the baseline; the first one present is used.
 BASELINES = ("Adam + BN", "AdamW + BN", "AdamW", "Adam", "SGD + BN", "SGD")
 
 Row = list[dict[str, Any]]
@@ -48,12 +48,12 @@ def methods_of(group: Group) -> dict[str, list[Curve]]:
 
 
 def baseline(names: Sequence[str]) -> str | None:
-    """Return the method that the others are measured by."""
+    """Return the baseline method."""
     return next((name for name in BASELINES if name in names), names[0] if names else None)
 
 
 def chart(group: Group) -> dict[str, Any]:
-    """Return one chart's curves: for each method its best setting whole, and the best at each point of the axis."""
+    """Return one chart's curves: each method's best setting, and its best at each point of the axis."""
     methods = methods_of(group)
     looks = lines(methods)
     first = at_first(methods)
@@ -78,7 +78,7 @@ def chart(group: Group) -> dict[str, Any]:
 
 
 def at_first(methods: dict[str, list[Curve]]) -> set[str]:
-    """Return the methods that are drawn at first: those with the lowest final loss, and the baseline."""
+    """Return the methods drawn at first: those with the lowest final loss, and the baseline."""
     ends = {name: last(shown(found)) for name, found in methods.items()}
     rival = baseline(list(methods))
     ranked = sorted(methods, key=lambda name: (name != rival, "(changed)" in name, ends[name], name))
@@ -116,7 +116,7 @@ def _envelopes(candidates: Sequence[Curve], name: str) -> dict[str, Any]:
 
 
 def _changes(found: Envelope) -> Envelope:
-    """Keep the points where something changes, and the last: between them nothing new is known."""
+    """Keep only the points where the value changes, and the last."""
     keep = numpy.concatenate([[True], found.value[1:] != found.value[:-1]])[: len(found.x)]
     keep[-1:] = True
     chosen = [curve for curve, kept in zip(found.chosen, keep, strict=True) if kept]
@@ -136,7 +136,7 @@ def _points(envelope: Envelope) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """Return numbers as JSON can write them, to six digits."""
+    """Convert numbers for JSON, rounded to six digits."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
@@ -147,7 +147,7 @@ def _has(candidates: Sequence[Curve], name: str) -> bool:
 def planes(group: Group) -> list[dict[str, Any]]:
     """Return the (learning rate, damping) plane of every method that was run at several points of it.
 
-    Of a search by halving, after the last epoch that all settings have: most were ended early.
+    For a search by halving, in which most settings end early, it is after the last epoch that all settings have.
     """
     found, epoch = [], _shortest(group)
     for name, candidates in methods_of(group).items():
@@ -168,7 +168,7 @@ def planes(group: Group) -> list[dict[str, Any]]:
 
 
 def about_planes(group: Group) -> str:
-    """Say what the planes show."""
+    """Describe what the planes show."""
     epoch = _shortest(group)
     when = "Final training loss" if epoch is None else f"Training loss after {counted(epoch, 'epoch')}"
     return (
@@ -177,7 +177,7 @@ def about_planes(group: Group) -> str:
 
 
 def _shortest(group: Group) -> int | None:
-    """Return the last epoch that all settings of a search have; ``None`` for runs that are no search."""
+    """Return the last epoch that all settings of a search have; ``None`` if the runs are not a search."""
     if not any(map(searched, group.curves)):
         return None
     return max(1, min((curve.length - 1 for curve in group.curves if curve.finished), default=1))
@@ -188,18 +188,18 @@ def _loss(curve: Curve, epoch: int | None) -> float:
 
 
 def table(heads: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a table; a column whose cells have numbers stands to the right."""
+    """Return a table; columns of numbers are right-aligned."""
     numeric = [all(row[place]["number"] for row in rows) for place in range(len(heads))]
     return {"heads": list(heads), "numeric": numeric, "rows": rows}
 
 
 def words(text: str) -> dict[str, Any]:
-    """Return a cell of words."""
+    """Return a text cell."""
     return {"text": text, "number": False}
 
 
 def number(value: float | None, pattern: str = "#.4g", without: str = "–") -> dict[str, Any]:
-    """Return a cell of a number, which tables are sorted by, or what stands there without one."""
+    """Return a number cell, by which tables can be sorted, or a placeholder."""
     if value is None or not math.isfinite(value):
         return {"text": without, "number": True}
     return {"text": format(value, pattern).rstrip("."), "number": True, "value": value}
@@ -228,7 +228,7 @@ def best_table(group: Group) -> dict[str, Any]:
 
 
 def _ended(curve: Curve) -> str:
-    """Say how a setting's runs ended; those of a search that time cut short say how long they were to be."""
+    """Describe how a setting's runs ended; for interrupted ones of a search, with their intended length."""
     wanted = curve.runs[0].about.get(SEARCHED)
     if wanted is not None and curve.finished and last(curve, "epoch") < wanted:
         return f"cut, of {wanted} epochs"
@@ -236,18 +236,18 @@ def _ended(curve: Curve) -> str:
 
 
 def _lengths(group: Group) -> list[int]:
-    """Return how many epochs the setting has that stands for each method, without those that diverged."""
+    """Return the number of epochs of each method's representative setting, without diverged ones."""
     found = [leader(candidates) for candidates in methods_of(group).values()]
     return [int(last(curve, "epoch")) for curve in found if curve is not None]
 
 
 def final(curve: Curve) -> float:
-    """Return the training loss after the last epoch, by a full pass."""
+    """Return the training loss after the last epoch, from a full pass."""
     return last(curve)
 
 
 def lowest(curve: Curve) -> float:
-    """Return the lowest training loss after any epoch, by a full pass."""
+    """Return the lowest training loss after any epoch, from a full pass."""
     return float(numpy.nanmin(curve.mean("train_loss")))
 
 
@@ -255,10 +255,9 @@ GOALS: dict[str, Goal] = {"final": final, "lowest": lowest}
 
 
 def times(group: Group) -> dict[str, Any] | None:
-    """Return how soon each timed method is where another one ends, as fractions of that one's own epochs and time.
+    """Return how soon each timed method reaches another's final loss, as fractions of the other's epochs and time.
 
-    Fractions are there for each method as the baseline and for each goal; ``None`` where fewer than two methods have
-    seconds that count.
+    There are fractions for each method as the baseline and for each goal; ``None`` if fewer than two methods are timed.
     """
     best = {name: curve for name, found in methods_of(group).items() if (curve := timed(found)) is not None}
     if len(best) < 2:
@@ -282,7 +281,7 @@ def times(group: Group) -> dict[str, Any] | None:
 
 
 def _shares(curve: Curve, rival: Curve, loss: float) -> list[float | None]:
-    """Return the epochs and the time to a loss, as fractions of what its rival takes; ``None`` if it never is there."""
+    """Return the epochs and the time to a loss, as fractions of the rival's; ``None`` if it is never reached."""
     found: list[float | None] = []
     for x in ("epoch", "seconds"):
         mine, own = (time_to_reach(each, loss, x) for each in (curve, rival))
@@ -291,7 +290,7 @@ def _shares(curve: Curve, rival: Curve, loss: float) -> list[float | None]:
 
 
 def about_times(group: Group) -> str:
-    """Say which runs' seconds count."""
+    """Describe which runs' seconds count."""
     runs = [run for curve in group.curves for run in curve.runs]
     count = sum(run.timed for run in runs)
     if any(run.about.get(PACED) for run in runs):
@@ -312,7 +311,7 @@ def about_times(group: Group) -> str:
 
 
 def headline(group: Group) -> str:
-    """Say which method ends lowest; of a search whose finals are unequally long, after the last epoch that all have."""
+    """Describe which method ends lowest; if finals differ in length, after the last epoch that all have."""
     best = {name: curve for name, found in methods_of(group).items() if (curve := leader(found)) is not None}
     if not best:
         return "Every run diverged."
@@ -328,7 +327,7 @@ def headline(group: Group) -> str:
 
 
 def machines(runs: Sequence[Run]) -> list[str]:
-    """Return every machine and set of versions that the runs were made with, one line each."""
+    """Return the machines and versions that the runs were made with, one line each."""
     found: dict[str, None] = {}
     for run in runs:
         parts = {**run.about.get("machine", {}), **run.about.get("versions", {})}
@@ -337,5 +336,5 @@ def machines(runs: Sequence[Run]) -> list[str]:
 
 
 def commands(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return how every run ended and the command that repeats it."""
+    """Return how every run ended, and the command that repeats it."""
     return [(run.status, str(run.about.get("command") or run.config.command())) for run in runs]

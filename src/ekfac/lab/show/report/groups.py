@@ -1,4 +1,4 @@
-"""Which runs a report compares with each other, and which setting stands for a method."""
+"""Groups runs that a report compares, and chooses the setting that represents a method."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SEARCH = "a search by halving"
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that can be compared: of one network on the same data, equally long, with the same schedule.
+    """Comparable runs: one network on the same data, of equal length, with the same schedule.
 
     Attributes:
         key: What they have in common.
-        name: The same in words, as far as it tells this group from the others.
+        name: The same in words, as far as it distinguishes this group from others.
         curves: Their settings.
     """
 
@@ -31,7 +31,7 @@ class Group:
 
 
 def searched(curve: Curve) -> bool:
-    """Tell whether a setting is of a search by successive halving."""
+    """Return whether a setting is from a search by successive halving."""
     return SEARCHED in curve.runs[0].about
 
 
@@ -41,10 +41,10 @@ def name_of(curve: Curve) -> str:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Put together what can be compared, the longest runs of each task first.
+    """Group comparable runs, the longest runs of each task first.
 
-    Batch sizes stand together, as settings to choose from, unless two methods or more were run at the same several
-    sizes: then each size is a comparison of its own.
+    Batch sizes are in one group, as settings to choose from, unless two or more methods were run at the same several
+    sizes; then each size is a separate comparison.
     """
     found: dict[tuple[Any, ...], list[Curve]] = {}
     by_search: dict[Any, list[Run]] = {}
@@ -66,12 +66,12 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 def _key(curve: Curve) -> tuple[Any, ...]:
     config, seconds = curve.config, curve.runs[0].about.get("race_seconds")
-    if seconds is not None:  # a race's runs are as long as each other in seconds
+    if seconds is not None:  # a race's runs have equal length in seconds
         return config.task, config.dataset, config.width, config.limit, None, f"{seconds:g} s of training each", None
     schedule = f"learning rate halved every {config.halve_every} epochs" if config.halve_every else ""
     schedule += "learning rate along a cosine" if config.cosine else ""
     schedule += ", " if schedule and searched(curve) else ""
-    # What a search by halving ended early stands with its finals, and with nothing else.
+    # Runs that a search by halving ended early belong with its finals, and with nothing else.
     epochs = curve.runs[0].about.get(SEARCHED, config.epochs)
     schedule += SEARCH if searched(curve) else ""
     return config.task, config.dataset, config.width, config.limit, epochs, schedule, None
@@ -85,7 +85,7 @@ def _common_sizes(found: Sequence[Curve]) -> set[Any]:
 
 
 def _name(key: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> str:
-    """Return a group's name: of what it has in common, that which differs between groups of its task and data."""
+    """Return a group's name: the part of its key that differs between groups of its task and data."""
     task, dataset, width, limit, epochs, schedule, batch = key
     like = [other for other in keys if other[:2] == key[:2]]
     words = [f"{task} on {dataset}"]
@@ -99,7 +99,7 @@ def _name(key: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> str:
 
 
 def leader(candidates: Sequence[Curve]) -> Curve | None:
-    """Return the best setting of a method: at its end, or so far where none has ended; ``None`` if all diverged."""
+    """Return a method's best setting, at its end or, if none has ended, so far; ``None`` if all diverged."""
     if any(SEARCHED in run.about for curve in candidates for run in curve.runs):
         most = max(curve.length for curve in candidates)
         candidates = [curve for curve in candidates if curve.length == most]
@@ -108,11 +108,11 @@ def leader(candidates: Sequence[Curve]) -> Curve | None:
 
 
 def shown(candidates: Sequence[Curve]) -> Curve:
-    """Return the setting that stands for a method: its best, or where all diverged the one that got furthest."""
+    """Return the setting that represents a method: its best or, if all diverged, the one that got furthest."""
     return leader(candidates) or max(candidates, key=lambda curve: curve.length)
 
 
 def timed(candidates: Sequence[Curve]) -> Curve | None:
-    """Return the best setting of those with seconds that count, with only the runs that have such; ``None``: none."""
+    """Return the best timed setting, with only its timed runs; ``None`` if there is none."""
     best = leader([curve for curve in candidates if curve.timed is not None])
     return None if best is None else best.timed

@@ -1,4 +1,4 @@
-"""The report's page: what content.py says, put into one HTML file that needs nothing else."""
+"""The report's page: the content of content.py in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ekfac.lab.show.report import content
 from ekfac.lab.show.report.groups import Group, grouped
 from ekfac.lab.training.runs import Run
 
-# The page may run its own scripts and draw; it may load nothing, and talk to nobody but the server it came from.
+# The page may run its own scripts and draw, but load nothing, and connect only to the server it came from.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src {}"
 )
@@ -50,7 +50,7 @@ def page(runs: Sequence[Run], title: str, refresh: float | None = None) -> str:
     Args:
         runs: The runs.
         title: Its heading.
-        refresh: Seconds after which it asks the server it came from for new data; ``None`` for a page that stands.
+        refresh: Seconds between requests to its server for new data; ``None`` for a static page.
     """
     payload = {**data(runs), "refresh": refresh}
     names = ("page.css", "chart.js", "page.js")
@@ -74,7 +74,7 @@ def page(runs: Sequence[Run], title: str, refresh: float | None = None) -> str:
 
 
 def embedded(payload: Any) -> str:
-    """Return JSON that nothing in a string can break out of a script element with."""
+    """Return JSON escaped so that no string in it can close the script element."""
     text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -82,7 +82,7 @@ def embedded(payload: Any) -> str:
 
 
 def data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return all that the page shows, as plain data; the page puts every string in as text."""
+    """Return the page's content as plain data; the page inserts every string as text."""
     recorded = [run for run in runs if run.history]
     return {
         "sections": [_section(group) for group in grouped(recorded)],

@@ -1,8 +1,8 @@
 """What can be reproduced: every figure of the paper, and the tables of this project's pages.
 
-An experiment has up to four levels. ``full`` is the paper's search, ``grid`` its grid alone, ``known`` each method at
-the setting that a recorded search found, as long as the paper has it, and ``quick`` the small runs of ``--quick``.
-Those on CIFAR-10 are searched by successive halving where a budget is given: :mod:`ekfac.lab.search.cifar`.
+An experiment has up to four levels: ``full`` is the paper's search; ``grid`` only its grid; ``known`` each method at
+the setting found by a recorded search, for as long as in the paper; and ``quick`` the small runs of ``--quick``. Given
+a budget, those on CIFAR-10 are searched by successive halving: :mod:`ekfac.lab.search.cifar`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Experiment:
     """One figure of the paper, or one table of ours.
 
     Attributes:
-        figure: The figure that is drawn.
-        where: Where it stands, in the paper or on a page.
-        claims: What is said of it there, each with the rule by which it is judged.
-        dataset: Dataset of what is computed without runs.
+        figure: The figure to draw.
+        where: Where it appears, in the paper or on a page.
+        claims: The claims about it, each with the rule by which it is judged.
+        dataset: The dataset for what is computed without runs.
         known: Each method at a setting that is known to work; ``None`` if no run is needed.
-        search: What the paper searches over: settings that each stand for a method.
+        search: The methods that the paper searches over, as settings.
     """
 
     figure: str
@@ -42,12 +42,12 @@ class Experiment:
 
     @property
     def halving(self) -> bool:
-        """Whether its settings are searched by successive halving where there is a budget."""
+        """Whether its settings are searched by successive halving, given a budget."""
         return self.figure in cifar.NAMES
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The levels that there are, the most thorough first; none where nothing is trained."""
+        """The available levels, the most thorough first; none if nothing is trained."""
         quick = FIGURES.get(self.figure).quick
         there = {"full": self.search, "grid": self.search, "known": self.known, "quick": quick if self.known else None}
         return tuple(level for level in LEVELS if there[level] is not None)

@@ -1,4 +1,4 @@
-"""What the paper, or a page, claims of each figure, and how it is judged from runs."""
+"""The claims of the paper, or of a page, about each figure, and how they are judged from runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Claim:
 
 
 class Fresh(Record):
-    """Runs that were just made, in the form that the claims of the pages are judged by."""
+    """New runs with the interface of a record, so that the pages' claims can be judged from them."""
 
     def __init__(self, runs: Sequence[Run], measures: Measures, folder: str | Path = ".") -> None:
         super().__init__(folder)
         over = [run for run in runs if run.status in ("finished", "diverged")]
         self.all = over
-        # In place of what the record reads from its folders.
+        # Replaces what a record reads from its folders.
         own = [run for run in over if run.config.task == "autoencoder"]
         self.__dict__.update(mnist=own, frequency=own, grid=own, cifar=over, measures=measures)
 
@@ -45,7 +45,7 @@ def _ends(record: Fresh, task: str) -> dict[str, Curve]:
 
 
 def _defaults_ahead(record: Fresh) -> str:
-    """Judge that the untouched defaults train below every rival at its recorded setting."""
+    """Judge that the unchanged defaults train below every rival at its recorded setting."""
     held, words = [], []
     for task in dict.fromkeys(run.config.task for run in record.all):
         best = _ends(record, task)
@@ -107,7 +107,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 }
 
 
-# Where in the paper the claims of a figure stand; those of our own tables are not in it.
+# Where in the paper the claims of a figure are made; our own tables are not included.
 WHERE = {
     "correlation": "Fig. 3, left",
     "error": "Fig. 3, right",
@@ -122,7 +122,7 @@ WHERE = {
 
 
 def every_claim(record: Record) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    """Yield every claim of the paper that runs can judge: where it stands, its words, its verdict with numbers."""
+    """Yield every claim of the paper that runs can judge: its place, its text, its verdict with numbers."""
     fresh = Fresh(record.cifar, record.measures, record.folder)
     fresh.__dict__.update(mnist=record.mnist, frequency=record.frequency, grid=record.grid)
     for name, where in WHERE.items():

@@ -1,4 +1,4 @@
-"""What runs will cost on this machine: a few steps of each kind are timed, and carried on."""
+"""Estimates the cost of runs on this machine, by timing a few steps of each kind."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ekfac.lab.registry import LabError
 from ekfac.lab.training.trainer import Trainer, given
 
 STEPS = 4
-# So many examples of the other splits are enough to time what evaluating one takes.
+# The number of examples with which evaluation is timed.
 EXAMPLES = 500
 
-# Seconds of a step and of evaluating an example, by kind: no kind is timed twice in a process.
+# Cached seconds per step and per evaluated example, by kind.
 _timed: dict[tuple[Any, ...], tuple[float, float]] = {}
 
 
 def kind(config: TrainConfig) -> tuple[Any, ...]:
-    """Return what the price of a step depends on."""
+    """Return the settings that the cost of a step depends on."""
     return (
         config.task,
         config.optimizer,
@@ -47,15 +47,15 @@ def seconds_of(
     data_dir: str | Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[float]:
-    """Return about how many seconds each run takes here, evaluation included.
+    """Estimate the seconds that each run takes here, including evaluation.
 
     Args:
         configs: The runs, resolved.
         data_dir: Folder of the data files.
-        say: Is told which kind is timed.
+        say: Called with the kind that is timed.
 
     Raises:
-        LabError: If the data are not here.
+        LabError: If the data are missing.
     """
     data: dict[str, Dataset] = {}
     new = {kind(config): config for config in configs if kind(config) not in _timed}
@@ -69,7 +69,7 @@ def seconds_of(
 
 
 def _probe(config: TrainConfig, data: Dataset) -> tuple[float, float]:
-    """Return the seconds of a step, renewals spread over all, and of evaluating one example."""
+    """Return the average seconds of a step, including refreshes, and of evaluating one example."""
     size = given(config.batch_size)
     few = min(len(data.train.x) // size, STEPS)
     if few < 1:
@@ -89,13 +89,13 @@ def _probe(config: TrainConfig, data: Dataset) -> tuple[float, float]:
             times.append(time.perf_counter())
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps that nobody keeps
+            warnings.simplefilter("ignore")  # these steps are discarded
             trainer.train_epoch(on_step)
     finally:
         trainer.close()
     each = [after - before for before, after in itertools.pairwise(times)]
     usual = sorted(each)[len(each) // 2]
-    # The first step renews every basis; later it does so once in so many.
+    # The first step updates every basis; later, one in ``every`` steps does.
     every = option(config, "refresh_every")
     return usual + max(0.0, each[0] - usual) / (every if isinstance(every, int) else 50), evaluating
 

@@ -1,4 +1,4 @@
-"""Which figure of the paper, and which table of ours, is recorded: its command, its cost, whether it agrees."""
+"""Tabulates which of the paper's figures and our tables are recorded, with command, cost and agreement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ekfac.lab.training.runs import Run
 
 
 def coverage(record: Record) -> str:
-    """Write a row an experiment: where it stands, what is recorded, how to repeat it, what came of its claims."""
+    """Write one row per experiment: where it appears, what is recorded, how to repeat it, and its claims' verdicts."""
     rows = []
     for name in EXPERIMENTS:
         entry = EXPERIMENTS.get(name)

@@ -25,21 +25,21 @@ from ekfac.lab.show.reproduce.claims import Fresh
 from ekfac.lab.training.runs import Run
 
 FILE = "reproduce.json"
-# Fewer epochs than this show nothing of a method that is slow at first.
+# With fewer epochs than this, a method that is slow at first cannot be judged.
 LEAST_EPOCHS = 2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run, and about how long that takes here.
+    """The runs to make, and an estimate of their time here.
 
     Attributes:
         name: The experiment.
-        level: ``full``, ``grid``, ``known``, ``short`` (as known, with fewer epochs), ``quick``; ``search`` for
-            successive halving, ``recorded`` for runs that were there; ``computed`` where nothing is trained.
+        level: ``full``, ``grid``, ``known``, ``short`` (as known, with fewer epochs) or ``quick``; ``search`` for
+            successive halving, ``recorded`` for existing runs, ``computed`` if nothing is trained.
         configs: The runs.
-        seconds: About how long they take one after another, as timed here.
-        why: Why this level, in words.
+        seconds: An estimate of their total time if run serially here.
+        why: Why this level was chosen, in words.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Plan:
 
     @property
     def experiment(self) -> Experiment:
-        """What is reproduced."""
+        """The experiment."""
         return EXPERIMENTS.get(self.name)
 
     def text(self) -> str:
-        """Say what is to be done, in a few lines."""
+        """Describe the plan in a few lines."""
         if self.level == "computed":
             return f"{self.name} ({self.experiment.where}): computed on the spot, nothing is trained"
         if self.level == "search":
@@ -69,7 +69,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it: the figure's files, what it lacks, and a verdict for each claim."""
+    """The result: the figure's files, what it lacks, and a verdict for each claim."""
 
     plan: Plan
     files: tuple[Path, ...]
@@ -103,13 +103,14 @@ def make_plan(
 
     Args:
         name: An experiment of the catalogue.
-        level: Which level; chosen by the budget unless given.
-        budget: Seconds; the most thorough level that fits is taken, at worst with fewer epochs. Without: ``known``.
+        level: The level; chosen by the budget if not given.
+        budget: Seconds; the most thorough level that fits is chosen, if necessary with fewer epochs. Without a budget,
+            it is ``known``.
         data_dir: Folder of the data files.
-        say: Is told how it goes.
+        say: Called with lines of progress.
 
     Raises:
-        LabError: If a name is unknown, the data are not here, or nothing fits the budget.
+        LabError: If a name is unknown, the data are missing, or nothing fits the budget.
     """
     experiment = EXPERIMENTS.get(name)
     if not experiment.levels:
@@ -127,7 +128,7 @@ def make_plan(
 
 
 def _halving(name: str, budget: float) -> str:
-    """Say what a search by successive halving does with its time."""
+    """Describe what a search by successive halving does with its time."""
     sizes = Program([name], budget).sizes
     words = [
         f"{task}: {size.tries} settings a method at most, finals of {size.epochs[-1]} epochs, "
@@ -146,7 +147,7 @@ def _fitted(
     def plan_of(level: str, why: str = f"The most that fits {limit}.") -> Plan:
         return _costed(name, level, experiment.settings(level), data_dir, say, why)
 
-    # From the known settings upwards: whatever does not fit, what is larger does not either.
+    # From the known settings upwards: if one level does not fit, larger ones do not either.
     plan, fits = plan_of("known"), None
     for level in ("known", "grid", "full"):
         if level in experiment.levels:
@@ -193,13 +194,13 @@ def finish(
     data_dir: str | Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Draw the figure and judge the claims, and write both down in ``out``; ``say`` is told how it goes."""
+    """Draw the figure and judge the claims, and write both to ``out``; ``say`` receives lines of progress."""
     folder = Path(out)
     experiment = plan.experiment
     measures = folder / "measures.json"
     small = plan.level == "quick"
     dataset = "mnist" if experiment.dataset == "mnist" and not small else "mnist-5k"
-    # Only one batch size a picture, where a figure shows a single one.
+    # One picture per batch size, if the figure shows a single one.
     sizes: list[int | None] = [None]
     if experiment.figure == "autoencoder":
         sizes = sorted({run.config.batch_size or 0 for run in runs})  # type: ignore[assignment]
@@ -234,7 +235,7 @@ def finish(
 
 
 def keep(plan: Plan, out: str | Path) -> None:
-    """Write a plan down, so that the same command goes on with it."""
+    """Store a plan, so that the same command continues with it."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{n: v for n, v in config.to_dict().items() if n != "device"} for config in plan.configs]
@@ -243,7 +244,7 @@ def keep(plan: Plan, out: str | Path) -> None:
 
 
 def kept(name: str, out: str | Path) -> Plan | None:
-    """Return the plan that a folder has; ``None`` if it has none.
+    """Return the plan stored in a folder; ``None`` if there is none.
 
     Raises:
         LabError: If it is broken, or of another experiment.
