@@ -35,6 +35,7 @@ from ekfac.curvature.capture.hooks import (
     ForwardHook,
     LeaveHook,
     Mutable,
+    anchor,
     inside_backward,
     inside_transform,
     keeps_graph,
@@ -223,7 +224,7 @@ class Capture:
 
         for tensor in tensors(output):
             if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                tensor.register_hook(hook)
+                anchor(tensor).register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Keep a covered layer's input until its output's gradient comes; return what to give out."""
@@ -249,9 +250,7 @@ class Capture:
             return
         if self.on_output is not None:
             self.on_output(output)
-        n = record.n
-        if n is None:
-            n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        n = record.settle(self._leading(layer, x if arrange is None else arrange(x))) if record.n is None else record.n
         if layer.free_dims(x) == 0 and record.counted_by_features(x):
             n = record.n = 1
         self.mesh.note(output)
@@ -263,20 +262,22 @@ class Capture:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
             given.source = source
-        self.wait_for(output, record, block, layer, given, origin)
+        self.wait_for(anchor(output), output.shape, record, block, layer, given, origin)
 
-    def wait_for(self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
+    def wait_for(
+        self, at: Tensor, shape: torch.Size, record: Record, block: Block, layer: Layer, given: Input, from_: Origin
+    ) -> None:
         """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
         call, me = self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
                 if torch.is_grad_enabled() and capture.forwards.enabled:
-                    follow(capture, record, block, layer, given, from_, d)
-                d = d.detach()
+                    follow(capture, record, block, layer, given, from_, d, shape)
+                d = d.detach() if d.shape == shape else d.detach().reshape(shape)
                 capture.arrived(record, block, layer, given, d if given.x is None else whole(d), call)
 
-        output.register_hook(hook)
+        at.register_hook(hook)
 
     def number(self, record: Record, block: Block) -> int:
         """Count a call of a block within a record; return how many there were before."""

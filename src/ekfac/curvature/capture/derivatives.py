@@ -27,7 +27,14 @@ def origin_of(x: Tensor) -> Origin:
 
 
 def follow(
-    capture: Capture, record: Record, block: Block, layer: Layer, given: Input, origin: Origin, d: Tensor
+    capture: Capture,
+    record: Record,
+    block: Block,
+    layer: Layer,
+    given: Input,
+    origin: Origin,
+    d: Tensor,
+    shape: torch.Size,
 ) -> None:
     """Watch the product of the weight with ``d``, which a pass that is differentiated has brought.
 
@@ -45,11 +52,12 @@ def follow(
     def hook(product: Tensor) -> None:
         handle.remove()
         if torch._C._current_graph_task_id() == task and product.requires_grad:
-            detached = d.detach()
+            detached = d.detach().reshape(shape)
             further = Input(detached if arrange is None else arrange(detached), arrange)
-            further.source = d if d.requires_grad else None
+            further.source, further.shape = d if d.requires_grad else None, shape
             capture.held.add(detached)
-            capture.wait_for(product, record, block, DerivativeLayer.after(layer), further, origin_of(d))
+            seen_as = product.shape if given.shape is None else given.shape
+            capture.wait_for(product, seen_as, record, block, DerivativeLayer.after(layer), further, origin_of(d))
 
     handle = source.register_hook(hook)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -183,3 +183,16 @@ def inside_transform() -> bool:
 def keeps_graph() -> bool:
     """Tell whether the backward pass under way keeps its graph, so that a second one may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def anchor(output: Tensor) -> Tensor:
+    """Return the tensor whose gradient is that of a layer's output, whatever is done in place to the output later.
+
+    A linear layer on three dimensions gives out a view of a product on two. Once a view is changed in place, a backward
+    pass no longer comes to it, but to what it is a view of.
+    """
+    if type(output) is not Tensor or not output._is_view():
+        return output
+    base = output._base
+    same = base is not None and base.requires_grad and base.numel() == output.numel()
+    return base if same and base.is_contiguous() and output.is_contiguous() else output  # type: ignore[return-value,union-attr]
