@@ -548,6 +548,20 @@ def factors(
     return torch.einsum("nsgti,nsgtj->gij", h, h) / (rows * s * taps), b
 
 
+def rounding_alone(
+    calls: Mapping[str, tuple[Tensor, Tensor]], gradients: Mapping[str, Tensor], sharing: str
+) -> bool:
+    """Whether deltas cancel out over positions, or a gradient is zero in exact arithmetic and is not here."""
+    sizes = [float(g.abs().max()) for g in gradients.values() if g.numel()]
+    if any(0 < size < 1e-13 * max(sizes) for size in sizes):
+        return True
+    for _, delta in calls.values():
+        total = delta.sum(1).abs().amax() if sharing == "reduce" else delta.abs().amax()
+        if 0 < float(total) < 1e-13 * float(delta.abs().sum(1).amax()) or 0 < float(delta.abs().amax()) < 1e-13:
+            return True
+    return False
+
+
 def eigenbasis(a: Tensor, diagonal: bool) -> Tensor:
     """U of U diag(S) U^T, or the identity for a side that is kept diagonal."""
     if diagonal:
@@ -731,6 +745,7 @@ class OracleEKFAC:
         self.diagonals: dict[str, BlockState] = {}
         self.put_away: dict[tuple[str, Any], BlockState] = {}
         self.velocity: dict[str, Tensor] = {}
+        self.noise = False  #: Whether a gradient or a B was zero but for rounding, so that no step is defined.
         if self.scaling_decay is None:
             self.scaling_decay = 0.0 if self.scaling == "per_example" else 0.95
         if self.on_refresh is None:
@@ -802,6 +817,7 @@ class OracleEKFAC:
 
         directions: dict[str, Tensor] = {}
         covered: set[str] = set()
+        self.noise |= rounding_alone(measured.calls, seen.gradients, self.sharing)
         for layer in self.layers:
             if layer.key in measured.calls and all(name in wanted for name in layer.names):
                 covered |= set(layer.names)

@@ -356,8 +356,11 @@ class Maker:
             stage, name, after = getattr(self, f"of_{kind}")(shape)
             same = after == shape
             kept = chance.choice(["", "", "", "", "reentrant", "other"])
-            plain = not list(stage.parameters())  # what it returns may be a view of what it was given
-            activation = "none" if plain else chance.choice(list(ACTIVATIONS))
+            # What a stage without parameters returns may be a view of what it was given; autograd needs what a cell,
+            # for example, returns.
+            kept_as_is = not list(stage.parameters()) or name in ("cell", "norm", "bilinear", "pool", "heads", "mixed")
+            choices = [a for a in ACTIVATIONS if not (kept_as_is and "in place" in a)]
+            activation = "none" if not list(stage.parameters()) else chance.choice(choices)
             calls = 2 if same and chance.random() < 0.15 else 1
             wrapped: nn.Module = Wrapped(stage, activation, same and chance.random() < 0.4, calls, kept)
             if chance.random() < 0.2:

@@ -289,7 +289,7 @@ def positions(
     for cut, count in cuts(block, calls, n, memory, further):
         h, delta = side_by_side(calls, cut, count, balance)
         if further:
-            more = [torch.cat([c.layer.deltas(cut(c.x), cut(c.d), count) for c in one], 1) for one in further]
+            more = [joined(block.layer, [c.layer.deltas(cut(c.x), cut(c.d), count) for c in one]) for one in further]
             delta = torch.stack([delta, *more])
             del more
         yield h, delta
@@ -342,7 +342,13 @@ def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None
         ]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([h for h, _ in parts], 1), torch.cat([delta for _, delta in parts], 1)
+    layer, delta = calls[0].layer, joined(calls[0].layer, [delta for _, delta in parts])
+    return (parts[0][0] if layer.adds_calls else torch.cat([h for h, _ in parts], 1)), delta
+
+
+def joined(layer: Layer, deltas: Sequence[Tensor]) -> Tensor:
+    """Return delta of several calls as positions of the same examples, or added up where the layer's calls are."""
+    return torch.stack(list(deltas)).sum(0) if layer.adds_calls else torch.cat(list(deltas), 1)
 
 
 def balances(calls: Sequence[Call]) -> Tensor | None:

@@ -233,8 +233,8 @@ class Capture:
             return None
         if module in self._readings:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
-                # A cell's new state is made of its new memory: only a view has the gradient that comes from outside.
-                output = tuple(t.view_as(t) for t in output)
+                # A cell's new state is made of its new memory: only a copy has the gradient that comes from outside.
+                output = tuple(t.clone() for t in output)
             watch_whole(self, self._readings[module], uses, args, kwargs, output)
             return output
         if isinstance(output, Tensor) and output.requires_grad:

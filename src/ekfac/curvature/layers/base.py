@@ -90,6 +90,8 @@ class Layer(ABC):
     rough_in_half: ClassVar[bool] = False
     #: Examples can be read a few at a time (not where they meet in the batch's statistics).
     splittable: ClassVar[bool] = True
+    #: Calls are added up, as positions within one are, and do not lie side by side as positions.
+    adds_calls: ClassVar[bool] = False
     #: What reads a call, where it is not the first input and the gradient of the only output; one for all parts.
     reading: ClassVar[type[Reading] | None] = None
     #: The module hides its products from hooks: they are seen where it calls ``F.linear`` with its parameters.
