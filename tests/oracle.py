@@ -75,13 +75,14 @@ def dense_fisher(gradients: Tensor) -> Tensor:
 class Layer:
     """One layer, or several of one kind that share their parameters.
 
-    ``weight`` and ``bias`` name those that train.
+    ``weight`` and ``bias`` name those that train. ``inside`` is the module that uses the layer without calling it.
     """
 
     modules: list[nn.Module]
     weight: str | None
     bias: str | None
     sua: bool = False
+    inside: nn.Module | None = None
 
     @property
     def key(self) -> str:
@@ -349,6 +350,8 @@ def find_layers(
         else:
             convolution = isinstance(module, CONVOLUTIONS + TRANSPOSED)
             layers[shared] = Layer([module], weight_name, bias_name, sua=sua and convolution)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            layers[shared].inside = owner if isinstance(owner, nn.MultiheadAttention) else None
     for module, bias_name in own:
         joint = layers[id(module.weight)]
         if joint.bias != bias_name:
@@ -414,16 +417,18 @@ def _zeros_added(layers: Sequence[Layer]) -> Iterator[dict[str, list[tuple[nn.Mo
 
         return tap
 
+    wholes = [layer.inside for layer in layers if layer.inside is not None]  # which call their layers by no forward
     try:
+        for module in wholes:
+            module.forward = plain_forward(module, tap_of(module))
         for layer in layers:
             for module in layer.modules:
                 whole = isinstance(layer, Part)
                 module.forward = plain_forward(module, tap_of(module)) if whole else replacement(module, layer.key)
         yield record
     finally:
-        for layer in layers:
-            for module in layer.modules:
-                module.__dict__.pop("forward", None)
+        for module in (*wholes, *(module for layer in layers for module in layer.modules)):
+            module.__dict__.pop("forward", None)
 
 
 def observe(
@@ -681,6 +686,7 @@ class BlockState:
     observed: int = 0
     frozen_a: Tensor | None = None
     frozen_b: Tensor | None = None
+    fresh: bool = False  #: Whether its last step has renewed the basis, or the inverses.
 
     @property
     def mean_a(self) -> Tensor:
@@ -843,7 +849,7 @@ class OracleEKFAC:
                 if mu:
                     self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
                     p = p + mu * self.velocity[name] if self.option(name, "nesterov") else self.velocity[name]
-                table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+                table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
                 shrinks = self.decay_vectors or (parameters[name].dim() > 1 and not table)
                 if shrinks and self.option(name, "decoupled_weight_decay"):
                     part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.cautious_decay else 1.0
@@ -890,6 +896,7 @@ class OracleEKFAC:
         state.weight = rho * state.weight + (1 - rho) * n_measured
         eps = self.option(layer.key, "damping")
         due = self.steps % self.refresh_every == 0 or (state.s_a is None and state.frozen_a is None)
+        state.fresh = due
 
         if self.scaling == "inverse":
             if due:
@@ -1005,6 +1012,8 @@ class OracleEKFAC:
         mean = state.m / (1 - beta_1**t)
         state.s = beta_2 * state.s + (1 - beta_2) * ((1 + beta_1) / 2 * noise**2 + self.floor * mean**2)
         x = mean / ((state.s / (1 - beta_2**t)).sqrt() + self.eps)
+        # Of a coordinate of the gradient that is zero but for rounding no sign is defined.
+        self.noise |= bool(((g != 0) & (g.abs() < 1e-12 * g.abs().max()) & (x.abs() > 1e-8)).any())
         agrees = torch.where(x * g < 0, 0.0, x)
         if float(agrees.norm()) > 0:
             x = agrees * min(2.0, float(x.norm() / agrees.norm()))

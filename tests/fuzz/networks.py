@@ -144,10 +144,12 @@ def steps_of(chance: random.Random, drawn: Drawn, reduction: str) -> list[list[M
         for n in sizes:
             skipped = frozenset(i for i in drawn.optional if chance.random() < 0.5)
             x = drawn.batch(n)
-            with torch.no_grad():
-                twin = copy.deepcopy(drawn.model)
-                twin.skipped = skipped
-                y = torch.randn_like(twin(x.clone()))
+            twin = copy.deepcopy(drawn.model)
+            twin.skipped = skipped
+            output = twin(x.clone())
+            if not output.requires_grad:  # all that is trained would be left out
+                skipped = frozenset()
+            y = torch.randn_like(output)
             by = 1.0 if reduction == "sum" else float(n if undivided else sum(sizes))
             pieces.append(Micro(x, y, skipped, by))
         steps.append(pieces)
@@ -243,9 +245,9 @@ def exact(chance: random.Random, folder: Path) -> str:
             expected = oracle.step(pieces, bases=bases, transform=clip)
             got = {name: p for name, p in parameters_of(model).items() if name in expected}
             assert_same_weights(got, expected, 1e-8, f"weights after step {number + 1}")
-            assert_same_state(opt, model, oracle)
+            assert_same_state(opt, model, oracle, 1e-7)
         except (AssertionError, KeyError) as error:
-            if oracle.noise:
+            if oracle.noise or not all(bool((p.abs() < 1e4).all()) for p in model.parameters()):
                 return "rounding alone"
             raise Broken(f"{type(error).__name__} {str(error).splitlines()[0]} | {told}") from error
     opt.close() if sgd is None else opt.engine.close()

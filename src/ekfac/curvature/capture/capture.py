@@ -35,6 +35,7 @@ from ekfac.curvature.capture.hooks import (
     ForwardHook,
     LeaveHook,
     Mutable,
+    Read,
     anchor,
     inside_backward,
     inside_transform,
@@ -224,7 +225,7 @@ class Capture:
 
         for tensor in tensors(output):
             if tensor.grad_fn is not None:  # examples count even where no covered layer takes part
-                anchor(tensor).register_hook(hook)
+                anchor(tensor)[0].register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Keep a covered layer's input until its output's gradient comes; return what to give out."""
@@ -262,10 +263,10 @@ class Capture:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
             given.source = source
-        self.wait_for(anchor(output), output.shape, record, block, layer, given, origin)
+        self.wait_for(*anchor(output), record, block, layer, given, origin)
 
     def wait_for(
-        self, at: Tensor, shape: torch.Size, record: Record, block: Block, layer: Layer, given: Input, from_: Origin
+        self, at: Tensor, read: Read | None, record: Record, block: Block, layer: Layer, given: Input, from_: Origin
     ) -> None:
         """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
         call, me = self.number(record, block), self.me
@@ -273,8 +274,8 @@ class Capture:
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
                 if torch.is_grad_enabled() and capture.forwards.enabled:
-                    follow(capture, record, block, layer, given, from_, d, shape)
-                d = d.detach() if d.shape == shape else d.detach().reshape(shape)
+                    follow(capture, record, block, layer, given, from_, d, read)
+                d = d.detach() if read is None else read(d.detach())
                 capture.arrived(record, block, layer, given, d if given.x is None else whole(d), call)
 
         at.register_hook(hook)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
@@ -80,8 +79,8 @@ class Input:
         self.arrange = arrange
         #: The input within autograd's graph, where a pass that is differentiated may come to it.
         self.source: Tensor | None = None
-        #: The shape in which the layer reads gradients of the source, where that is not the source's own.
-        self.shape: torch.Size | None = None
+        #: What the layer reads gradients of the source by, where these are of another form.
+        self.read: Callable[[Tensor], Tensor] | None = None
         self._version = self._current_version()
 
     def _current_version(self) -> int:

@@ -65,7 +65,7 @@ def watch_whole(
                 given = capture.checked(block, layer, x, record.examples())
             capture.arrived(record, block, layer, given, d, numbers[block])
 
-    once_all_come([anchor(t) for t in outputs], hook)
+    once_all_come(outputs, hook)
 
 
 def once_all_come(tensors: Sequence[Tensor], hook: Callable[[Sequence[Tensor | None]], None]) -> None:
@@ -73,20 +73,22 @@ def once_all_come(tensors: Sequence[Tensor], hook: Callable[[Sequence[Tensor | N
 
     Torch's own function for this waits in vain where a pass begins at one of them, which it does not expect then.
     """
-    nodes = [get_gradient_edge(t).node for t in tensors]
+    anchors = [anchor(t) for t in tensors]
+    nodes = [get_gradient_edge(t).node for t, _ in anchors]
+    reads = [read for _, read in anchors]  # not the tensors, which the graph would keep alive
     passes: dict[int, tuple[list[Tensor | None], list[int]]] = {}
 
-    def take(index: int, d: Tensor) -> None:
+    def take(index: int, d: Tensor | None) -> None:
         task = torch._C._current_graph_task_id()
         if task not in passes:
             others = [i for i, node in enumerate(nodes) if i != index and torch._C._will_engine_execute_node(node)]
             passes[task] = [None] * len(nodes), [index, *others]
         grads, awaited = passes[task]
-        grads[index] = d
+        grads[index] = d if d is None or reads[index] is None else reads[index](d.detach())
         awaited.remove(index)
         if not awaited:
             del passes[task]
             hook(grads)
 
-    for index, tensor in enumerate(tensors):
+    for index, (tensor, _) in enumerate(anchors):
         tensor.register_hook(partial(take, index))
