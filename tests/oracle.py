@@ -377,12 +377,13 @@ def _parts_of(module: nn.Module, names: Mapping[int, str]) -> Iterator[Part]:
 class Observation:
     """What a step's forwards and backwards showed.
 
-    The number of examples, gradients, and (h, delta) by layer.
+    The number of examples, gradients, and (h, delta) by layer; how many positions each example has, where they differ.
     """
 
     n: int
     gradients: dict[str, Tensor]
     calls: dict[str, tuple[Tensor, Tensor]]
+    lengths: dict[str, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -485,12 +486,19 @@ def observe(
                 pieces[layer.key].append((torch.cat(h_calls, 1), torch.cat(delta_calls, 1)))
                 shapes[layer.key].add((pieces[layer.key][-1][0].shape[1], all(len(h) == here for h in h_calls)))
     scale = n if loss_reduction == "mean" else 1
-    calls = {}
+    calls, lengths = {}, {}
     for layer in layers:
         found_here = pieces[layer.key]
         if layer.is_norm:  # only an example's sum has a part in anything
             found_here = [(h[:, :1], delta.sum(1, keepdim=True)) for h, delta in found_here]
-        elif len(shapes[layer.key]) > 1:  # positions of some examples belong to none, or are more: all side by side
+        elif len(shapes[layer.key]) > 1 and all(aligned for _, aligned in shapes[layer.key]):
+            # Some examples have more positions than others, which get some where nothing is.
+            longest = max(h.shape[1] for h, _ in found_here)
+            lengths[layer.key] = torch.cat([torch.full((len(h),), h.shape[1]) for h, _ in found_here])
+            found_here = [
+                (pad_positions(h, longest), pad_positions(delta, longest)) for h, delta in found_here
+            ]
+        elif len(shapes[layer.key]) > 1:  # positions of some micro-batches belong to no example: all side by side
             found_here = [(h.flatten(0, 1)[None], delta.flatten(0, 1)[None]) for h, delta in found_here]
             found_here = [tuple(torch.cat(both, 1) for both in zip(*found_here, strict=True))]  # type: ignore[list-item]
         if found_here:
@@ -498,7 +506,12 @@ def observe(
             calls[layer.key] = h, delta * scale
     if loss_reduction == "sum":
         gradients = {name: g / n for name, g in gradients.items()}
-    return Observation(n, gradients, calls)
+    return Observation(n, gradients, calls, lengths)
+
+
+def pad_positions(x: Tensor, positions: int) -> Tensor:
+    """[L, S, G, C] with zeros behind its positions."""
+    return F.pad(x, (0, 0, 0, 0, 0, positions - x.shape[1]))
 
 
 def _balance(h: list[Tensor], delta: list[Tensor], turned: list[bool]) -> None:
@@ -511,6 +524,8 @@ def _balance(h: list[Tensor], delta: list[Tensor], turned: list[bool]) -> None:
     for which in (False, True):
         of = [t.reshape(-1) for t, is_turned in zip(h, turned, strict=True) if is_turned == which]
         squares.append(torch.cat(of).square().mean())
+    if not squares[0] or not squares[1]:
+        return
     scale = (squares[0] / squares[1]).sqrt()
     for i, is_turned in enumerate(turned):
         if is_turned:
@@ -526,7 +541,12 @@ def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
 
 
 def factors(
-    h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand", examples: int | None = None
+    h: Tensor,
+    delta: Tensor,
+    layer: Layer,
+    sharing: str = "expand",
+    examples: int | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one.
 
@@ -540,7 +560,7 @@ def factors(
         return torch.ones(h.shape[2], 1, 1, dtype=h.dtype), torch.einsum("ngo,ngp->gop", g, g) / n
     if sharing == "reduce":
         assert not layer.sua
-        h_mean, delta_sum = h.mean(1), delta.sum(1)
+        h_mean, delta_sum = h.sum(1) / (s if lengths is None else lengths[:, None, None]), delta.sum(1)
         return (
             torch.einsum("ngi,ngj->gij", h_mean, h_mean) / rows,
             torch.einsum("ngo,ngp->gop", delta_sum, delta_sum) / n,
@@ -550,7 +570,8 @@ def factors(
         h = h[..., :-1]
     taps = layer.taps
     h = h.reshape(*h.shape[:3], taps, -1)
-    return torch.einsum("nsgti,nsgtj->gij", h, h) / (rows * s * taps), b
+    terms = rows * s if lengths is None else int(lengths.sum())
+    return torch.einsum("nsgti,nsgtj->gij", h, h) / (terms * taps), b
 
 
 def rounding_alone(
@@ -579,7 +600,7 @@ def eigenvalues_in(a: Tensor, u: Tensor) -> Tensor:
     return torch.diagonal(u.mT @ a @ u, dim1=-2, dim2=-1).clamp(min=0)
 
 
-def check_basis(a: Tensor, u: Tensor, diagonal: bool, whose: str) -> None:
+def check_basis(a: Tensor, u: Tensor, diagonal: bool, whose: str, tolerance: float = 1e-9) -> None:
     """A basis that the optimizer hands over must be orthonormal and must diagonalise the factor."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype)
     if diagonal:
@@ -588,7 +609,7 @@ def check_basis(a: Tensor, u: Tensor, diagonal: bool, whose: str) -> None:
     torch.testing.assert_close(u.mT @ u, eye.expand_as(u), rtol=0, atol=1e-10)
     rotated = u.mT @ a @ u
     off = rotated - torch.diag_embed(torch.diagonal(rotated, dim1=-2, dim2=-1))
-    assert off.abs().max() <= 1e-9 * a.abs().max() + 1e-300, f"the basis does not diagonalise {whose}"
+    assert off.abs().max() <= tolerance * a.abs().max() + 1e-300, f"the basis does not diagonalise {whose}"
 
 
 def over_columns(layer: Layer, per_channel: Tensor) -> Tensor:
@@ -743,6 +764,7 @@ class OracleEKFAC:
     trained: Sequence[str] | None = None
     per_parameter: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     count: Callable[[Any], int] = lambda batch: len(batch[0])
+    tolerance: float = 1e-9  # of bases that are handed over
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -829,7 +851,9 @@ class OracleEKFAC:
                 covered |= set(layer.names)
                 h, delta = measured.calls[layer.key]
                 raw, g = layer.pack(self._squared(seen.gradients, parameters)), layer.pack(wanted)
-                p = self._block_direction(layer, h, delta, raw, g, seen.n, bases, measured.n)
+                p = self._block_direction(
+                    layer, h, delta, raw, g, seen.n, bases, measured.n, measured.lengths.get(layer.key)
+                )
                 directions |= layer.unpack(p, wanted)
         for name, g in wanted.items():
             if name not in covered:
@@ -850,9 +874,9 @@ class OracleEKFAC:
                     self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
                     p = p + mu * self.velocity[name] if self.option(name, "nesterov") else self.velocity[name]
                 table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
-                shrinks = self.decay_vectors or (parameters[name].dim() > 1 and not table)
+                shrinks = self.option(name, "decay_vectors") or (parameters[name].dim() > 1 and not table)
                 if shrinks and self.option(name, "decoupled_weight_decay"):
-                    part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.cautious_decay else 1.0
+                    part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.option(name, "cautious_decay") else 1.0
                     parameters[name].mul_(1 - lr * self.option(name, "weight_decay") * part)
                 parameters[name].sub_(lr * p)
         self.steps += 1
@@ -882,8 +906,9 @@ class OracleEKFAC:
         n: int,
         bases: Bases | None,
         n_measured: int,
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        a, b = factors(h, delta, layer, self.sharing, n_measured)
+        a, b = factors(h, delta, layer, self.sharing, n_measured, lengths)
         diagonal_a, diagonal_b = self.diagonal_sides(layer, a, b)
         if diagonal_a:
             a = torch.diag_embed(torch.diagonal(a, dim1=-2, dim2=-1))
@@ -940,8 +965,8 @@ class OracleEKFAC:
             u_b = u_b if given_b is None else given_b
             for given, diagonal, factor in ((given_a, diagonal_a, a), (given_b, diagonal_b, b)):
                 assert (given is None) == diagonal or factor.shape[-1] == 1, "a side is wrongly diagonal or not"
-            check_basis(a, u_a, diagonal_a, f"A of {layer.key}")
-            check_basis(b, u_b, diagonal_b, f"B of {layer.key}")
+            check_basis(a, u_a, diagonal_a, f"A of {layer.key}", self.tolerance)
+            check_basis(b, u_b, diagonal_b, f"B of {layer.key}", self.tolerance)
         new = (over_columns(layer, u_a), u_b)
         if state.u_a is not None and state.u_b is not None:
             old = (state.u_a, state.u_b)

@@ -203,7 +203,7 @@ class Maker:
             return Stage(lambda layer, x: layer(x.flatten(0, 1)).unflatten(0, (len(x), t)), layer), kind, (t, out)
         if kind in ("attention", "crossed"):
             return *self.attention(kind, d, t), shape
-        if kind == "encoder":
+        if kind == "encoder" and d > 1:  # what a norm makes of a single number is zero, but for rounding
             heads = chance.choice([h for h in (1, 2, 3) if d % h == 0])
             own = {"dropout": 0.0, "batch_first": True, "norm_first": chance.random() < 0.5}
             return nn.TransformerEncoderLayer(d, heads, out, activation=F.gelu, **own), kind, shape
