@@ -524,12 +524,14 @@ def _balance(h: list[Tensor], delta: list[Tensor], turned: list[bool]) -> None:
     for which in (False, True):
         of = [t.reshape(-1) for t, is_turned in zip(h, turned, strict=True) if is_turned == which]
         squares.append(torch.cat(of).square().mean())
-    if not squares[0] or not squares[1]:
+    if not squares[0]:
         return
     scale = (squares[0] / squares[1]).sqrt()
     for i, is_turned in enumerate(turned):
-        if is_turned:
+        if is_turned and squares[1]:
             h[i], delta[i] = h[i] * scale, delta[i] / scale
+        elif is_turned:  # no gradient has come to them
+            delta[i] = 0 * delta[i]
 
 
 def example_gradients(h: Tensor, delta: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ekfac
 from fuzz.harness import Broken, Fuzzer
 from fuzz.nets import Drawn, Maker, Stage, freeze
-from fuzz.networks import Case, Micro, Weights, distance, made, options_of, shaken, steps_of, train_step
+from fuzz.networks import Case, Micro, Weights, distance, made, options_of, refused_rightly, shaken, steps_of, train_step
 from helpers import parameters_of
 
 
@@ -108,7 +108,7 @@ def resumed(chance: random.Random, folder: Path) -> str:
         for pieces in steps[at:]:
             other.step(pieces)
     except ValueError as error:
-        if refused(error, case):
+        if refused_rightly(str(error), case):
             return "refused"
         raise
     ends = one.end(), other.end()
@@ -126,11 +126,6 @@ def problem(chance: random.Random, by_default: bool = False) -> tuple[Drawn, Cas
         freeze(drawn.model, chance)
     case = usual(chance) if by_default else options_of(chance, drawn.model)
     return drawn, case, steps_of(chance, drawn, case.options.get("loss_reduction", "mean"))
-
-
-def refused(error: ValueError, case: Case) -> bool:
-    needs = case.options.get("scaling") == "per_example" or case.options.get("sharing") == "reduce"
-    return needs and "its input has shape" in str(error)
 
 
 # --- but for rounding ---------------------------------------------------------------------------------------------
@@ -273,13 +268,13 @@ def unchanged(chance: random.Random, folder: Path) -> str:
     try:
         plain = trained(case, drawn.model, steps)
     except ValueError as error:
-        if refused(error, case):
+        if refused_rightly(str(error), case):
             return "refused"
         raise
     try:
         other = back(trained(other_case, model, other_steps))
     except ValueError as error:
-        if refused(error, case):
+        if refused_rightly(str(error), case):
             return "refused"
         raise
     off = distance(plain, other)

@@ -354,7 +354,8 @@ def joined(layer: Layer, deltas: Sequence[Tensor]) -> Tensor:
 def balances(calls: Sequence[Call]) -> Tensor | None:
     """Return the factor that gives transposed uses' h the mean square of direct ones'; None without both.
 
-    It is taken over all examples at once, so that it does not depend on how they are split.
+    It is taken over all examples at once, so that it does not depend on how they are split. Where no gradient has come
+    to transposed uses it is huge: they have a part neither in A nor in B.
     """
     if len({call.layer.transposed for call in calls}) < 2:
         return None
@@ -364,5 +365,6 @@ def balances(calls: Sequence[Call]) -> Tensor | None:
         count = sum(entries for _, entries in of)
         squares.append(torch.stack([square for square, _ in of]).sum() / count)
     direct, in_basis = squares
-    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=torch.finfo(in_basis.dtype).tiny), 1.0).sqrt()
+    finfo = torch.finfo(in_basis.dtype)
+    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=finfo.tiny), finfo.max**0.5).sqrt()
     return torch.where(c > 0, c, 1.0)
