@@ -111,7 +111,12 @@ def options_of(chance: random.Random, model: nn.Module) -> Case:
             case.told = {"weight_decay": 0.3, "decay_vectors": False, "cautious_decay": True}
         if chance.random() < 0.25:
             case.groups = groups_of(chance, model)
-    layers = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and "." in name]
+    owners = [id(p) for m in model.modules() for p in m._parameters.values()]
+    layers = [  # without one of those that share a weight the others are refused
+        name
+        for name, m in model.named_modules()
+        if type(m) in (nn.Linear, nn.Conv2d) and all(owners.count(id(p)) == 1 for p in m.parameters())
+    ]
     if layers and chance.random() < 0.1:
         o["exclude"] = [chance.choice(layers)]
     if chance.random() < 0.3:
