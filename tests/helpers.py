@@ -169,4 +169,6 @@ def assert_same_state(
             assert error <= tolerance * expected.abs().max() + 1e-14, f"{name} of {key} is off by {error:.3g}"
         if oracle.scaling in ("running", "kronecker"):
             assert block.s is not None
-            torch.testing.assert_close(state["s"], block.s, rtol=100 * tolerance, atol=tolerance * float(block.s.max() + 1))
+            torch.testing.assert_close(
+                state["s"], block.s, rtol=100 * tolerance, atol=tolerance * float(block.s.max() + 1)
+            )

@@ -495,12 +495,10 @@ def observe(
             # Some examples have more positions than others, which get some where nothing is.
             longest = max(h.shape[1] for h, _ in found_here)
             lengths[layer.key] = torch.cat([torch.full((len(h),), h.shape[1]) for h, _ in found_here])
-            found_here = [
-                (pad_positions(h, longest), pad_positions(delta, longest)) for h, delta in found_here
-            ]
+            found_here = [(pad_positions(h, longest), pad_positions(delta, longest)) for h, delta in found_here]
         elif len(shapes[layer.key]) > 1:  # positions of some micro-batches belong to no example: all side by side
             found_here = [(h.flatten(0, 1)[None], delta.flatten(0, 1)[None]) for h, delta in found_here]
-            found_here = [tuple(torch.cat(both, 1) for both in zip(*found_here, strict=True))]  # type: ignore[list-item]
+            found_here = [tuple(torch.cat(both, 1) for both in zip(*found_here, strict=True))]
         if found_here:
             h, delta = (torch.cat(both) for both in zip(*found_here, strict=True))
             calls[layer.key] = h, delta * scale
@@ -576,9 +574,7 @@ def factors(
     return torch.einsum("nsgti,nsgtj->gij", h, h) / (terms * taps), b
 
 
-def rounding_alone(
-    calls: Mapping[str, tuple[Tensor, Tensor]], gradients: Mapping[str, Tensor], sharing: str
-) -> bool:
+def rounding_alone(calls: Mapping[str, tuple[Tensor, Tensor]], gradients: Mapping[str, Tensor], sharing: str) -> bool:
     """Whether deltas cancel out over positions, or a gradient is zero in exact arithmetic and is not here."""
     sizes = [float(g.abs().max()) for g in gradients.values() if g.numel()]
     if any(0 < size < 1e-13 * max(sizes) for size in sizes):
@@ -878,7 +874,9 @@ class OracleEKFAC:
                 table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
                 shrinks = self.option(name, "decay_vectors") or (parameters[name].dim() > 1 and not table)
                 if shrinks and self.option(name, "decoupled_weight_decay"):
-                    part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.option(name, "cautious_decay") else 1.0
+                    part = (
+                        (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.option(name, "cautious_decay") else 1.0
+                    )
                     parameters[name].mul_(1 - lr * self.option(name, "weight_decay") * part)
                 parameters[name].sub_(lr * p)
         self.steps += 1

@@ -1,8 +1,8 @@
 """Modules with several products inside, written out: attention, recurrent layers, bilinear layers, bags of embeddings.
 
 For the oracle, from the formulas in torch's documentation. A whole's forward is replaced by a plain one, with loops
-over time steps, which hands every product of the whole's own parameters to a ``tap``: (part, h, y) gives y, to which the
-oracle has added zeros. h has all columns of the part, those of its biases too, and examples come first.
+over time steps, which hands every product of the whole's own parameters to a ``tap``: (part, h, y) gives y, to which
+the oracle has added zeros. h has all columns of the part, those of its biases too, and examples come first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def suffixes(module: Any) -> list[str]:
     """Return the endings of the parameters' names, one for each layer and direction."""
     if isinstance(module, CELLS):
         return [""]
-    return [f"_l{layer}{way}" for layer in range(module.num_layers) for way in ("", "_reverse")[: 1 + module.bidirectional]]
+    return [
+        f"_l{layer}{way}" for layer in range(module.num_layers) for way in ("", "_reverse")[: 1 + module.bidirectional]
+    ]
 
 
 def plain_forward(module: Any, tap: Tap) -> Callable[..., Any]:
@@ -77,7 +79,9 @@ def _ones(x: Tensor, count: int) -> Tensor:
 
 
 def _bilinear(m: nn.Bilinear, tap: Tap, one: Tensor, two: Tensor) -> Tensor:
-    products = torch.stack([one[..., i] * two[..., j] for i in range(m.in1_features) for j in range(m.in2_features)], -1)
+    products = torch.stack(
+        [one[..., i] * two[..., j] for i in range(m.in1_features) for j in range(m.in2_features)], -1
+    )
     y = products @ m.weight.flatten(1).T
     if m.bias is None:
         return tap("", products, y)
@@ -127,7 +131,10 @@ def _attention(
             shift = tap("in_proj_bias", x.new_ones(*x.shape[:-1], 1), bias.expand(*x.shape[:-1], -1))
             return y + shift[..., i * width : (i + 1) * width]
 
-        q, k, v = (separate(i, name, x) for i, (name, x) in enumerate(zip(("q_proj", "k_proj", "v_proj"), (q, k, v), strict=True)))
+        q, k, v = (
+            separate(i, name, x)
+            for i, (name, x) in enumerate(zip(("q_proj", "k_proj", "v_proj"), (q, k, v), strict=True))
+        )
     n, heads, each = len(q), m.num_heads, width // m.num_heads
     q, k, v = (x.reshape(n, -1, heads, each).transpose(1, 2) for x in (q, k, v))
     scores = q @ k.mT / math.sqrt(each)
@@ -146,7 +153,10 @@ def _one_step(m: Any, tap: Tap, suffix: str, x: Tensor, state: tuple[Tensor, ...
         return y + getattr(m, f"bias_{side}{suffix}") if biases else y
 
     if isinstance(m, (nn.GRU, nn.GRUCell)):
-        by_x, by_h = tap("ih" + suffix, _ones(x, biases), product("ih", x)), tap("hh" + suffix, _ones(h, biases), product("hh", h))
+        by_x, by_h = (
+            tap("ih" + suffix, _ones(x, biases), product("ih", x)),
+            tap("hh" + suffix, _ones(h, biases), product("hh", h)),
+        )
         size = m.hidden_size
         reset = torch.sigmoid(by_x[:, :size] + by_h[:, :size])
         keep = torch.sigmoid(by_x[:, size : 2 * size] + by_h[:, size : 2 * size])

@@ -1,9 +1,10 @@
-"""What must not change the training of a random network: how it is cut, saved, copied, stacked, scaled or written down."""
+"""What must not change the training of a random network: how it is cut, saved, copied, stacked, scaled or written."""
 
 from __future__ import annotations
 
 import copy
 import io
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,18 @@ from torch import Tensor, nn
 import ekfac
 from fuzz.harness import Broken, Fuzzer
 from fuzz.nets import Drawn, Maker, Stage, freeze
-from fuzz.networks import Case, Micro, Weights, distance, made, options_of, refused_rightly, shaken, steps_of, train_step
+from fuzz.networks import (
+    Case,
+    Micro,
+    Weights,
+    distance,
+    made,
+    options_of,
+    refused_rightly,
+    shaken,
+    steps_of,
+    train_step,
+)
 from helpers import parameters_of
 
 
@@ -155,8 +167,7 @@ def cut(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[Micro]
     def parts(batch: Micro) -> list[Micro]:
         n = len(batch.x)
         edges = sorted({0, n, *chance.choices(range(n + 1), k=2)})
-        pairs = zip(edges[:-1], edges[1:], strict=True)
-        return [replace(batch, x=batch.x[a:b], y=batch.y[a:b]) for a, b in pairs]
+        return [replace(batch, x=batch.x[a:b], y=batch.y[a:b]) for a, b in itertools.pairwise(edges)]
 
     return case, drawn.model, [[part for batch in pieces for part in parts(batch)] for pieces in steps], same
 
@@ -175,7 +186,6 @@ def apart(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[Micr
         module = name.rpartition(".")[0]
         users = [n for n, m in drawn.model.named_modules() if any(q is p for q in m._parameters.values())]
         owner.setdefault(hash(users[0] if users else module), []).append(name)
-    # A layer's damping must be one, and a tied weight's bias may belong to another block: all groups have equal options.
     return replace(case, groups=[(names, {}) for names in owner.values()]), drawn.model, steps, same
 
 
@@ -185,13 +195,16 @@ class ByConvolution(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.inner = nn.Conv1d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None)
-        self.inner.weight.data, self.inner.weight.requires_grad = linear.weight.data[..., None].clone(), linear.weight.requires_grad
+        self.inner.weight.data, self.inner.weight.requires_grad = (
+            linear.weight.data[..., None].clone(),
+            linear.weight.requires_grad,
+        )
         if linear.bias is not None:
-            self.inner.bias.data, self.inner.bias.requires_grad = linear.bias.data.clone(), linear.bias.requires_grad  # type: ignore[union-attr]
+            self.inner.bias.data, self.inner.bias.requires_grad = linear.bias.data.clone(), linear.bias.requires_grad
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)).transpose(1, 2)
-        return y.reshape(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class ByCells(nn.Module):
@@ -235,15 +248,17 @@ def rewritten(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[
             alone = all(users[id(p)] == 1 for p in module.parameters(recurse=False))
             if type(module) is nn.Linear and alone and isinstance(owner, (Stage, nn.ModuleList)):
                 setattr(owner, name, ByConvolution(module).double())
-            elif type(module) in (nn.LSTM, nn.GRU, nn.RNN):
-                if not (module.bidirectional or getattr(module, "proj_size", 0)):
-                    setattr(owner, name, ByCells(module))
+            one_way = type(module) in (nn.LSTM, nn.GRU, nn.RNN) and not module.bidirectional
+            if one_way and not getattr(module, "proj_size", 0):
+                setattr(owner, name, ByCells(module))
     shapes = {name: p.shape for name, p in drawn.model.named_parameters()}
 
     def back(weights: Weights) -> Weights:
         found = {}
         for name, p in weights.items():
-            plain = name.replace(".inner.weight", ".weight").replace(".inner.bias", ".bias") if name not in shapes else name
+            plain = (
+                name.replace(".inner.weight", ".weight").replace(".inner.bias", ".bias") if name not in shapes else name
+            )
             head, _, last = plain.rpartition(".")
             if ".cells." in head:
                 start, _, number = head.rpartition(".cells.")
@@ -289,6 +304,6 @@ def unchanged(chance: random.Random, folder: Path) -> str:
 
 
 FUZZERS = (
-    Fuzzer("resumed", "a random network trains on from a saved state or a copy, equal to the bit", 1000, resumed),
-    Fuzzer("unchanged", "order, cuts, scale, stacking and form of a random network do not matter", 1000, unchanged),
+    Fuzzer("resumed", "a random network trains on from a saved state or a copy, equal to the bit", 500, resumed),
+    Fuzzer("unchanged", "order, cuts, scale, stacking and form of a random network do not matter", 500, unchanged),
 )

@@ -49,7 +49,7 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kept and x.requires_grad:
-            return checkpoint(self.body, x, use_reentrant=self.kept == "reentrant")  # type: ignore[no-any-return]
+            return checkpoint(self.body, x, use_reentrant=self.kept == "reentrant")
         return self.body(x)
 
 
@@ -127,7 +127,7 @@ class Maker:
         elif self.tokens is not None and self.tokens.weight.shape == layer.weight.shape and how < 0.5:
             layer.weight = self.tokens.weight
         elif how > 0.92:
-            return nn.utils.parametrizations.weight_norm(layer)  # type: ignore[no-any-return]
+            return nn.utils.parametrizations.weight_norm(layer)
         else:
             self.linears.append(layer)
         return layer
@@ -157,7 +157,9 @@ class Maker:
     def of_vector(self, shape: Shape) -> Made:
         chance, (d,) = self.chance, shape
         out = chance.randint(1, 5)
-        kind = chance.choice(["linear"] * 4 + ["norm", "bilinear", "cell", "sequence", "image", "heads", "mixed", "row"])
+        kind = chance.choice(
+            ["linear"] * 4 + ["norm", "bilinear", "cell", "sequence", "image", "heads", "mixed", "row"]
+        )
         if kind == "norm" and d > 1:
             return self.norm("vector", shape), "norm", shape
         if kind == "bilinear":
@@ -216,7 +218,7 @@ class Maker:
             return Stage(lambda table, x: x + table(torch.arange(t).expand(len(x), t)), table), kind, shape
         if kind == "convolution":
             layer = nn.Conv1d(d, out, chance.randint(1, min(3, t)), padding=chance.randint(0, 1))
-            after = t + 2 * layer.padding[0] - layer.kernel_size[0] + 1  # type: ignore[operator]
+            after = t + 2 * layer.padding[0] - layer.kernel_size[0] + 1
             return Stage(lambda c, x: c(x.transpose(1, 2)).transpose(1, 2), layer), kind, (after, out)
         if kind == "mean":
             return Stage(lambda x: x.mean(1)), kind, (d,)
@@ -302,7 +304,9 @@ class Maker:
         given: dict[str, Any] = {"stride": tuple(stride), "dilation": tuple(dilation), "padding": tuple(padding)}
         named = {"groups": groups, "bias": chance.random() < 0.7}
         if transposed:
-            given["output_padding"] = tuple(chance.randint(0, max(s, k) - 1) for s, k in zip(stride, dilation, strict=True))
+            given["output_padding"] = tuple(
+                chance.randint(0, max(s, k) - 1) for s, k in zip(stride, dilation, strict=True)
+            )
         else:
             named["padding_mode"] = mode
             if chance.random() < 0.2:
@@ -388,7 +392,9 @@ def fill(model: Net) -> Net:
     model = model.double()
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn_like(p) / math.sqrt(max(1, p[0].numel())) if p.dim() > 1 else p + 0.3 * torch.randn_like(p))
+            p.copy_(
+                torch.randn_like(p) / math.sqrt(max(1, p[0].numel())) if p.dim() > 1 else p + 0.3 * torch.randn_like(p)
+            )
     return model
 
 
@@ -404,14 +410,14 @@ def _normal(*shape: int) -> Tensor:
 
 
 def _bilinear(first: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(torch.tanh(first(x)), x)  # type: ignore[no-any-return]
+    return layer(torch.tanh(first(x)), x)
 
 
 def _cell_steps(cell: nn.Module, x: Tensor, steps: int) -> Tensor:
     state = None
     for i in range(steps):
         state = cell(x / (i + 1), state)
-    return state[0] if isinstance(state, tuple) else state  # type: ignore[return-value]
+    return state[0] if isinstance(state, tuple) else state
 
 
 def _pooled(layer: nn.Module, x: Tensor) -> Tensor:
@@ -423,7 +429,7 @@ def _attended(m: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, mask: T
         first = {id(t): t.transpose(0, 1) for t in (q, k, v)}  # the same tensors stay the same
         q, k, v = (first[id(t)] for t in (q, k, v))
     out = m(q, k, v, attn_mask=mask, need_weights=False)[0]
-    return out if m.batch_first else out.transpose(0, 1)  # type: ignore[no-any-return]
+    return out if m.batch_first else out.transpose(0, 1)
 
 
 def _crossed(m: nn.MultiheadAttention, f: nn.Module, x: Tensor, how: str, mask: Tensor | None) -> Tensor:
@@ -440,5 +446,5 @@ def _recurred(m: Any, x: Tensor, end: bool) -> Tensor:
     if end:
         out = out if m.batch_first else out.transpose(0, 1)
         last = (state[0] if isinstance(state, tuple) else state)[-1]
-        return out[:, -1] + F.pad(last, (0, out.shape[-1] - last.shape[-1]))  # type: ignore[no-any-return]
-    return out if m.batch_first else out.transpose(0, 1)  # type: ignore[no-any-return]
+        return out[:, -1] + F.pad(last, (0, out.shape[-1] - last.shape[-1]))
+    return out if m.batch_first else out.transpose(0, 1)

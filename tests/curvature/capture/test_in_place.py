@@ -151,8 +151,8 @@ def test_a_scalers_scale_is_exact_in_float64(rule: str) -> None:
     x, y = (torch.randn(7, d, dtype=torch.float64) for d in (3, 4))  # one by seven is no number in float32
     kind, own = (KFAC, {}) if rule == "KFAC" else (EKFAC, {"scaling": rule})
     found = []
-    for scale in (1.0, 8.0):
-        net, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=scale)
+    for enabled in (False, True):
+        net, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
         opt = kind(net, **own, **OPTIONS, loss_reduction="sum", grad_scaler=scaler)
         scaler.scale(sum_loss(net, (x, y))).backward()
         scaler.step(opt)

@@ -84,7 +84,8 @@ def once_all_come(tensors: Sequence[Tensor], hook: Callable[[Sequence[Tensor | N
             others = [i for i, node in enumerate(nodes) if i != index and torch._C._will_engine_execute_node(node)]
             passes[task] = [None] * len(nodes), [index, *others]
         grads, awaited = passes[task]
-        grads[index] = d if d is None or reads[index] is None else reads[index](d.detach())
+        read = reads[index]
+        grads[index] = d if d is None or read is None else read(d.detach())
         awaited.remove(index)
         if not awaited:
             del passes[task]
