@@ -12,7 +12,8 @@ another.
 Shapes: a layer's gradient is [G, O, C]: G groups, O outputs of a group, C columns. h is [N, S, G, C] and
 delta is [N, S, G, O]. The columns of a layer are its weight's, in the weight's own order, then one for the
 bias; a norm layer has one unit a group, its scale and its shift as two outputs, and one column. Under SUA
-they are ordered tap by tap, and the channel basis U_A is repeated for every tap.
+they are ordered tap by tap, and the channel basis U_A is repeated for every tap. Attention, recurrent layers
+and their like are written out in ``oracle_wholes.py``; each of their products is a ``Part``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from oracle_wholes import WHOLES, parts, plain_forward
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CHANNEL_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -35,7 +38,7 @@ LAST_DIM_NORMS = (nn.LayerNorm, nn.RMSNorm)
 NORMS = CHANNEL_NORMS + LAST_DIM_NORMS
 COVERED = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED, *NORMS)
 
-ADAPTIVE = ("belief", "adam", "rmsprop", "adagrad")
+TORCHS = ("belief", "adam", "rmsprop", "adagrad")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -72,13 +75,14 @@ def dense_fisher(gradients: Tensor) -> Tensor:
 class Layer:
     """One layer, or several of one kind that share their parameters.
 
-    ``weight`` and ``bias`` name those that train.
+    ``weight`` and ``bias`` name those that train. ``inside`` is the module that uses the layer without calling it.
     """
 
     modules: list[nn.Module]
     weight: str | None
     bias: str | None
     sua: bool = False
+    inside: nn.Module | None = None
 
     @property
     def key(self) -> str:
@@ -184,6 +188,7 @@ class Layer:
             delta = torch.stack(pair, -1)
             return torch.ones_like(delta[..., :1]), delta
         if isinstance(module, nn.Linear):
+            length = length if x.dim() > 1 else 1  # a single vector is one row
             h = x.reshape(length, -1, 1, x.shape[-1])
             delta = gradient.reshape(length, -1, 1, gradient.shape[-1])
         elif isinstance(module, nn.Embedding):
@@ -200,6 +205,56 @@ class Layer:
             delta = flat.reshape(length, flat.shape[1], module.groups, -1)
         columns = ([h] if self.weight else []) + ([torch.ones_like(h[..., :1])] if self.bias else [])
         return torch.cat(columns, -1), delta
+
+
+@dataclass
+class Part(Layer):
+    """Parameters of a module with several products that are the columns of one matrix, side by side.
+
+    ``columns`` has the width of each and its name in the model, None where it is not trained; weights come before
+    biases. The other fields are not used but for ``modules``.
+    """
+
+    columns: list[tuple[str | None, int]] = field(default_factory=list)
+    first: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.first
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.columns if name is not None]
+
+    @property
+    def is_norm(self) -> bool:
+        return False
+
+    @property
+    def taps(self) -> int:
+        return 1
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        found = []
+        for name, width in self.columns:
+            if name is not None:
+                t = tensors[name].T if isinstance(self.module, nn.EmbeddingBag) else tensors[name]
+                found.append(t.reshape(t.shape[0], width))
+        return torch.cat(found, 1)[None]
+
+    def unpack(self, block: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        out, at = {}, 0
+        for name, width in self.columns:
+            if name is not None:
+                piece = block[0, :, at : at + width]
+                piece = piece.T if isinstance(self.module, nn.EmbeddingBag) else piece
+                out[name], at = piece.reshape(like[name].shape), at + width
+        return out
+
+    def positions(self, module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        pieces = x.split([width for _, width in self.columns], -1)
+        h = torch.cat([piece for piece, (name, _) in zip(pieces, self.columns, strict=True) if name is not None], -1)
+        return h.reshape(len(x), -1, 1, h.shape[-1]), gradient.reshape(len(x), -1, 1, gradient.shape[-1])
 
 
 def receptive_fields(module: nn.Module, x: Tensor) -> Tensor:
@@ -272,8 +327,13 @@ def find_layers(
     }
     layers: dict[int, Layer] = {}
     own: list[tuple[nn.Module, str | None]] = []
+    wholes: list[Layer] = []
     for name, module in model.named_modules():
-        if not isinstance(module, COVERED) or name in exclude:
+        if name in exclude:
+            continue
+        if isinstance(module, WHOLES):
+            wholes += _parts_of(module, names)
+        if not isinstance(module, COVERED):
             continue
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         weight_name, bias_name = names.get(id(weight)), names.get(id(bias))
@@ -290,24 +350,40 @@ def find_layers(
         else:
             convolution = isinstance(module, CONVOLUTIONS + TRANSPOSED)
             layers[shared] = Layer([module], weight_name, bias_name, sua=sua and convolution)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            layers[shared].inside = owner if isinstance(owner, nn.MultiheadAttention) else None
     for module, bias_name in own:
         joint = layers[id(module.weight)]
         if joint.bias != bias_name:
             layers |= {id(m.bias): Layer([m], None, names.get(id(m.bias))) for m in joint.modules}
             joint.bias = None
-    return [layer for layer in layers.values() if layer.names]
+    return [layer for layer in layers.values() if layer.names] + wholes
+
+
+def _parts_of(module: nn.Module, names: Mapping[int, str]) -> Iterator[Part]:
+    """The parts of a whole that train; of one that has parameters made of others, nothing."""
+    if nn.utils.parametrize.is_parametrized(module):
+        return
+    for part, columns in parts(module).items():
+        found = [(names.get(id(getattr(module, name))), width) for name, width in columns]
+        # Its state is kept under the first, by the sides of a recurrent layer: weight and bias, then weight and bias.
+        order = sorted(zip(found, columns, strict=True), key=lambda both: "_hh" in both[1][0])
+        trained = [name for (name, _), _ in order if name is not None]
+        if trained:
+            yield Part([module], part, None, columns=found, first=trained[0])
 
 
 @dataclass
 class Observation:
     """What a step's forwards and backwards showed.
 
-    The number of examples, gradients, and (h, delta) by layer.
+    The number of examples, gradients, and (h, delta) by layer; how many positions each example has, where they differ.
     """
 
     n: int
     gradients: dict[str, Tensor]
     calls: dict[str, tuple[Tensor, Tensor]]
+    lengths: dict[str, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -330,15 +406,30 @@ def _zeros_added(layers: Sequence[Layer]) -> Iterator[dict[str, list[tuple[nn.Mo
 
         return forward
 
+    def tap_of(module: nn.Module) -> Callable[[str, Tensor, Tensor], Tensor]:
+        own = {layer.weight: layer for layer in layers if isinstance(layer, Part) and layer.module is module}
+
+        def tap(part: str, h: Tensor, y: Tensor) -> Tensor:
+            if part not in own:
+                return y
+            zeros = torch.zeros_like(y, requires_grad=True)
+            record[own[part].key].append((module, h.detach().clone(), zeros))
+            return y + zeros
+
+        return tap
+
+    wholes = [layer.inside for layer in layers if layer.inside is not None]  # which call their layers by no forward
     try:
+        for module in wholes:
+            module.forward = plain_forward(module, tap_of(module))
         for layer in layers:
             for module in layer.modules:
-                module.forward = replacement(module, layer.key)
+                whole = isinstance(layer, Part)
+                module.forward = plain_forward(module, tap_of(module)) if whole else replacement(module, layer.key)
         yield record
     finally:
-        for layer in layers:
-            for module in layer.modules:
-                module.__dict__.pop("forward", None)
+        for module in (*wholes, *(module for layer in layers for module in layer.modules)):
+            module.__dict__.pop("forward", None)
 
 
 def observe(
@@ -360,6 +451,7 @@ def observe(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[Tensor, Tensor]]] = {layer.key: [] for layer in layers}
+    shapes: dict[str, set[tuple[int, bool]]] = {layer.key: set() for layer in layers}
     for batch in batches:
         with _zeros_added(layers) as record:
             value = loss(model, batch)
@@ -392,15 +484,32 @@ def observe(
                 delta_calls = [delta.flatten(0, 1)[None] for delta in delta_calls]
             if h_calls:
                 pieces[layer.key].append((torch.cat(h_calls, 1), torch.cat(delta_calls, 1)))
+                shapes[layer.key].add((pieces[layer.key][-1][0].shape[1], all(len(h) == here for h in h_calls)))
     scale = n if loss_reduction == "mean" else 1
-    calls = {
-        key: (torch.cat([h for h, _ in parts]), torch.cat([delta for _, delta in parts]) * scale)
-        for key, parts in pieces.items()
-        if parts
-    }
+    calls, lengths = {}, {}
+    for layer in layers:
+        found_here = pieces[layer.key]
+        if layer.is_norm:  # only an example's sum has a part in anything
+            found_here = [(h[:, :1], delta.sum(1, keepdim=True)) for h, delta in found_here]
+        elif len(shapes[layer.key]) > 1 and all(aligned for _, aligned in shapes[layer.key]):
+            # Some examples have more positions than others, which get some where nothing is.
+            longest = max(h.shape[1] for h, _ in found_here)
+            lengths[layer.key] = torch.cat([torch.full((len(h),), h.shape[1]) for h, _ in found_here])
+            found_here = [(pad_positions(h, longest), pad_positions(delta, longest)) for h, delta in found_here]
+        elif len(shapes[layer.key]) > 1:  # positions of some micro-batches belong to no example: all side by side
+            found_here = [(h.flatten(0, 1)[None], delta.flatten(0, 1)[None]) for h, delta in found_here]
+            found_here = [tuple(torch.cat(both, 1) for both in zip(*found_here, strict=True))]
+        if found_here:
+            h, delta = (torch.cat(both) for both in zip(*found_here, strict=True))
+            calls[layer.key] = h, delta * scale
     if loss_reduction == "sum":
         gradients = {name: g / n for name, g in gradients.items()}
-    return Observation(n, gradients, calls)
+    return Observation(n, gradients, calls, lengths)
+
+
+def pad_positions(x: Tensor, positions: int) -> Tensor:
+    """[L, S, G, C] with zeros behind its positions."""
+    return F.pad(x, (0, 0, 0, 0, 0, positions - x.shape[1]))
 
 
 def _balance(h: list[Tensor], delta: list[Tensor], turned: list[bool]) -> None:
@@ -413,10 +522,14 @@ def _balance(h: list[Tensor], delta: list[Tensor], turned: list[bool]) -> None:
     for which in (False, True):
         of = [t.reshape(-1) for t, is_turned in zip(h, turned, strict=True) if is_turned == which]
         squares.append(torch.cat(of).square().mean())
+    if not squares[0]:
+        return
     scale = (squares[0] / squares[1]).sqrt()
     for i, is_turned in enumerate(turned):
-        if is_turned:
+        if is_turned and squares[1]:
             h[i], delta[i] = h[i] * scale, delta[i] / scale
+        elif is_turned:  # no gradient has come to them
+            delta[i] = 0 * delta[i]
 
 
 def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
@@ -428,11 +541,17 @@ def example_gradients(h: Tensor, delta: Tensor) -> Tensor:
 
 
 def factors(
-    h: Tensor, delta: Tensor, layer: Layer, sharing: str = "expand", examples: int | None = None
+    h: Tensor,
+    delta: Tensor,
+    layer: Layer,
+    sharing: str = "expand",
+    examples: int | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A [G, I, I] and B [G, O, O] of one batch. A norm layer's B is its exact block, its A is one.
 
-    ``examples`` is N where the leading dimension of h is not (positions that belong to no example).
+    ``examples`` is N where the leading dimension of h is not (positions that belong to no example, or examples
+    that do not all come to the layer).
     """
     rows, s = h.shape[:2]
     n = rows if examples is None else examples
@@ -440,10 +559,10 @@ def factors(
         g = example_gradients(h, delta)[..., 0]
         return torch.ones(h.shape[2], 1, 1, dtype=h.dtype), torch.einsum("ngo,ngp->gop", g, g) / n
     if sharing == "reduce":
-        assert not layer.sua and n == rows
-        h_mean, delta_sum = h.mean(1), delta.sum(1)
+        assert not layer.sua
+        h_mean, delta_sum = h.sum(1) / (s if lengths is None else lengths[:, None, None]), delta.sum(1)
         return (
-            torch.einsum("ngi,ngj->gij", h_mean, h_mean) / n,
+            torch.einsum("ngi,ngj->gij", h_mean, h_mean) / rows,
             torch.einsum("ngo,ngp->gop", delta_sum, delta_sum) / n,
         )
     b = torch.einsum("nsgo,nsgp->gop", delta, delta) / n
@@ -451,7 +570,20 @@ def factors(
         h = h[..., :-1]
     taps = layer.taps
     h = h.reshape(*h.shape[:3], taps, -1)
-    return torch.einsum("nsgti,nsgtj->gij", h, h) / (rows * s * taps), b
+    terms = rows * s if lengths is None else int(lengths.sum())
+    return torch.einsum("nsgti,nsgtj->gij", h, h) / (terms * taps), b
+
+
+def rounding_alone(calls: Mapping[str, tuple[Tensor, Tensor]], gradients: Mapping[str, Tensor], sharing: str) -> bool:
+    """Whether deltas cancel out over positions, or a gradient is zero in exact arithmetic and is not here."""
+    sizes = [float(g.abs().max()) for g in gradients.values() if g.numel()]
+    if any(0 < size < 1e-13 * max(sizes) for size in sizes):
+        return True
+    for _, delta in calls.values():
+        total = delta.sum(1).abs().amax() if sharing == "reduce" else delta.abs().amax()
+        if 0 < float(total) < 1e-13 * float(delta.abs().sum(1).amax()) or 0 < float(delta.abs().amax()) < 1e-13:
+            return True
+    return False
 
 
 def eigenbasis(a: Tensor, diagonal: bool) -> Tensor:
@@ -466,7 +598,7 @@ def eigenvalues_in(a: Tensor, u: Tensor) -> Tensor:
     return torch.diagonal(u.mT @ a @ u, dim1=-2, dim2=-1).clamp(min=0)
 
 
-def check_basis(a: Tensor, u: Tensor, diagonal: bool) -> None:
+def check_basis(a: Tensor, u: Tensor, diagonal: bool, whose: str, tolerance: float = 1e-9) -> None:
     """A basis that the optimizer hands over must be orthonormal and must diagonalise the factor."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype)
     if diagonal:
@@ -475,7 +607,7 @@ def check_basis(a: Tensor, u: Tensor, diagonal: bool) -> None:
     torch.testing.assert_close(u.mT @ u, eye.expand_as(u), rtol=0, atol=1e-10)
     rotated = u.mT @ a @ u
     off = rotated - torch.diag_embed(torch.diagonal(rotated, dim1=-2, dim2=-1))
-    assert off.abs().max() <= 1e-9 * a.abs().max() + 1e-300, "the basis does not diagonalise the factor"
+    assert off.abs().max() <= tolerance * a.abs().max() + 1e-300, f"the basis does not diagonalise {whose}"
 
 
 def over_columns(layer: Layer, per_channel: Tensor) -> Tensor:
@@ -498,9 +630,9 @@ def eigenvalues_over_columns(layer: Layer, s_a: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def second_moment(h: Tensor, delta: Tensor, u_a: Tensor, u_b: Tensor) -> Tensor:
+def second_moment(h: Tensor, delta: Tensor, u_a: Tensor, u_b: Tensor, examples: int | None = None) -> Tensor:
     """s*: mean over n of the squares of U_B^T g_n U_A; u_a is the basis of all columns. [G, O, C]."""
-    return (u_b.mT @ example_gradients(h, delta) @ u_a).square().mean(0)
+    return (u_b.mT @ example_gradients(h, delta) @ u_a).square().sum(0) / (examples or len(h))
 
 
 def carried(s: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
@@ -526,6 +658,12 @@ def damped(s: Tensor, eps: float, mode: str, s_a: Tensor | None = None, s_b: Ten
         return s + eps
     if mode == "relative":
         return s + (eps * s.mean()).clamp(min=torch.finfo(s.dtype).tiny)  # a layer without gradient stays put
+    if mode == "spectral":
+        tiny = torch.finfo(s.dtype).tiny
+        if s_a is None or s_b is None:
+            return s + (eps * s.max()).clamp(min=tiny)
+        lift_a, lift_b = ((eps * x.max(-1, keepdim=True)[0]).clamp(min=tiny**0.5) for x in (s_a, s_b))
+        return s + torch.einsum("go,gc->goc", s_b + lift_b, s_a + lift_a) - torch.einsum("go,gc->goc", s_b, s_a)
     assert mode == "factored"
     if s_a is None or s_b is None:
         return s + eps
@@ -567,6 +705,7 @@ class BlockState:
     observed: int = 0
     frozen_a: Tensor | None = None
     frozen_b: Tensor | None = None
+    fresh: bool = False  #: Whether its last step has renewed the basis, or the inverses.
 
     @property
     def mean_a(self) -> Tensor:
@@ -623,6 +762,7 @@ class OracleEKFAC:
     trained: Sequence[str] | None = None
     per_parameter: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     count: Callable[[Any], int] = lambda batch: len(batch[0])
+    tolerance: float = 1e-9  # of bases that are handed over
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -631,10 +771,11 @@ class OracleEKFAC:
         self.diagonals: dict[str, BlockState] = {}
         self.put_away: dict[tuple[str, Any], BlockState] = {}
         self.velocity: dict[str, Tensor] = {}
+        self.noise = False  #: Whether a gradient or a B was zero but for rounding, so that no step is defined.
         if self.scaling_decay is None:
             self.scaling_decay = 0.0 if self.scaling == "per_example" else 0.95
         if self.on_refresh is None:
-            self.on_refresh = "kronecker" if self.scaling == "running" else "carry"
+            self.on_refresh = "kronecker" if self.scaling in ("running", "anchored") else "carry"
 
     def option(self, parameter: str, name: str) -> Any:
         value = self.per_parameter.get(parameter, {}).get(name, getattr(self, name))
@@ -645,7 +786,7 @@ class OracleEKFAC:
         limit = self.max_factor_dim or 10**9
         everywhere = self.basis == "identity"
         return (
-            everywhere or isinstance(layer.module, nn.Embedding) or a.shape[-1] > limit,
+            everywhere or isinstance(layer.module, (nn.Embedding, nn.EmbeddingBag)) or a.shape[-1] > limit,
             everywhere or b.shape[-1] > limit,
         )
 
@@ -702,12 +843,15 @@ class OracleEKFAC:
 
         directions: dict[str, Tensor] = {}
         covered: set[str] = set()
+        self.noise |= rounding_alone(measured.calls, seen.gradients, self.sharing)
         for layer in self.layers:
             if layer.key in measured.calls and all(name in wanted for name in layer.names):
                 covered |= set(layer.names)
                 h, delta = measured.calls[layer.key]
                 raw, g = layer.pack(self._squared(seen.gradients, parameters)), layer.pack(wanted)
-                p = self._block_direction(layer, h, delta, raw, g, seen.n, bases, measured.n)
+                p = self._block_direction(
+                    layer, h, delta, raw, g, seen.n, bases, measured.n, measured.lengths.get(layer.key)
+                )
                 directions |= layer.unpack(p, wanted)
         for name, g in wanted.items():
             if name not in covered:
@@ -727,10 +871,12 @@ class OracleEKFAC:
                 if mu:
                     self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(p)) + p
                     p = p + mu * self.velocity[name] if self.option(name, "nesterov") else self.velocity[name]
-                table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                shrinks = self.decay_vectors or (parameters[name].dim() > 1 and not table)
+                table = isinstance(self.model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
+                shrinks = self.option(name, "decay_vectors") or (parameters[name].dim() > 1 and not table)
                 if shrinks and self.option(name, "decoupled_weight_decay"):
-                    part = (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.cautious_decay else 1.0
+                    part = (
+                        (1e3 * p * parameters[name].sign()).clamp(0, 1) if self.option(name, "cautious_decay") else 1.0
+                    )
                     parameters[name].mul_(1 - lr * self.option(name, "weight_decay") * part)
                 parameters[name].sub_(lr * p)
         self.steps += 1
@@ -738,7 +884,7 @@ class OracleEKFAC:
 
     def _squared(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients whose squares are averaged: as backward left them; torch's own rules add the L2 penalty."""
-        if self.scaling not in ADAPTIVE:
+        if self.scaling not in TORCHS:
             return dict(gradients)
         sign = -1.0 if self.maximize else 1.0
         return {
@@ -760,8 +906,9 @@ class OracleEKFAC:
         n: int,
         bases: Bases | None,
         n_measured: int,
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        a, b = factors(h, delta, layer, self.sharing, n_measured)
+        a, b = factors(h, delta, layer, self.sharing, n_measured, lengths)
         diagonal_a, diagonal_b = self.diagonal_sides(layer, a, b)
         if diagonal_a:
             a = torch.diag_embed(torch.diagonal(a, dim1=-2, dim2=-1))
@@ -774,6 +921,7 @@ class OracleEKFAC:
         state.weight = rho * state.weight + (1 - rho) * n_measured
         eps = self.option(layer.key, "damping")
         due = self.steps % self.refresh_every == 0 or (state.s_a is None and state.frozen_a is None)
+        state.fresh = due
 
         if self.scaling == "inverse":
             if due:
@@ -785,10 +933,12 @@ class OracleEKFAC:
             self._refresh(layer, state, diagonal_a, diagonal_b, bases)
         assert state.u_a is not None and state.u_b is not None
         projected = state.u_b.mT @ raw @ state.u_a
-        if self.scaling in ADAPTIVE:
+        if self.scaling in TORCHS:
             ratio = self._adaptive(state, projected, state.u_b.mT @ g @ state.u_a)
+        elif self.scaling == "anchored":
+            ratio = self._anchored(state, projected, state.u_b.mT @ g @ state.u_a, n, eps)
         else:
-            self._scale(state, projected, second_moment(h, delta, state.u_a, state.u_b), n)
+            self._scale(state, projected, second_moment(h, delta, state.u_a, state.u_b, n_measured), n)
             s = state.s / state.s_weight if self.scaling == "per_example" else state.s
             ratio = (state.u_b.mT @ g @ state.u_a) / damped(s, eps, self.damping_mode, state.s_a, state.s_b)
         return state.u_b @ ratio @ state.u_a.mT
@@ -815,8 +965,8 @@ class OracleEKFAC:
             u_b = u_b if given_b is None else given_b
             for given, diagonal, factor in ((given_a, diagonal_a, a), (given_b, diagonal_b, b)):
                 assert (given is None) == diagonal or factor.shape[-1] == 1, "a side is wrongly diagonal or not"
-            check_basis(a, u_a, diagonal_a)
-            check_basis(b, u_b, diagonal_b)
+            check_basis(a, u_a, diagonal_a, f"A of {layer.key}", self.tolerance)
+            check_basis(b, u_b, diagonal_b, f"B of {layer.key}", self.tolerance)
         new = (over_columns(layer, u_a), u_b)
         if state.u_a is not None and state.u_b is not None:
             old = (state.u_a, state.u_b)
@@ -830,7 +980,7 @@ class OracleEKFAC:
         state.s_b = eigenvalues_in(b, u_b)
         kronecker = state.s_b.unsqueeze(-1) * state.s_a.unsqueeze(-2)
         if self.scaling == "kronecker" or (
-            self.scaling == "running" and (state.s is None or self.on_refresh == "kronecker")
+            self.scaling in ("running", "anchored") and (state.s is None or self.on_refresh == "kronecker")
         ):
             state.s = kronecker
         elif self.scaling == "per_example" and self.on_refresh == "kronecker":
@@ -887,12 +1037,29 @@ class OracleEKFAC:
         mean = state.m / (1 - beta_1**t)
         state.s = beta_2 * state.s + (1 - beta_2) * ((1 + beta_1) / 2 * noise**2 + self.floor * mean**2)
         x = mean / ((state.s / (1 - beta_2**t)).sqrt() + self.eps)
+        # Of a coordinate of the gradient that is zero but for rounding no sign is defined.
+        self.noise |= bool(((g != 0) & (g.abs() < 1e-12 * g.abs().max()) & (x.abs() > 1e-8)).any())
         agrees = torch.where(x * g < 0, 0.0, x)
         if float(agrees.norm()) > 0:
             x = agrees * min(2.0, float(x.norm() / agrees.norm()))
         else:
             x = agrees
         return x / max(1.0, float(x.square().mean()) ** 0.5)
+
+    def _anchored(self, state: BlockState, raw: Tensor, g: Tensor, n: int, eps: float) -> Tensor:
+        """EKFAC-ra's s; the direction is the mean gradient by sqrt(damped s / N). Spikes are shortened."""
+        assert state.s is not None and self.scaling_decay is not None
+        if state.m is None:
+            state.m = torch.zeros_like(g)
+        elif float(raw.square().sum()) > 100 * (usual := float(state.m.square().sum() + state.s.sum() / n)) > 0:
+            factor = (100 * usual / float(raw.square().sum())) ** 0.5
+            raw, g = factor * raw, factor * g
+        state.observed += 1
+        state.s = self.scaling_decay * state.s + (1 - self.scaling_decay) * n * raw.square()
+        beta = (self.betas(self.steps) if callable(self.betas) else self.betas)[0]
+        state.m = beta * state.m + (1 - beta) * g
+        mean = state.m / (1 - beta**state.observed)
+        return mean / (damped(state.s, eps, self.damping_mode, state.s_a, state.s_b) / n).sqrt()
 
     # ----------------------------------------------------------------------------- parameters without a block
 
@@ -902,10 +1069,13 @@ class OracleEKFAC:
         An adaptive rule of the others is the rule here too.
         """
         state = self.diagonals.setdefault(name, BlockState(raw, raw))
-        if self.scaling in ADAPTIVE:
+        if self.scaling in TORCHS:
             return self._adaptive(state, raw, g)
         rho = self.scaling_decay
         assert rho is not None
+        if self.scaling == "anchored":
+            state.s = n * raw.square() if state.s is None else state.s
+            return self._anchored(state, raw, g, n, self.option(name, "damping"))
         if self.scaling != "running":
             rho = rho or 0.95
         start = n * raw.square() if state.s is None else state.s

@@ -32,6 +32,9 @@ TRIES: dict[str, int | range] = {
     "pickles": 7,
     "replicas": range(5, 6),  # two ranks with nothing set, unlike threads and a solver that fails on one
     "ranks": 3,
+    "networks": 30,
+    "resumed": 6,
+    "unchanged": 6,
 }
 
 

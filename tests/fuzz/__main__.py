@@ -11,10 +11,28 @@ from pathlib import Path
 import torch
 
 from ekfac.lab.training.runs import machine
-from fuzz import arguments, commands, files, inputs, kills, replicas, runs, saves, solvers, spikes, states, studies
+from fuzz import (
+    arguments,
+    commands,
+    files,
+    inputs,
+    invariances,
+    kills,
+    networks,
+    replicas,
+    runs,
+    saves,
+    solvers,
+    spikes,
+    states,
+    studies,
+)
 from fuzz.harness import Fuzzer, Outcome, attempt, run, table
 
-MODULES = (files, inputs, saves, runs, studies, commands, arguments, states, solvers, spikes, kills, replicas)
+MODULES = (
+    *(files, inputs, saves, runs, studies, commands, arguments, states, solvers, spikes, kills, replicas),
+    *(networks, invariances),
+)
 FUZZERS: dict[str, Fuzzer] = {fuzzer.name: fuzzer for module in MODULES for fuzzer in module.FUZZERS}
 
 

@@ -289,7 +289,7 @@ def positions(
     for cut, count in cuts(block, calls, n, memory, further):
         h, delta = side_by_side(calls, cut, count, balance)
         if further:
-            more = [torch.cat([c.layer.deltas(cut(c.x), cut(c.d), count) for c in one], 1) for one in further]
+            more = [joined(block.layer, [c.layer.deltas(cut(c.x), cut(c.d), count) for c in one]) for one in further]
             delta = torch.stack([delta, *more])
             del more
         yield h, delta
@@ -342,13 +342,20 @@ def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None
         ]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([h for h, _ in parts], 1), torch.cat([delta for _, delta in parts], 1)
+    layer, delta = calls[0].layer, joined(calls[0].layer, [delta for _, delta in parts])
+    return (parts[0][0] if layer.adds_calls else torch.cat([h for h, _ in parts], 1)), delta
+
+
+def joined(layer: Layer, deltas: Sequence[Tensor]) -> Tensor:
+    """Return delta of several calls as positions of the same examples, or added up where the layer's calls are."""
+    return torch.stack(list(deltas)).sum(0) if layer.adds_calls else torch.cat(list(deltas), 1)
 
 
 def balances(calls: Sequence[Call]) -> Tensor | None:
     """Return the factor that gives h of transposed uses the mean square of direct uses; None without both.
 
-    It is computed over all examples at once, so that it does not depend on how they are split.
+    It is computed over all examples at once, so that it does not depend on how they are split. If transposed uses
+    received no gradient, the factor is huge, and they enter neither A nor B.
     """
     if len({call.layer.transposed for call in calls}) < 2:
         return None
@@ -358,5 +365,6 @@ def balances(calls: Sequence[Call]) -> Tensor | None:
         count = sum(entries for _, entries in of)
         squares.append(torch.stack([square for square, _ in of]).sum() / count)
     direct, in_basis = squares
-    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=torch.finfo(in_basis.dtype).tiny), 1.0).sqrt()
+    finfo = torch.finfo(in_basis.dtype)
+    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=finfo.tiny), finfo.max**0.5).sqrt()
     return torch.where(c > 0, c, 1.0)

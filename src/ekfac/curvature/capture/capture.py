@@ -35,6 +35,8 @@ from ekfac.curvature.capture.hooks import (
     ForwardHook,
     LeaveHook,
     Mutable,
+    Read,
+    anchor,
     inside_backward,
     inside_transform,
     keeps_graph,
@@ -224,7 +226,7 @@ class Capture:
 
         for tensor in tensors(output):
             if tensor.grad_fn is not None:  # examples count even if no covered layer contributes
-                tensor.register_hook(hook)
+                anchor(tensor)[0].register_hook(hook)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Keep a covered layer's input until its output gradient arrives; return a replacement output, if any."""
@@ -233,8 +235,8 @@ class Capture:
             return None
         if module in self._readings:
             if isinstance(output, tuple) and all(isinstance(t, Tensor) for t in output):
-                # An LSTM cell's h depends on its c. A view of c receives only the gradient from outside the cell.
-                output = tuple(t.view_as(t) for t in output)
+                # An LSTM cell's h depends on its c. A copy of c receives only the gradient from outside the cell.
+                output = tuple(t.clone() for t in output)
             watch_whole(self, self._readings[module], uses, args, kwargs, output)
             return output
         if isinstance(output, Tensor) and output.requires_grad:
@@ -250,9 +252,7 @@ class Capture:
             return
         if self.on_output is not None:
             self.on_output(output)
-        n = record.n
-        if n is None:
-            n = record.settle(self._leading(layer, x if arrange is None else arrange(x)))
+        n = record.settle(self._leading(layer, x if arrange is None else arrange(x))) if record.n is None else record.n
         if layer.free_dims(x) == 0 and record.counted_by_features(x):
             n = record.n = 1
         self.mesh.note(output)
@@ -264,20 +264,22 @@ class Capture:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
             given.source = source
-        self.wait_for(output, record, block, layer, given, origin)
+        self.wait_for(*anchor(output), record, block, layer, given, origin)
 
-    def wait_for(self, output: Tensor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
+    def wait_for(
+        self, at: Tensor, read: Read | None, record: Record, block: Block, layer: Layer, given: Input, from_: Origin
+    ) -> None:
         """Wait for a product's output gradient; if that pass is itself differentiated, follow the new product."""
         call, me = self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
                 if torch.is_grad_enabled() and capture.forwards.enabled:
-                    follow(capture, record, block, layer, given, from_, d)
-                d = d.detach()
+                    follow(capture, record, block, layer, given, from_, d, read)
+                d = d.detach() if read is None else read(d.detach())
                 capture.arrived(record, block, layer, given, d if given.x is None else whole(d), call)
 
-        output.register_hook(hook)
+        at.register_hook(hook)
 
     def number(self, record: Record, block: Block) -> int:
         """Count a call of a block within a record; return the number of earlier calls."""

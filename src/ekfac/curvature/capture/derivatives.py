@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ekfac.curvature.blocks import Block
+from ekfac.curvature.capture.hooks import Read
 from ekfac.curvature.capture.records import Input, Record
 from ekfac.curvature.layers.base import Call, Layer
 from ekfac.curvature.layers.derivative import DerivativeLayer
@@ -27,7 +28,14 @@ def origin_of(x: Tensor) -> Origin:
 
 
 def follow(
-    capture: Capture, record: Record, block: Block, layer: Layer, given: Input, origin: Origin, d: Tensor
+    capture: Capture,
+    record: Record,
+    block: Block,
+    layer: Layer,
+    given: Input,
+    origin: Origin,
+    d: Tensor,
+    read: Read | None,
 ) -> None:
     """Watch the product of the weight with ``d``, the output gradient in a pass that is itself differentiated.
 
@@ -45,11 +53,12 @@ def follow(
     def hook(product: Tensor) -> None:
         handle.remove()
         if torch._C._current_graph_task_id() == task and product.requires_grad:
-            detached = d.detach()
+            detached = d.detach() if read is None else read(d.detach())
             further = Input(detached if arrange is None else arrange(detached), arrange)
-            further.source = d if d.requires_grad else None
+            further.source, further.read = d if d.requires_grad else None, read
             capture.held.add(detached)
-            capture.wait_for(product, record, block, DerivativeLayer.after(layer), further, origin_of(d))
+            after = DerivativeLayer.after(layer)
+            capture.wait_for(product, given.read, record, block, after, further, origin_of(d))
 
     handle = source.register_hook(hook)
 

@@ -7,14 +7,22 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
+
+
+#: Reads the gradient of one tensor as that of another.
+Read = Callable[[Tensor], Tensor]
+#: Shape and strides.
+Form = tuple[torch.Size, tuple[int, ...]]
 
 
 class _Hook(ABC):
@@ -183,3 +191,24 @@ def inside_transform() -> bool:
 def keeps_graph() -> bool:
     """Return whether the current backward pass retains its graph, so that another may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def anchor(output: Tensor) -> tuple[Tensor, Read | None]:
+    """Return the tensor whose gradient is that of a layer's output, whatever is done in place to the output later.
+
+    A linear layer on three dimensions gives out a view of a product on two. Once a view is changed in place, a backward
+    pass no longer comes to it, but to what it is a view of. What reads the one's gradient as the other's comes with it,
+    where they are not the same.
+    """
+    base = output._base if type(output) is Tensor and output._is_view() else None
+    if base is None or not base.requires_grad or base.numel() != output.numel():
+        return output, None
+    if base.is_contiguous() and output.is_contiguous():
+        return base, partial(Tensor.reshape, shape=output.shape)
+    form, of_base = (output.shape, output.stride()), (base.shape, base.stride())
+    return base, partial(_laid_out, form, of_base)
+
+
+def _laid_out(form: Form, of_base: Form, d: Tensor) -> Tensor:
+    """Lay a gradient out as what it is the gradient of, and view it as the output views that."""
+    return torch.empty_strided(*of_base, dtype=d.dtype, device=d.device).copy_(d).as_strided(*form)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.counting import tensors
-from ekfac.curvature.capture.hooks import keeps_graph
+from ekfac.curvature.capture.hooks import anchor, keeps_graph
 from ekfac.curvature.capture.meshes import whole
 from ekfac.curvature.capture.records import Input, refuse_changed
 from ekfac.curvature.layers.base import Layer, Reading
@@ -64,4 +65,31 @@ def watch_whole(
                 given = capture.checked(block, layer, x, record.examples())
             capture.arrived(record, block, layer, given, d, numbers[block])
 
-    register_multi_grad_hook(outputs, hook)
+    once_all_come(outputs, hook)
+
+
+def once_all_come(tensors: Sequence[Tensor], hook: Callable[[Sequence[Tensor | None]], None]) -> None:
+    """Call a function with the gradients of some tensors, once a backward pass has brought all that it will bring.
+
+    Torch's own function for this waits in vain where a pass begins at one of them, which it does not expect then.
+    """
+    anchors = [anchor(t) for t in tensors]
+    nodes = [get_gradient_edge(t).node for t, _ in anchors]
+    reads = [read for _, read in anchors]  # not the tensors, which the graph would keep alive
+    passes: dict[int, tuple[list[Tensor | None], list[int]]] = {}
+
+    def take(index: int, d: Tensor | None) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in passes:
+            others = [i for i, node in enumerate(nodes) if i != index and torch._C._will_engine_execute_node(node)]
+            passes[task] = [None] * len(nodes), [index, *others]
+        grads, awaited = passes[task]
+        read = reads[index]
+        grads[index] = d if d is None or read is None else read(d.detach())
+        awaited.remove(index)
+        if not awaited:
+            del passes[task]
+            hook(grads)
+
+    for index, (tensor, _) in enumerate(anchors):
+        tensor.register_hook(partial(take, index))

@@ -90,6 +90,8 @@ class Layer(ABC):
     rough_in_half: ClassVar[bool] = False
     #: Whether examples can be processed in chunks (not in batch-norm, where they interact).
     splittable: ClassVar[bool] = True
+    #: Whether several calls are summed, as positions are, instead of lying side by side as further positions.
+    adds_calls: ClassVar[bool] = False
     #: Reads a call if h and delta do not follow from the first input and the only output's gradient; one for all parts.
     reading: ClassVar[type[Reading] | None] = None
     #: Whether calls are captured where the module calls ``F.linear`` with its parameters, as hooks do not see them.

@@ -26,6 +26,7 @@ class NormLayer(Layer):
 
     module: Any
     rough_in_half = True
+    adds_calls = True
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:
         super().__init__(module, roles)

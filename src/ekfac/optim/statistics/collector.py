@@ -376,7 +376,7 @@ class Collector:
         scaler = self.options.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
-        return scaler.scale(torch.ones((), device=self._partition.device))
+        return scaler.scale(torch.ones((), dtype=self._partition.dtype, device=self._partition.device))
 
     # --- within the step ------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from ekfac import checks
 from ekfac.curvature.blocks import Block, find_blocks
+from ekfac.curvature.real import state_dtype
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, resharded, units
 from ekfac.optim.options import Coverage
@@ -113,6 +114,11 @@ class Partition:
     def device(self) -> torch.device:
         """The device of the trained parameters."""
         return (self.parameters or self.offered)[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In what their states are kept, or the first one's where they are of several."""
+        return state_dtype((self.parameters or self.offered)[0])
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
