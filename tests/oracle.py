@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from oracle_wholes import WHOLES, parts, plain_forward
+from oracle_wholes import has_blocks, parts, plain_forward
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -331,7 +331,7 @@ def find_layers(
     for name, module in model.named_modules():
         if name in exclude:
             continue
-        if isinstance(module, WHOLES):
+        if has_blocks(module):
             wholes += _parts_of(module, names)
         if not isinstance(module, COVERED):
             continue

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from ekfac.curvature.capture.capture import Capture
 
 
-#: Reads the gradient of one tensor as that of another.
+#: Converts the gradient of a base to that of its view.
 Read = Callable[[Tensor], Tensor]
+#: The tensor that receives an output's gradient, and how to read that gradient if its form differs.
+Anchor = tuple[Tensor, Read | None]
 #: Shape and strides.
 Form = tuple[torch.Size, tuple[int, ...]]
 
@@ -193,12 +195,11 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def anchor(output: Tensor) -> tuple[Tensor, Read | None]:
-    """Return the tensor whose gradient is that of a layer's output, whatever is done in place to the output later.
+def anchor(output: Tensor) -> Anchor:
+    """Return the tensor that receives the gradient of a layer's output even if the output is later changed in place.
 
-    A linear layer on three dimensions gives out a view of a product on two. Once a view is changed in place, a backward
-    pass no longer comes to it, but to what it is a view of. What reads the one's gradient as the other's comes with it,
-    where they are not the same.
+    The output of a linear layer on 3-D input is a view of a 2-D product. Once a view has been changed in place, the
+    backward pass reaches its base instead, so the hook goes there; the base's gradient is then read in the view's form.
     """
     base = output._base if type(output) is Tensor and output._is_view() else None
     if base is None or not base.requires_grad or base.numel() != output.numel():
@@ -210,5 +211,5 @@ def anchor(output: Tensor) -> tuple[Tensor, Read | None]:
 
 
 def _laid_out(form: Form, of_base: Form, d: Tensor) -> Tensor:
-    """Lay a gradient out as what it is the gradient of, and view it as the output views that."""
+    """Copy a gradient into the memory layout of the base, and view it as the output views the base."""
     return torch.empty_strided(*of_base, dtype=d.dtype, device=d.device).copy_(d).as_strided(*form)
