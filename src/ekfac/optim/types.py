@@ -294,6 +294,7 @@ class BlockStep:
         damped: Adds damping to s.
         products: What tells how far g agrees with the last direction, ``[2, 3]``, of rules that compare them.
         blocks: How many blocks of one shape are stacked in the tensors, along G.
+        count: How many steps the averages have taken in, with this one; of rules that count them.
         small: See :class:`StepInputs`.
     """
 
@@ -308,6 +309,7 @@ class BlockStep:
     g: Tensor = field(init=False)
     seen: Tensor = field(init=False)
     damped: Callable[[Tensor], Tensor] = field(init=False)
+    count: float | Tensor = field(init=False)
     products: Tensor | None = None
     blocks: int = 1
     small: bool = False
