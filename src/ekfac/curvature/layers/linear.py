@@ -91,7 +91,9 @@ class LinearLayer(Layer):
         d = self.shape.inputs
         A = x.new_empty(1, d, d, dtype=dtype)
         stride, b = (d, 1), d - w  # its four parts by their places: slices take longer than what they hold
-        if rows.dtype == dtype:
+        if rows.dtype == dtype and factors.is_long(rows):
+            factors.symmetric_product(rows, A.as_strided((w, w), stride))
+        elif rows.dtype == dtype:
             torch.mm(rows.T, rows, out=A.as_strided((w, w), stride))
         else:
             A[:, :w, :w] = factors.half_products(rows[:, None])
