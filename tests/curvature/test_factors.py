@@ -11,6 +11,7 @@ from torch import nn
 from ekfac.curvature import factors, statistics
 from ekfac.curvature.blocks import find_blocks
 from ekfac.curvature.layers.base import Call, Layer
+from ekfac.curvature.layers.linear import LinearLayer
 
 
 @pytest.mark.parametrize("width", [3, 255, 256, 257, 300, 511])
@@ -50,6 +51,18 @@ def test_adding_to_an_earlier_sum(groups: int, diagonal: bool) -> None:
     total = factors.outer_sum(one, diagonal)
     assert factors.outer_sum(two, diagonal, into=total) is total
     torch.testing.assert_close(total if diagonal else factors.mirror(total), expected)
+
+
+@pytest.mark.parametrize("rows", [513, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_sum_of_long_rows_is_taken_in_strips(rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 257).double()
+    assert factors.is_long(x) == (rows > 500)
+    torch.testing.assert_close(factors.outer_sum(x[:, None])[0], x.T @ x)
+    layer = LinearLayer(nn.Linear(257, 2, bias), frozenset({"weight", "bias"} if bias else {"weight"}))
+    h = torch.cat([x, x.new_ones(rows, int(bias))], 1)
+    torch.testing.assert_close(layer.input_sum_directly(x, rows)[0][0], h.T @ h)
 
 
 CONVOLUTIONS = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ekfac
+from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.optim.stacks import Stack
 from ekfac.optim.statistics.schedule import DENSE
 
@@ -191,6 +192,44 @@ def test_a_change_to_one_blocks_state_is_seen() -> None:
     (stack,) = [s for s in opt.engine.stacks.of(opt.engine.partition.blocks, lambda block: 0) if model[4].weight in
                 {b.key for b in s.blocks}]  # fmt: skip
     assert [float(part.mean()) == 7.0 for part in stack.parts(stack.state.s)] == [False, True, False]
+
+
+class Turned(LinearLayer):
+    """A linear layer whose weight is stored as (in, out)."""
+
+    def layout(self) -> tuple[dict[str, int], list[str], int]:
+        inputs, out = self.module.weight.shape
+        return {"weight": inputs}, ["bias"], out
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+
+class Halved(LinearLayer):
+    """A linear layer with a way of its own to put parameters together."""
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return super().stack(tensors) / 2
+
+    def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return super().unstack(2 * matrix)
+
+
+@pytest.mark.parametrize("kinds", [(LinearLayer,) * 3, (Turned,) * 2, (LinearLayer, Turned), (Halved,) * 2], ids=str)
+@pytest.mark.parametrize("roles", [{"weight"}, {"bias"}, {"weight", "bias"}], ids=str)
+def test_layers_that_are_put_together_are_taken_apart_again(
+    kinds: tuple[type[LinearLayer], ...], roles: set[str]
+) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(*((5, 3) if kind is Turned else (3, 5))) for kind in kinds]
+    layers = [kind(module, frozenset(roles)) for kind, module in zip(kinds, modules, strict=True)]
+    tensors = [{role: getattr(module, role).detach() for role in roles} for module in modules]
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        if kind is Turned and "bias" in tensor:
+            tensor["bias"] = torch.randn(5)
+    together = layers[0].stack_all(layers, tensors)
+    torch.testing.assert_close(together, torch.cat([a.stack(t) for a, t in zip(layers, tensors, strict=True)]))
+    torch.testing.assert_close(layers[0].unstack_all(layers, together), tensors)
 
 
 def test_layers_of_several_dtypes() -> None:

@@ -29,6 +29,8 @@ FEW = 2
 #: The setting by which torch uses oneDNN for float32 products. oneDNN may round operands to bfloat16 on a CPU with AMX;
 #: on others it computes in float32.
 ONEDNN = "bf16"
+#: On a CPU, a symmetric product with at least this many columns and numbers in its operand is computed in strips.
+CUT, LONG = 256, 2**17
 #: Devices on which products over very many rows are computed per example and then summed.
 BY_EXAMPLE = ("cuda",)
 
@@ -136,7 +138,9 @@ def outer_sum(rows: Tensor, diagonal: bool = False, into: Tensor | None = None) 
     if rows.shape[1] == 1:
         flat = rows[:, 0]
         if into is None:
-            return (flat.T @ flat)[None]
+            if not is_long(flat):
+                return (flat.T @ flat)[None]
+            return symmetric_product(flat, flat.new_empty(flat.shape[1], flat.shape[1]))[None]
         return add_outer_sum(flat, into)
     by_group = rows.transpose(0, 1).contiguous()  # one copy here saves two within the product
     return by_group.mT @ by_group if into is None else into.baddbmm_(by_group.mT, by_group)
@@ -150,6 +154,19 @@ def add_outer_sum(rows: Tensor, into: Tensor, weight: float = 1.0) -> Tensor:
     for strip in _strips(into):
         into[0, strip, strip.start :].addmm_(rows[:, strip].T, rows[:, strip.start :], alpha=weight)
     return into
+
+
+def is_long(rows: Tensor) -> bool:
+    """Return whether rows ``[M, D]`` are so many, and so wide, that the sum of r r^T is best taken in strips."""
+    return rows.device.type == "cpu" and rows.shape[1] >= CUT and rows.numel() >= LONG
+
+
+def symmetric_product(rows: Tensor, total: Tensor) -> Tensor:
+    """Write the sum of r r^T over rows ``[M, D]`` into ``[D, D]``: strips of the upper half, copied to the lower."""
+    for strip in _strips(total[None]):
+        torch.mm(rows[:, strip].T, rows[:, strip.start :], out=total[strip, strip.start :])
+        total[strip.stop :, strip] = total[strip, strip.stop :].T
+    return total
 
 
 def half_products(rows: Tensor) -> Tensor:
@@ -192,7 +209,7 @@ def mirror(matrix: Tensor) -> Tensor:
 
 def is_cut(matrix: Tensor) -> bool:
     """Return whether a symmetric product is computed in strips, so that :func:`mirror` is needed."""
-    return matrix.device.type == "cpu" and matrix.shape[0] == 1 and matrix.shape[-1] >= 256
+    return matrix.device.type == "cpu" and matrix.shape[0] == 1 and matrix.shape[-1] >= CUT
 
 
 def _strips(matrix: Tensor) -> list[slice]:

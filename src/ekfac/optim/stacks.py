@@ -47,12 +47,14 @@ class Stack:
     ) -> list[Direction]:
         """Split the preconditioned gradients P into one direction per block."""
         G = step.gradient if keeps_gradients and isinstance(step.gradient, Tensor) else None
-        Ps, Gs = [P], [G]
+        layer, Gs = self.first.layer, [G]
         if len(self.blocks) > 1:
-            Ps, Gs = self.parts(P), [None] * len(self.blocks) if G is None else list(self.parts(G))
+            unstacked = layer.unstack_all([block.layer for block in self.blocks], P)
+            Gs = [None] * len(self.blocks) if G is None else list(self.parts(G))
+        else:
+            unstacked = [layer.unstack(P)]
         found = []
-        for block, p, g in zip(self.blocks, Ps, Gs, strict=True):
-            matrices = block.layer.unstack(p)
+        for block, matrices, g in zip(self.blocks, unstacked, Gs, strict=True):
             steps = {q: matrices[role] for role, q in block.parameters.items() if q in gradients}
             found.append(Direction(block, steps, g, step.products))
         return found

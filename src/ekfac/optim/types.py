@@ -294,6 +294,7 @@ class BlockStep:
         damped: Adds damping to s.
         products: Inner products of g and the last direction, ``[2, 3]``, from rules that compare them.
         blocks: The number of blocks of one shape that are stacked along G.
+        count: The number of steps in the averages, including this one; set by rules that count.
         small: See :class:`StepInputs`.
     """
 
@@ -308,6 +309,7 @@ class BlockStep:
     g: Tensor = field(init=False)
     seen: Tensor = field(init=False)
     damped: Callable[[Tensor], Tensor] = field(init=False)
+    count: float | Tensor = field(init=False)
     products: Tensor | None = None
     blocks: int = 1
     small: bool = False

@@ -162,6 +162,15 @@ class Layer(ABC):
     def unstack(self, matrix: Tensor) -> dict[str, Tensor]:
         """Undo :meth:`stack`."""
 
+    def stack_all(self, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Bring the tensors of several layers of this one's shape into that form, one below the other."""
+        return torch.cat([layer.stack(own) for layer, own in zip(layers, tensors, strict=True)])
+
+    def unstack_all(self, layers: Sequence[Layer], matrix: Tensor) -> list[dict[str, Tensor]]:
+        """Undo :meth:`stack_all`."""
+        parts = matrix.split(self.shape.groups)
+        return [layer.unstack(part) for layer, part in zip(layers, parts, strict=True)]
+
     def describe(self) -> str:
         """Describe in a few words how the block is represented."""
         s = self.shape

@@ -90,7 +90,9 @@ class LinearLayer(Layer):
         d = self.shape.inputs
         A = x.new_empty(1, d, d, dtype=dtype)
         stride, b = (d, 1), d - w  # address the four parts by as_strided: slicing takes longer than filling them
-        if rows.dtype == dtype:
+        if rows.dtype == dtype and factors.is_long(rows):
+            factors.symmetric_product(rows, A.as_strided((w, w), stride))
+        elif rows.dtype == dtype:
             torch.mm(rows.T, rows, out=A.as_strided((w, w), stride))
         else:
             A[:, :w, :w] = factors.half_products(rows[:, None])
@@ -142,6 +144,38 @@ class LinearLayer(Layer):
         pieces = matrix[0].split([*self.widths.values(), *(1 for _ in self.biases)], dim=1)
         out = {role: self.matrix(piece) for role, piece in zip(self.widths, pieces, strict=False)}
         return out | {role: pieces[len(self.widths) + i][:, 0] for i, role in enumerate(self.biases)}
+
+    def stack_all(self, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        if not self._all_alike(layers):
+            return super().stack_all(layers, tensors)
+        parts = [torch.stack([self.matrix(own[role]) for own in tensors]) for role in self.widths]
+        parts += [torch.stack([own[role] for own in tensors])[..., None] for role in self.biases]
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+    def unstack_all(self, layers: Sequence[Layer], matrix: Tensor) -> list[dict[str, Tensor]]:
+        if not self._all_alike(layers):
+            return super().unstack_all(layers, matrix)
+        roles, pieces = (
+            [*self.widths, *self.biases],
+            matrix.split([*self.widths.values(), *(1 for _ in self.biases)], 2),
+        )
+        each = [
+            piece[..., 0].unbind() if role in self.biases else piece.unbind()
+            for role, piece in zip(roles, pieces, strict=True)
+        ]
+        return [
+            {role: part if role in self.biases else self.matrix(part) for role, part in zip(roles, parts, strict=True)}
+            for parts in zip(*each, strict=True)
+        ]
+
+    def _all_alike(self, layers: Sequence[Layer]) -> bool:
+        """Return whether layers have their parameters under the names and in the places that this one's are in."""
+        kind, widths, biases = type(self), self.widths, self.biases
+        own = kind.stack is not LinearLayer.stack or kind.unstack is not LinearLayer.unstack
+        return not own and all(
+            isinstance(layer, kind) and type(layer) is kind and layer.widths == widths and layer.biases == biases
+            for layer in layers
+        )
 
     def fingerprint(self, tensors: Mapping[str, Tensor], u: Tensor, v: Tensor) -> Tensor:
         """Sum over parameters one by one: concatenating them would copy the gradient."""

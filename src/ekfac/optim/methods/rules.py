@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -133,33 +133,28 @@ def counted(state: EigenState, like: Tensor, ok: Tensor | None, blocks: int = 1)
     if not hasattr(state, "count"):
         state.count = torch.zeros(() if blocks == 1 else blocks, dtype=torch.float64, device=like.device)
     count = state.count.add_(1.0 if ok is None else ok)
-    return count.item() if count.is_cpu and blocks == 1 else count
+    if not count.is_cpu:
+        return count
+    return count.item() if blocks == 1 else shared(count.tolist(), count)
 
 
-def spread(numbers: Number, over: Tensor) -> Tensor:
+def shared(column: Sequence[float], like: Tensor) -> Number:
+    """Return the number that all blocks have in common, or a tensor of all; a float saves several small tensors."""
+    first = column[0]
+    if all(number == first for number in column):
+        return first
+    return torch.tensor(column, dtype=torch.float64, device=like.device)
+
+
+def spread(numbers: Number, over: Tensor) -> Number:
     """Return one number per block, in a dtype and shape that broadcast against the blocks' ``[G, O, C]``."""
     if not isinstance(numbers, Tensor):
-        return over.new_full((), numbers)
+        return numbers
     numbers = numbers.to(over)
     if not numbers.dim():
         return numbers
     each = len(over) // len(numbers)
     return (numbers if each == 1 else numbers.repeat_interleave(each)).view(-1, 1, 1)
-
-
-def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
-    """Return the norm of each block's part of x."""
-    lengths: Tensor = torch.linalg.vector_norm(x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1), order, dim=-1)
-    return lengths.item() if x.is_cpu and blocks == 1 else lengths
-
-
-def by_block(function: Callable[..., tuple[Number, ...]], count: Number, *numbers: Number) -> Sequence[Number]:
-    """Call a function of one number per block; on a CPU block by block, as floats are faster than small tensors."""
-    if not (isinstance(count, Tensor) and count.is_cpu):
-        return function(count, *numbers)
-    columns = [number.tolist() for number in (count, *numbers) if isinstance(number, Tensor)]
-    found = [function(*each) for each in zip(*columns, strict=True)]
-    return [torch.tensor(column, dtype=torch.float64, device=count.device) for column in zip(*found, strict=True)]
 
 
 def square_of(x: Tensor) -> Number:

@@ -308,14 +308,7 @@ def block_step(
     (``squares_penalty``). If the step is skipped, all are zero, unless the method tolerates non-finite gradients
     (``bounded``).
     """
-    found = [_gradient_of(block, inputs, rates, squares_penalty) for block in blocks]
-    G, ratio, left = found[0]
-    if len(blocks) > 1:
-        gradients, ratios, lefts = zip(*found, strict=True)
-        G, ratio, left = torch.cat(gradients), None, None
-        if any(r is not None for r in (*ratios, *lefts)):
-            whole = [g if r is None else g * r for g, r, _ in found]
-            left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
+    G, ratio, left = _gradient_of(blocks, inputs, rates, squares_penalty)
     if inputs.bad is not None and not bounded:
         G = G.masked_fill(inputs.bad, 0.0)
         ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
@@ -325,22 +318,28 @@ def block_step(
 
 
 def _gradient_of(
-    block: Block, inputs: StepInputs, rates: Rates, squares_penalty: bool
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return one block's gradient, and the factor that undoes a rescaling or the gradient as backward left it."""
-    rescaled, parameters, mean, dtype = inputs.rescaled, block.parameters, inputs.mean, block.dtype
-    stack, gradients, penalised = block.layer.stack, {}, False
-    for role, p in parameters.items():
-        given, group = inputs.gradients.get(p), rates.groups[rates.group_of[p]]
-        g = torch.zeros(p.shape, device=p.device) if given is None else given
-        if g.dtype != dtype:
-            g = g.to(dtype)
-        if isinstance(mean, Tensor) or mean != 1:
-            g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
-        gradients[role] = g
-        penalised |= group.maximize or bool(group.l2)
-    G = stack(gradients)
-    ratio = left = None
+    """Return the blocks' gradients, and the factor that undoes a rescaling or the gradients as backward left them."""
+    rescaled, mean, dtype, penalised = inputs.rescaled, inputs.mean, blocks[0].dtype, False
+    each: list[dict[str, Tensor]] = []
+    for block in blocks:
+        each.append(gradients := {})
+        for role, p in block.parameters.items():
+            given, group = inputs.gradients.get(p), rates.groups[rates.group_of[p]]
+            g = torch.zeros(p.shape, device=p.device) if given is None else given
+            if g.dtype != dtype:
+                g = g.to(dtype)
+            if isinstance(mean, Tensor) or mean != 1:
+                g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
+            gradients[role] = g
+            penalised |= group.maximize or bool(group.l2)
+    if len(blocks) > 1:
+        if not (rescaled or penalised):
+            return blocks[0].layer.stack_all([block.layer for block in blocks], each), None, None
+        return _one_by_one(blocks, inputs, rates, squares_penalty)
+    parameters, stack = blocks[0].parameters, blocks[0].layer.stack
+    G, ratio, left = stack(gradients), None, None
     if rescaled:
         own = {role: rescaled[p] for role, p in parameters.items() if p in rescaled}
         if own and len(parameters) == 1:
@@ -358,6 +357,18 @@ def _gradient_of(
         G = sign * G + penalty
         left, ratio = (sign * whole + penalty if squares_penalty else whole), None
     return G, ratio, left
+
+
+def _one_by_one(
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
+) -> tuple[Tensor, None, Tensor | None]:
+    found = [_gradient_of((block,), inputs, rates, squares_penalty) for block in blocks]
+    gradients, ratios, lefts = zip(*found, strict=True)
+    if all(r is None for r in (*ratios, *lefts)):
+        return torch.cat(gradients), None, None
+    whole = [g if r is None else g * r for g, r, _ in found]
+    left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
+    return torch.cat(gradients), None, left
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
