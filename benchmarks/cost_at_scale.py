@@ -38,7 +38,7 @@ from ekfac.optim.distributed.buckets import sizes
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.methods.factory import eigen_methods
-from ekfac.optim.statistics.schedule import INTERVALS, LATER_BATCHES, LATER_INTERVALS, WIDE_SIDES, stretches
+from ekfac.optim.statistics.schedule import INTERVAL, LATER, LATER_BATCHES, stretches
 from ekfac.rules import RULES
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -48,10 +48,8 @@ MODELS = {"7B": (4096, 11008, 4096, 32, 32000), "70B": (8192, 28672, 1024, 80, 3
 LINK = 50e9
 #: What FSDP2 sends a parameter and step: gathered twice in bfloat16, averaged in float32.
 FSDP = 2 + 2 + 4
-#: On a GPU, where nothing is said, after step 300.
-REFRESH_EVERY = INTERVALS["cuda"] * LATER_INTERVALS["cuda"]
-#: Models without memory stand for those on a GPU.
-WIDE_SIDES["meta"] = WIDE_SIDES["cuda"]
+#: The default after step 300.
+REFRESH_EVERY = INTERVAL * LATER
 
 
 class Layer(nn.Module):
@@ -196,7 +194,7 @@ def times(blocks: list[Block], pieces: Pieces) -> tuple[float, float, float]:
     """Seconds of one refresh of all these blocks, of refreshes as they fall on a step, and of a step's projections."""
     refresh = a_step = projection = 0.0
     for block in (b for b in blocks if b.covered):
-        shape, (stretch_A, stretch_B) = block.shape, stretches(block)
+        shape, (stretch_A, stretch_B) = block.shape, stretches(block, "cuda")
         sides = [(shape.inputs, block.diagonal_A, stretch_A), (shape.out, block.diagonal_B, stretch_B)]
         for width, diagonal, stretch in sides:
             if not diagonal and width > 1:

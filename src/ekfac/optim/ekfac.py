@@ -83,8 +83,8 @@ class EKFAC(Optimizer):
         scaling: "belief", "anchored", "running" (the paper's EKFAC-ra), "per_example" (its EKFAC), "kronecker" (KFAC in
             its eigenbasis), torch's "adam", "rmsprop" or "adagrad" in the basis; or a rule with options of its own,
             such as ``ekfac.rules.Running(decay=0.99)``.
-        refresh_every: Steps between updates of a basis, by default 20 on a GPU, 40 after step 300, and 50 on a CPU (20
-            for losses with derivatives); sides wider than 1,024 (400 on a CPU) are updated less often.
+        refresh_every: Steps between updates of a basis, by default 20, and 40 after step 300 (always 20 for losses with
+            derivatives); sides wider than 1,024 (400 on a CPU) are updated less often.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.

@@ -49,7 +49,7 @@ class KFAC(Optimizer):
         damping: epsilon, a positive number, a function of the step, or :class:`AdaptiveDamping`; a change
             updates the inverses at once.
         pi_correction: Balance the damping between A and B.
-        refresh_every: Steps between updates of the inverses, by default 20 on a GPU and 50 on a CPU.
+        refresh_every: Steps between updates of the inverses, by default 20, and 40 after step 300.
         momentum: mu, as in torch's SGD.
         nesterov: Use Nesterov's form of momentum.
         decoupled_weight_decay: Shrink the parameters directly (True), or add L2 to the gradient.

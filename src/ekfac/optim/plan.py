@@ -22,7 +22,7 @@ from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
 from ekfac.optim.options import Coverage, Refresh, check_group
 from ekfac.optim.statistics.partition import blocks_under
-from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVALS, LATER_BATCHES, LATER_INTERVALS, stretches
+from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, LATER, LATER_BATCHES, stretches
 
 #: Operations of a warm refresh of a D x D factor, in multiples of D^3: the product A U; a QR decomposition by two
 #: products, a Cholesky factor and a triangular solve; one correcting product; the eigenvalues; the change of basis.
@@ -171,7 +171,7 @@ def plan(
         refresh_every: As in :class:`~ekfac.EKFAC`.
         refresh: As in :class:`~ekfac.EKFAC`.
         coverage: As in :class:`~ekfac.EKFAC`.
-        device: The device for training, which sets the refresh interval; by default the model's.
+        device: The device for training, on which the interval of wide sides depends; by default the model's.
     """
     checks.model(model, there=False)
     check_group("refresh", refresh)
@@ -182,12 +182,13 @@ def plan(
     summary = summarise(blocks, lambda b: (covered if b.covered else rest).numbers(b))
     calls, own, n = ({}, None, None) if batch is None else watched(model, blocks, batch)
     kind = torch.device(device).type if device is not None else parameters[0].device.type
-    later = 1 if refresh.deterministic else LATER_INTERVALS.get(kind, 1)
-    every = refresh_every or INTERVALS.get(kind, INTERVAL) * later
+    every = refresh_every or INTERVAL * (1 if refresh.deterministic else LATER)
     moments = len(covered.rule.moments)
     planned = []
     for block, row in zip(blocks, summary.rows, strict=True):
-        price = price_of(block, calls.get(block, ()), n or 1, every, refresh, moments) if block.covered else Price()
+        price = Price()
+        if block.covered:
+            price = price_of(block, calls.get(block, ()), n or 1, every, refresh, moments, kind)
         A, B = (kept(block, side, coverage) for side in "AB")
         planned.append(PlannedBlock(row, A, B, price))
     return Plan(tuple(planned), summary, own, n)
@@ -207,7 +208,9 @@ def kept(block: Block, side: str, coverage: Coverage) -> str:
     return f"{width} diagonal (over {coverage.max_factor_dim:,})"
 
 
-def price_of(block: Block, calls: Sequence[Call], n: int, every: int, refresh: Refresh, moments: int) -> Price:
+def price_of(
+    block: Block, calls: Sequence[Call], n: int, every: int, refresh: Refresh, moments: int, device: str
+) -> Price:
     """Return the average cost of a covered block per step.
 
     Args:
@@ -217,6 +220,7 @@ def price_of(block: Block, calls: Sequence[Call], n: int, every: int, refresh: R
         every: The refresh interval.
         refresh: How bases are updated.
         moments: The number of running means kept in the basis.
+        device: The kind of device for training.
     """
     s = block.shape
     A, B = 0 if block.diagonal_A else s.inputs, 0 if block.diagonal_B else s.out
@@ -230,7 +234,7 @@ def price_of(block: Block, calls: Sequence[Call], n: int, every: int, refresh: R
     spacing = refresh.factor_every or max(1, every // (BATCHES if refresh.deterministic else LATER_BATCHES))
     turns = 2.0 * s.groups * s.out * s.columns * (A + B)
     renewed = 0.0
-    for width, stretch in zip((A, B), stretches(block), strict=True):
+    for width, stretch in zip((A, B), stretches(block, device), strict=True):
         if width:
             renewed += (REFRESH * s.groups * width**3 + (1 + moments) * turns * width / (A + B)) / (every * stretch)
     return Price(taken / spacing, renewed, 2 * turns)

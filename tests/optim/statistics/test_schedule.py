@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac import EKFAC, Refresh, StepSize, rules
-from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, INTERVAL_OF_DERIVATIVES, START
+from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, START
 
 
 def network() -> nn.Module:
@@ -44,7 +44,7 @@ def test_one_batch_an_interval_is_taken_in_and_the_bases_follow_it_at_once() -> 
     train(model, opt, slopes, START)
     state = opt.state[model.get_parameter("0.weight")]
     taken, renewed = [], []
-    for t in range(START, START + 2 * INTERVAL_OF_DERIVATIVES):
+    for t in range(START, START + 2 * INTERVAL):
         weight, basis = state["factor_weight"].clone(), state["U_A"].clone()
         train(model, opt, slopes, 1)
         if not torch.equal(weight, state["factor_weight"]):
@@ -53,7 +53,7 @@ def test_one_batch_an_interval_is_taken_in_and_the_bases_follow_it_at_once() -> 
             torch.testing.assert_close(state["factor_weight"], weight * 0.95**BATCHES + 32)
         if not torch.equal(basis, state["U_A"]):
             renewed.append(t)
-    expected = [START + INTERVAL_OF_DERIVATIVES - 1, START + 2 * INTERVAL_OF_DERIVATIVES - 1]
+    expected = [START + INTERVAL - 1, START + 2 * INTERVAL - 1]
     assert taken == renewed == expected
 
 
@@ -67,7 +67,7 @@ def test_losses_without_derivatives_are_as_they_were() -> None:
     assert opt.param_groups[0]["weight_decay"] == 0.3
 
 
-@pytest.mark.parametrize(("options", "every"), [({}, INTERVAL_OF_DERIVATIVES), ({"refresh_every": 7}, 7)])
+@pytest.mark.parametrize(("options", "every"), [({}, INTERVAL), ({"refresh_every": 7}, 7)])
 def test_what_is_set_holds_for_losses_with_derivatives_too(options: dict[str, Any], every: int) -> None:
     model = network()
     opt = EKFAC(model, **options, refresh=Refresh(factor_decay=0.9, factor_every=3))

@@ -30,13 +30,9 @@ DENSE = 20
 BATCHES = 4
 SETTLED = 300
 LATER_BATCHES = 2
-#: The default interval, by device: relative to a step, orthogonal iteration is cheap on a GPU and expensive on a CPU.
-INTERVALS = {"cuda": 20}
-INTERVAL = 50
-#: The interval is this many times longer after SETTLED steps.
-LATER_INTERVALS = {"cuda": 2}
-#: The default interval for losses with derivatives, whose steps are expensive and whose curvature changes faster.
-INTERVAL_OF_DERIVATIVES = 20
+#: The default interval, and how many times longer it is after SETTLED steps.
+INTERVAL = 20
+LATER = 2
 #: Sides wider than this are refreshed less often, by the square of their width, because the cost grows with its cube.
 WIDE_SIDES = {"cuda": 1024}
 WIDE_SIDE = 400
@@ -119,9 +115,9 @@ def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
     return frozenset(steps)
 
 
-def stretches(block: Block) -> tuple[int, int]:
-    """Return the factors by which a block's intervals for A and B are longer than usual."""
-    wide = WIDE_SIDES.get(block.key.device.type, WIDE_SIDE)
+def stretches(block: Block, device: str | None = None) -> tuple[int, int]:
+    """Return the factors by which a block's intervals for A and B are longer than usual, on its device by default."""
+    wide = WIDE_SIDES.get(device or block.key.device.type, WIDE_SIDE)
     A, B = (max(1, round((width / wide) ** 2)) for width in (block.shape.inputs, block.shape.out))
     return 1 if block.diagonal_A else A, 1 if block.diagonal_B else B
 
@@ -170,13 +166,10 @@ class Schedule:
 
     @cached_property
     def intervals(self) -> Intervals:
-        """Which steps update bases and factors; not before the device is known."""
-        kind, given = self._partition.device.type, self._options.refresh_every
-        deterministic = self._refresh.deterministic
-        usual = INTERVALS.get(kind, INTERVAL)
-        every = given or (min(usual, INTERVAL_OF_DERIVATIVES) if self.derivatives else usual)
+        """Which steps update bases and factors."""
+        given, deterministic = self._options.refresh_every, self._refresh.deterministic
         fixed = given is not None or deterministic or self.derivatives
-        return Intervals(every, deterministic, self.derivatives, 1 if fixed else LATER_INTERVALS.get(kind, 1))
+        return Intervals(given or INTERVAL, deterministic, self.derivatives, 1 if fixed else LATER)
 
     @property
     def factor_decay(self) -> float:
