@@ -161,7 +161,7 @@ def permuted(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[M
 
 def cut(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[Micro]]) -> Changed | None:
     """Every micro-batch in several, of any sizes."""
-    if drawn.mixes:
+    if drawn.mixes or drawn.balances:
         return None
 
     def parts(batch: Micro) -> list[Micro]:
