@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from oracle_wholes import has_blocks, parts, plain_forward
+from oracle_wholes import RECURRENT, WHOLES, parts, plain_forward
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -331,7 +331,7 @@ def find_layers(
     for name, module in model.named_modules():
         if name in exclude:
             continue
-        if has_blocks(module):
+        if isinstance(module, WHOLES):
             wholes += _parts_of(module, names)
         if not isinstance(module, COVERED):
             continue
@@ -361,8 +361,9 @@ def find_layers(
 
 
 def _parts_of(module: nn.Module, names: Mapping[int, str]) -> Iterator[Part]:
-    """The parts of a whole that train; of one that has parameters made of others, nothing."""
-    if nn.utils.parametrize.is_parametrized(module):
+    """The parts of a whole that train; of one that has parameters made of others, or drops numbers, nothing."""
+    drops = isinstance(module, RECURRENT) and module.num_layers > 1 and module.dropout > 0
+    if nn.utils.parametrize.is_parametrized(module) or drops:
         return
     for part, columns in parts(module).items():
         found = [(names.get(id(getattr(module, name))), width) for name, width in columns]

@@ -22,12 +22,6 @@ WHOLES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, *RECURRENT, *CELLS
 Tap = Callable[[str, Tensor, Tensor], Tensor]
 
 
-def has_blocks(module: nn.Module) -> bool:
-    """Tell whether a module's products have blocks: not with dropout between recurrent layers, which is random."""
-    drops = isinstance(module, RECURRENT) and module.dropout > 0 and module.num_layers > 1
-    return isinstance(module, WHOLES) and not drops
-
-
 def parts(module: Any) -> dict[str, list[tuple[str, int]]]:
     """Return the parameters of every part with their numbers of columns, in the order of the columns."""
     if isinstance(module, nn.MultiheadAttention):

@@ -32,9 +32,10 @@ TRIES: dict[str, int | range] = {
     "pickles": 7,
     "replicas": range(5, 6),  # two ranks with nothing set, unlike threads and a solver that fails on one
     "ranks": 3,
-    "networks": 30,
+    "networks": 25,
     "resumed": 6,
     "unchanged": 6,
+    "pairs": 1,
 }
 
 

@@ -19,6 +19,7 @@ from fuzz import (
     invariances,
     kills,
     networks,
+    pairs,
     replicas,
     runs,
     saves,
@@ -31,7 +32,7 @@ from fuzz.harness import Fuzzer, Outcome, attempt, run, table
 
 MODULES = (
     *(files, inputs, saves, runs, studies, commands, arguments, states, solvers, spikes, kills, replicas),
-    *(networks, invariances),
+    *(networks, invariances, pairs),
 )
 FUZZERS: dict[str, Fuzzer] = {fuzzer.name: fuzzer for module in MODULES for fuzzer in module.FUZZERS}
 

@@ -60,8 +60,8 @@ class Training:
         self.scaler = None if case.scale is None else torch.amp.GradScaler("cpu", init_scale=case.scale)
         self.opt, self.sgd = made_by(case, model, **({} if self.scaler is None else {"grad_scaler": self.scaler}))
 
-    def step(self, pieces: list[Micro]) -> None:
-        train_step(self.case, self.model, self.opt, self.sgd, self.scaler, pieces)
+    def step(self, pieces: list[Micro], before: Callable[[nn.Module], None] = lambda model: None) -> None:
+        train_step(self.case, self.model, self.opt, self.sgd, self.scaler, pieces, before)
 
     def end(self) -> Weights:
         self.opt.close() if self.sgd is None else self.opt.engine.close()
@@ -161,7 +161,7 @@ def permuted(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[M
 
 def cut(chance: random.Random, case: Case, drawn: Drawn, steps: list[list[Micro]]) -> Changed | None:
     """Every micro-batch in several, of any sizes."""
-    if drawn.mixes:
+    if drawn.mixes or drawn.balances:
         return None
 
     def parts(batch: Micro) -> list[Micro]:

@@ -98,6 +98,12 @@ class Drawn:
     mixes: bool
     optional: set[int] = field(default_factory=set)
 
+    @property
+    def balances(self) -> bool:
+        """Whether an output layer shares an embedding's weight: their parts in A and B are balanced in every pass."""
+        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        return any(id(getattr(m, "weight", None)) in tables for m in self.model.modules() if isinstance(m, nn.Linear))
+
 
 Shape = tuple[int, ...]
 Made = tuple[nn.Module, str, Shape]

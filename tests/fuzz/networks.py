@@ -192,14 +192,23 @@ def oracle_of(case: Case, model: nn.Module) -> OracleEKFAC:
     return OracleEKFAC(twin, loss_of, per_parameter=own, tolerance=1e-6, **told)
 
 
-def train_step(case: Case, model: nn.Module, opt: Any, sgd: Any, scaler: Any, pieces: list[Micro]) -> None:
-    """One step as users do it."""
+def train_step(
+    case: Case,
+    model: nn.Module,
+    opt: Any,
+    sgd: Any,
+    scaler: Any,
+    pieces: list[Micro],
+    before: Callable[[nn.Module], None] = lambda model: None,
+) -> None:
+    """One step as users do it; ``before`` is done to the gradients before they are clipped."""
     opt.zero_grad()
     for batch in pieces:
         loss = loss_of(model, batch)
         (loss if scaler is None else scaler.scale(loss)).backward()
     if scaler is not None:
         scaler.unscale_(sgd or opt)
+    before(model)
     if case.clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
     if sgd is not None:

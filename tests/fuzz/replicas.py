@@ -32,11 +32,11 @@ def ordered() -> Order:
     return found
 
 
-def together(order: Order, world: int, name: str, folder: Path) -> list[Any]:
+def together(order: Order, world: int, name: str, folder: Path, file: str = "fuzz.replicas.py") -> list[Any]:
     """Have ranks do it; returns what each ends with."""
     (folder / "order.json").write_text(json.dumps(order))
     try:
-        return of(run_ranks("fuzz.replicas.py", world, (name,), folder), name)
+        return of(run_ranks(file, world, (name,), folder), name)
     except AssertionError as error:
         raise Broken(f"{order}: {(str(error).splitlines() or [''])[-1]}") from error
 

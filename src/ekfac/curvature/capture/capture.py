@@ -251,7 +251,7 @@ class Capture:
         if record is None:
             return
         if self.on_output is not None:
-            self.on_output(output)
+            self.on_output(anchor(output)[0])
         n = record.settle(self._leading(layer, x if arrange is None else arrange(x))) if record.n is None else record.n
         if layer.free_dims(x) == 0 and record.counted_by_features(x):
             n = record.n = 1

@@ -42,7 +42,7 @@ def watch_whole(
     numbers = {block: capture.number(record, block) for block, _ in uses}
     if capture.on_output is not None:
         for tensor in outputs:
-            capture.on_output(tensor)
+            capture.on_output(anchor(tensor)[0])
 
     me = capture.me
     del capture  # the graph must not keep it alive

@@ -80,7 +80,8 @@ class Fingerprints:
         """
         found: dict[Block, Tensor] = {}
         left = []
-        for block in sorted(self.unverified, key=lambda block: block.name):
+        # In the same order on every process; where a weight is shared its bias is a block of the same name.
+        for block in sorted(self.unverified, key=lambda block: (block.name, *block.parameter_names.values())):
             of_calls = inputs.sums[block].fingerprint if block in inputs.sums else None
             parameters = list(block.parameters.values())
             if of_calls is None or any(p not in inputs.gradients for p in parameters):
