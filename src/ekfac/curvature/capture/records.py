@@ -142,8 +142,8 @@ class Record:
             return 1
         if n is None:
             raise RuntimeError(
-                "the model's input has no tensor that counts examples, and no covered layer was called: tell how many "
-                "there are, by count=lambda *args, **kwargs: ... or with opt.batch(n)"
+                "the model's input has no tensor that shows the number of examples, and no covered layer was called: "
+                "set that number by count=lambda *args, **kwargs: ... or with opt.batch(n)"
             )
         return n
 

@@ -19,8 +19,8 @@ COMPARE_EVERY = 100
 UNKNOWN = 2.0
 
 REMEDY = (
-    "Processes that share statistics train replicas of one model. Where each has a model of its own, as in a "
-    "pipeline, pass process_group=None, or the group of those that have this one"
+    "Processes that share statistics train replicas of one model. If they have different models, as in a pipeline, "
+    "pass process_group=None, or the group of the ranks with this model"
 )
 
 
@@ -69,8 +69,8 @@ def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -
     for name, one, other in zip(parameters, least, inverted, strict=True):
         if one != ~other:
             raise RuntimeError(
-                f"parameter '{name}' differs between ranks. Start all of them from the same weights "
-                "(DistributedDataParallel sees to it, or a seed), and change weights on all ranks alike. " + REMEDY
+                f"parameter '{name}' differs between ranks. Start all of them from the same weights (by "
+                "DistributedDataParallel or a common seed), and make any change to weights on all ranks. " + REMEDY
             )
 
 

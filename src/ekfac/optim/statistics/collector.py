@@ -348,8 +348,8 @@ class Collector:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
                 raise RuntimeError(
-                    f"layer '{block.name}' has a gradient, but no backward pass that was captured has come to it yet: "
-                    f"let the loss inside opt.statistics() reach it, or exclude=['{block.name}']"
+                    f"layer '{block.name}' has a gradient, but no captured backward pass has reached it yet: make sure "
+                    f"that the loss inside opt.statistics() depends on it, or exclude=['{block.name}']"
                 )
             inputs.unknown.add(block)
         known = [block for block in self._partition.blocks if block not in inputs.unknown]

@@ -85,7 +85,7 @@ class Refresher:
                 self._warned.add(solved.rung)
                 warnings.warn(
                     f"layer '{block.name}': the eigendecomposition of {side} fell back to '{solved.rung}'; "
-                    "training goes on, and opt.stats() counts such cases",
+                    "training continues, and opt.stats() counts such cases",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -14,17 +14,17 @@ from ekfac.optim.distributed.processes import Processes
 #: For gradients without captured examples.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
-    "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
-    "paused(); zero_grad() after backward also drops what was captured. Derivatives of the model that a loss needs are "
-    "captured where torch.autograd.grad(..., create_graph=True) takes them, not torch.func. Where gradients come from "
-    "elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "as model(x): not a copy, a traced or exported form, nor layer.forward(x); with gradients enabled, outside "
+    "paused(); zero_grad() after backward also drops what was captured. Derivatives of the model inside a loss are "
+    "captured with torch.autograd.grad(..., create_graph=True), but not with torch.func. If gradients come from "
+    "elsewhere (torch.func.grad, Reptile), collect statistics separately, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 
 #: For gradients that the last step has already used.
 USED = (
     "step() found the gradients that the last step used, and no backward pass since: nothing was changed. Call "
-    "zero_grad() and backward() before every step; Lightning's StochasticWeightAveraging takes such a step at its end"
+    "zero_grad() and backward() before every step. (Lightning's StochasticWeightAveraging takes such a step at its end)"
 )
 
 
