@@ -161,7 +161,7 @@ def remove_hooks(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def calls_under_way(module: nn.Module) -> int:
+def active_calls(module: nn.Module) -> int:
     """Return the number of calls of a module on this thread's stack."""
     count, frame = 0, sys._getframe()
     while frame is not None:

@@ -148,7 +148,7 @@ class Record:
         return n
 
 
-def hand_on(receive: Receiver, held: Held, record: Record) -> None:
+def deliver(receive: Receiver, held: Held, record: Record) -> None:
     """Pass on the gradients that waited for the rest of their record."""
     for block, calls in record.waiting.items():
         receive(block, list(calls.values()), record.examples())

@@ -31,7 +31,7 @@ def digest(value: Any) -> float:
 
 def same_everywhere(processes: Processes, number: float, device: torch.device) -> bool:
     """Return whether a number is the same on all processes."""
-    least, negative = processes.least(torch.tensor([number, -number], dtype=torch.float64, device=device)).tolist()
+    least, negative = processes.minimum(torch.tensor([number, -number], dtype=torch.float64, device=device)).tolist()
     return bool(least == -negative)
 
 
@@ -65,7 +65,7 @@ def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -
         return
     device = next(iter(parameters.values())).device
     sums = torch.stack([checksum(p).to(device) for p in parameters.values()])
-    least, inverted = processes.least(torch.stack([sums, ~sums])).tolist()
+    least, inverted = processes.minimum(torch.stack([sums, ~sums])).tolist()
     for name, one, other in zip(parameters, least, inverted, strict=True):
         if one != ~other:
             raise RuntimeError(
@@ -180,7 +180,7 @@ def roll_call(
     mine += [-float(was) for was in seen]
     mine += [-place for place in places]
     mine += [-x if finite else 0.0 for x in largest]
-    found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
+    found = processes.minimum(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
     count, known = len(gradients), 9
     holders, complete, changed, near, somewhere, when = (
         found[known + i * count : known + (i + 1) * count] for i in range(6)

@@ -52,6 +52,6 @@ def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) 
 
 def refuse_unless_used(processes: Processes, used: bool, device: torch.device) -> None:
     """Raise on all processes because none captured an example; only warn if all have the last step's gradients."""
-    if not processes.least(torch.tensor(float(used), device=device)):
+    if not processes.minimum(torch.tensor(float(used), device=device)):
         raise RuntimeError(NO_EXAMPLES)
     warnings.warn(USED, RuntimeWarning, stacklevel=5)

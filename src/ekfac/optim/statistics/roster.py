@@ -39,11 +39,11 @@ class Roster:
         added = [name for name in fresh if self._all_trained and name not in lost]
         other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
         self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
-        self._tell([name for name in lost if name not in replaced])
+        self._warn_of([name for name in lost if name not in replaced])
         changes = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
         return "; ".join(f"parameters {checks.listed(names)} {what}" for what, names in changes.items() if names)
 
-    def _tell(self, gone: list[str]) -> None:
+    def _warn_of(self, gone: list[str]) -> None:
         if gone and gone != self._gone:
             warnings.warn(
                 f"parameters {checks.listed(gone)} are no longer part of the model, and are no longer trained. If they "
