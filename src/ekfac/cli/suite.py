@@ -37,7 +37,7 @@ def run(
     device: str | None = _DEVICE,
     data_dir: str | None = _DATA_DIR,
 ) -> None:
-    """Make the runs that are due; what is there is not made again. Exits with 3 if time ran out before all were."""
+    """Make the runs that are due; existing runs are not repeated. Exits with 3 if time ran out first."""
     status = commands.run_command(
         where,
         out,

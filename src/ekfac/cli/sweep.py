@@ -211,7 +211,7 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
 
 
 def _sweep(**values: Any) -> None:
-    """Search over learning rate, damping and batch size as the paper does; run it again to go on."""
+    """Search over learning rate, damping and batch size as the paper does; run it again to resume."""
     try:
         from ekfac.lab.search import sweep as search
         from ekfac.lab.search.ask import importance
