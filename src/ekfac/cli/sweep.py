@@ -235,7 +235,7 @@ def _sweep(**values: Any) -> None:
     where = search.Where.of(_out(values), values["storage"], values["data_dir"])
     total = len(configs) or values["trials"]
     show = SweepProgress(console, total, values["workers"], where.out)
-    with interruptible("the same command goes on"), show:
+    with interruptible("run the same command to resume"), show:
         studies = search.sweep(
             configs,
             where,

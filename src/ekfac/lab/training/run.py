@@ -190,7 +190,7 @@ def launch(
     if resume and out is not None:
         stored = read_config(Path(out))[0]
         if not RunFolder(Path(out)).checkpoint_file.exists():
-            raise LabError(f"{out} has no checkpoint; --overwrite starts afresh")
+            raise LabError(f"{out} has no checkpoint; --overwrite starts again")
         settings = {**stored.to_dict(), **settings}
     config = TrainConfig.from_dict(settings)
     more: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_best": keep_best, "progress": progress}
@@ -271,7 +271,7 @@ def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = N
 
 def _check_flags(resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
-        raise LabError("resume and overwrite cannot both be asked for")
+        raise LabError("resume and overwrite cannot both be set")
 
 
 def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool) -> None:
@@ -283,7 +283,7 @@ def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool)
     if not folder.holds_run() or overwrite:
         return
     if not resume:
-        raise LabError(f"{path} already holds a run; --resume goes on with it, --overwrite removes it")
+        raise LabError(f"{path} already holds a run; --resume continues it, --overwrite removes it")
     if folder.config_file.exists() and (other := _difference(read_config(path)[0], config)):
         raise LabError(f"{path} holds a run with {other}; resume it without changing it")
 

@@ -18,7 +18,7 @@ LARGE = 2**21
 
 
 class OwnStream:
-    """A stream on which nobody else records graphs while this object lives.
+    """A stream reserved for recording graphs as long as this object lives.
 
     Graphs recorded on one stream share cuBLAS's workspace: they must not run concurrently, and destroying one frees the
     workspace. torch has only 32 streams and hands them out in rotation, so this picks one that is not in use.

@@ -26,7 +26,7 @@ ByOwner = Mapping[int, Sequence[Tensor]]
 
 @dataclass
 class Twin:
-    """Another group of the same processes, and whether nobody uses it here."""
+    """Another group of the same processes, and whether it is free on this process."""
 
     group: Any
     idle: bool = False
