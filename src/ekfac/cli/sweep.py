@@ -143,7 +143,7 @@ def _wanted(values: Mapping[str, Any]) -> tuple[TrainConfig, space.Space]:
     own = {item.name for item in fields(TrainConfig)}
     wrong = [name for name in axes if name in LISTS or name in ("task", "options", "plugins")]
     if wrong:
-        raise LabError(f"--axis {wrong[0]} is no axis: --{wrong[0].replace('_', '-')} takes a list itself")
+        raise LabError(f"--axis cannot vary {wrong[0]}: --{wrong[0].replace('_', '-')} takes a list itself")
     further = [*(["damping"] if listed["damping"] else []), *(name for name in axes if name not in own)]
     check_options(base.optimizer, [*base.optimizer_options(), *further])
     wanted = space.Space(
@@ -190,7 +190,7 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
             space.check_options(configs)
         return configs, ask.Search(pruner=values["pruner"])
     if values["plan"] is not None or values["write_plan"] is not None:
-        raise LabError("tpe proposes settings as it goes: it has no plan; --sampler grid has")
+        raise LabError("tpe chooses settings as it goes and has no plan; --sampler grid has one")
     for plugin in values["plugin"]:
         load_plugin(plugin)
     base, wanted = _wanted(values)

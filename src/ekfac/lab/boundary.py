@@ -66,7 +66,7 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
     """
     for name in OUTPUTS:
         if not _is_text(values.get(name)):
-            raise LabError(f"--{name.replace('_', '-')} {str(values[name])!r} is no text in UTF-8; choose another name")
+            raise LabError(f"--{name.replace('_', '-')} {str(values[name])!r} is not valid UTF-8; choose another name")
     try:
         yield
     except OSError as error:

@@ -190,7 +190,7 @@ def test_the_command_goes_on_only_from_a_checkpoint(tmp_path):
 def test_fewer_epochs_than_there_are_is_refused(tmp_path):
     train(config(epochs=3), tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(LabError, match=r"epochs must be at least 3, which .* has already, not 1"):
+    with pytest.raises(LabError, match=r"epochs must be at least 3, as many as .* has, not 1"):
         launch({"epochs": 1}, tmp_path, resume=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert launch({"epochs": 3}, tmp_path, resume=True).status == "finished"
@@ -267,6 +267,6 @@ def test_a_checkpoint_of_another_run_is_refused(optimizer, seed, other, tmp_path
     train(config(optimizer, epochs=1, seed=seed), theirs)
     (mine / "checkpoint.pt").write_bytes((theirs / "checkpoint.pt").read_bytes())
     before = {file.name: file.read_bytes() for file in mine.iterdir()}
-    with pytest.raises(LabError, match=f"checkpoint.pt does not fit this run: it is of a run with {other}"):
+    with pytest.raises(LabError, match=f"checkpoint.pt does not fit this run: it belongs to a run with {other}"):
         launch({"epochs": 2}, mine, resume=True)
     assert {file.name: file.read_bytes() for file in mine.iterdir()} == before

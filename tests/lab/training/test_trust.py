@@ -262,7 +262,7 @@ def test_a_foreign_trial_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
     for _ in range(2):
         assert ekfac(words) == 0
         captured = capsys.readouterr()
-        assert captured.err.count("is left alone: ekfac sweep did not make it") == 3
+        assert captured.err.count("is left alone: it was not created by ekfac sweep") == 3
         assert "1 complete" in captured.out
     assert len(study.get_trials()) == 4
 

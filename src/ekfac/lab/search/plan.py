@@ -151,7 +151,7 @@ def _parallel(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool:
-            raise LabError("a worker process died; run the same command again to go on") from None
+            raise LabError("a worker process died; run the same command to resume") from None
 
 
 @contextlib.contextmanager

@@ -113,16 +113,14 @@ def _prepare(
         _check_same_data(run.path, trainer)
         try:
             if "config" in checkpoint and (other := _difference(TrainConfig.from_dict(checkpoint["config"]), config)):
-                raise ValueError(f"it is of a run with {other}")
+                raise ValueError(f"it belongs to a run with {other}")
             run.history = check_history(checkpoint["history"])
             trainer.load_state_dict(checkpoint["trainer"])
         except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {reason}") from error
         if trainer.epoch > given(config.epochs):
-            raise LabError(
-                f"epochs must be at least {trainer.epoch}, which {run.path} has already, not {config.epochs}"
-            )
+            raise LabError(f"epochs must be at least {trainer.epoch}, as many as {run.path} has, not {config.epochs}")
     run.about = about(config, trainer, data_dir)
     return run, trainer
 
@@ -300,4 +298,4 @@ def _difference(stored: TrainConfig, config: TrainConfig) -> str | None:
 def _check_same_data(path: Path | None, trainer: Trainer) -> None:
     """Refuse to resume with different data, if a dataset differs between machines."""
     if path is not None and read_config(path)[1].get("data_sha256") != trainer.data.sha256:
-        raise LabError(f"{path} holds a run on other data of {trainer.data.name}: its sha256 is another")
+        raise LabError(f"{path} holds a run on different data of {trainer.data.name}: the sha256 differs")
