@@ -13,8 +13,8 @@ from ekfac.lab.suite.jobs import factor, make_job, rates
 from lab.suite.cases import TINY, tiny
 
 WRONG = [
-    (("seeds",), [], "seeds must be different whole numbers"),
-    (("seeds",), [0, 0], "seeds must be different"),
+    (("seeds",), [], "seeds must be one or more distinct integers"),
+    (("seeds",), [0, 0], "seeds must be one or more distinct"),
     (("seeds",), [0.5], "seeds must be"),
     (("evaluations",), 1, "evaluations must be an integer of at least 2, not 1"),
     (("every_rate",), "yes", "every_rate must be true or false"),
