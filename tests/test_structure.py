@@ -34,8 +34,8 @@ Pass Pause Plan Pop Precondition Predict Prepare Print Process Project Put Queue
 Refresh Refuse Register Release Remember Remove Rename Repeat Replace Replay Report Reproduce Require Rescale Reserve
 Reset Reshape Reshard Restore Restrict Resume Return Rotate Round Run Save Say Scale Search Select Send Set Settle
 Share Shorten Show Skip Solve Sort Split Square Stack Start Step Stop Store Strip Submit Sum Summarise Switch
-Synchronise Tabulate Take Tell Test Time Track Train Transform Try Turn Undo Unpack Unscale Update Use View Wait
-Watch Wrap Write Yield
+Synchronise Tabulate Take Tell Test Time Track Train Transform Try Turn Undo Unpack Unscale Update Use View Wait Watch
+Wrap Write Yield
 """
 
 

@@ -119,10 +119,10 @@ def test_fisher_bears_parameters_without_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ([0.9], "params holds 0.9"),
-        (["weight"], "params holds 'weight'"),
+        ([0.9], "params contains 0.9"),
+        (["weight"], "params contains 'weight'"),
         ([], "params is empty"),
-        (b"x", "params holds"),
+        (b"x", "params contains"),
     ],
 )
 def test_what_is_no_parameter_is_named(params: object, message: str) -> None:

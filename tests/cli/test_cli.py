@@ -198,14 +198,13 @@ def _stop(*words, **more):
         (["doctor", "classifier"], "ekfac.cli.doctor.examine", "nothing was written"),
         (["demo"], "ekfac.lab.show.demo.race", "nothing was written"),
         (["demo", "--out", "d"], "ekfac.lab.show.demo.race", "what each had done by then is recorded in d"),
-        (["figure", "all", "--out", "f"], "ekfac.lab.show.figures.make", "figures that were drawn by then are in f"),
+        (["figure", "all", "--out", "f"], "ekfac.lab.show.figures.make", "figures drawn so far are in f"),
         (
             ["figure", "all", "--quick", "--out", "f"],
             "ekfac.lab.show.figures.make",
-            "figures that were drawn by then are in f; the small runs in f/quick-runs are kept, and the same command "
-            "goes on",
+            "figures drawn so far are in f; the small runs are kept in f/quick-runs: run the same command to resume",
         ),
-        (["sweep", "classifier", "--out", "s"], "ekfac.lab.search.sweep.sweep", "the same command goes on"),
+        (["sweep", "classifier", "--out", "s"], "ekfac.lab.search.sweep.sweep", "run the same command to resume"),
         (["data", "fetch", "mnist-5k"], "ekfac.lab.data.files.fetch", None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -258,7 +257,8 @@ def test_what_the_terminal_cannot_show_is_an_escape(monkeypatch):
 def test_a_name_that_is_no_text_is_bad_usage(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run("train", *TINY, "--out", os.fsdecode(b"bad\xff")) == 2
-    assert capsys.readouterr().err.startswith("error: --out 'bad\\udcff' is no text") and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.startswith("error: --out 'bad\\udcff' is not valid UTF-8")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_version(capsys):

@@ -125,7 +125,7 @@ def test_a_layer_class_that_is_wrong_is_named(
     model, x, y = Transposed(), torch.randn(8, 6).double(), torch.randint(6, (8,))
 
     def told() -> contextlib.AbstractContextManager[object]:
-        return pytest.raises(RuntimeError, match=r"Forgetful.* says wrongly") if wrong else contextlib.nullcontext()
+        return pytest.raises(RuntimeError, match=r"Forgetful.* is wrong about") if wrong else contextlib.nullcontext()
 
     with told(), ekfac.EKFAC(model) as opt:
         F.cross_entropy(model(x), y).backward()

@@ -135,7 +135,7 @@ def test_a_record_of_the_suite_that_lacks_something_is_refused(change: dict[str,
     (tmp_path / "results.jsonl").write_bytes(sealed.dumps(WHOLE))
     assert list(Records(tmp_path).runs) == ["a"]
     (tmp_path / "results.jsonl").write_bytes(sealed.dumps({**WHOLE, **change}))
-    with pytest.raises(LabError, match=r"results\.jsonl, line 1 is no record of the suite: "):
+    with pytest.raises(LabError, match=r"results\.jsonl, line 1 is not a record of the suite: "):
         Records(tmp_path)
 
 

@@ -14,7 +14,7 @@ try:
     from typer.core import TyperCommand
 except ImportError as error:
     raise SystemExit(
-        f"error: the command ekfac needs {error.name}: pip install 'ekfac[lab]'; python -m ekfac.lab.train does without"
+        f"error: the command ekfac needs {error.name}: pip install 'ekfac[lab]'; python -m ekfac.lab.train does not"
     ) from None
 
 import ekfac

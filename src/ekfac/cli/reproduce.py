@@ -40,7 +40,7 @@ def reproduce(
     data_dir: str | None = typer.Option(None, help="Folder of the data files."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
 ) -> None:
-    """Reproduce a figure of the paper or a table of ours, from nothing to a verdict; run it again to go on."""
+    """Reproduce a figure of the paper or a table of ours, from nothing to a verdict; run it again to resume."""
     try:
         from ekfac.lab.show.reproduce import EXPERIMENTS, finish, make_plan, steps
     except ImportError as error:
@@ -75,14 +75,14 @@ def reproduce(
     if plan is None:
         plan = make_plan(name, level=level, budget=seconds, data_dir=data_dir, say=say)
     else:
-        say(f"going on with the plan in {folder} (--again makes a new one)")
+        say(f"resuming the plan in {folder} (--again makes a new one)")
     say(plan.text())
     if plan_only:
         if json:
             planned = {"name": plan.name, "level": plan.level, "runs": len(plan.configs), "seconds": plan.seconds}
             display.show_json(planned)
         return
-    with interruptible(f"what was done by then is kept in {folder}; the same command goes on"):
+    with interruptible(f"completed work is kept in {folder}; run the same command to resume"):
         steps.keep(plan, folder)
         if plan.level == "search":
             runs, _ = reproduce_for([name], folder, plan.seconds, workers=workers, data_dir=data_dir, say=say)

@@ -69,8 +69,8 @@ def figure(
     if batch_size is not None and batch_size < 1:
         raise LabError(f"batch_size must be at least 1, not {batch_size}")
     found = find_runs(runs, timed=timed or None) if runs else []
-    goes_on = f"; the small runs in {out}/quick-runs are kept, and the same command goes on" if quick else ""
-    with interruptible(f"figures that were drawn by then are in {out}{goes_on}"):
+    resume = f"; the small runs are kept in {out}/quick-runs: run the same command to resume" if quick else ""
+    with interruptible(f"figures drawn so far are in {out}{resume}"):
         made = figures.make(
             names,
             out,

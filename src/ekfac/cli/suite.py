@@ -14,7 +14,7 @@ _DIR = typer.Argument(help="Folder of the records.")
 _ONLY = typer.Option(None, "--only", help="Tasks, separated by commas.")
 _METHODS = typer.Option(None, "--methods", help="Methods, separated by commas.")
 _SCHEDULES = typer.Option(None, "--schedules", help="Schedules, separated by commas: cosine, constant, own.")
-_BUDGET = typer.Option(None, "--budget", help="Time, such as 9m; the same command goes on later.")
+_BUDGET = typer.Option(None, "--budget", help="Time, such as 9m; the same command resumes later.")
 _DEVICE = typer.Option(None, "--device", help="Device [default: a GPU where there is one].")
 _DATA_DIR = typer.Option(None, "--data-dir", help="Folder of the data files [default: EKFAC_DATA or ~/.cache/ekfac].")
 
@@ -37,7 +37,7 @@ def run(
     device: str | None = _DEVICE,
     data_dir: str | None = _DATA_DIR,
 ) -> None:
-    """Make the runs that are due; what is there is not made again. Exits with 3 if time ran out before all were."""
+    """Make the runs that are due; existing runs are not repeated. Exits with 3 if time ran out first."""
     status = commands.run_command(
         where,
         out,

@@ -143,7 +143,7 @@ def _wanted(values: Mapping[str, Any]) -> tuple[TrainConfig, space.Space]:
     own = {item.name for item in fields(TrainConfig)}
     wrong = [name for name in axes if name in LISTS or name in ("task", "options", "plugins")]
     if wrong:
-        raise LabError(f"--axis {wrong[0]} is no axis: --{wrong[0].replace('_', '-')} takes a list itself")
+        raise LabError(f"--axis cannot vary {wrong[0]}: --{wrong[0].replace('_', '-')} takes a list itself")
     further = [*(["damping"] if listed["damping"] else []), *(name for name in axes if name not in own)]
     check_options(base.optimizer, [*base.optimizer_options(), *further])
     wanted = space.Space(
@@ -190,7 +190,7 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
             space.check_options(configs)
         return configs, ask.Search(pruner=values["pruner"])
     if values["plan"] is not None or values["write_plan"] is not None:
-        raise LabError("tpe proposes settings as it goes: it has no plan; --sampler grid has")
+        raise LabError("tpe chooses settings as it goes and has no plan; --sampler grid has one")
     for plugin in values["plugin"]:
         load_plugin(plugin)
     base, wanted = _wanted(values)
@@ -211,7 +211,7 @@ def _search(values: Mapping[str, Any]) -> tuple[list[TrainConfig], Any]:
 
 
 def _sweep(**values: Any) -> None:
-    """Search over learning rate, damping and batch size as the paper does; run it again to go on."""
+    """Search over learning rate, damping and batch size as the paper does; run it again to resume."""
     try:
         from ekfac.lab.search import sweep as search
         from ekfac.lab.search.ask import importance
@@ -235,7 +235,7 @@ def _sweep(**values: Any) -> None:
     where = search.Where.of(_out(values), values["storage"], values["data_dir"])
     total = len(configs) or values["trials"]
     show = SweepProgress(console, total, values["workers"], where.out)
-    with interruptible("the same command goes on"), show:
+    with interruptible("run the same command to resume"), show:
         studies = search.sweep(
             configs,
             where,

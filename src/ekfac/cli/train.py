@@ -73,12 +73,12 @@ def _train(**values: Any) -> None:
     if seeds and values["seed"] is not None:
         raise LabError("--seed and --seeds cannot both be given")
     if len(set(seeds)) < len(seeds):
-        raise LabError(f"--seeds names one twice: {values['seeds']}")
+        raise LabError(f"--seeds holds a seed twice: {values['seeds']}")
     for seed in seeds:
         check_seed(seed)
     tags = Tags(tuple(values["tag"]), values["note"])
     if tags != Tags() and values["out"] is None:
-        raise LabError("--tag and --note are written into the run's folder: --out names it")
+        raise LabError("--tag and --note are written into the run's folder: pass --out")
     runs = []
     for each in of_seeds(values, seeds) if seeds else [values]:
         run = _one(each, tags)

@@ -64,8 +64,8 @@ def is_eigendecomposition(matrix: Tensor, U: Tensor, values: Tensor) -> bool:
     thin products are cheap.
     """
     d = matrix.shape[-1]
-    chance = torch.Generator().manual_seed(0)
-    z = torch.randn(d, 8, generator=chance, dtype=torch.float64, device="cpu").to(matrix)
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(d, 8, generator=generator, dtype=torch.float64, device="cpu").to(matrix)
     y = U.mT @ z
     residual = (matrix @ z - U @ (values[..., None] * y)).norm(dim=(-2, -1)) / 8**0.5
     drift = (U @ y - z).norm(dim=(-2, -1)) / 8**0.5

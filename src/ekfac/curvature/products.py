@@ -40,7 +40,7 @@ def weights(
 
 
 def are_plain_rows(block: Block, calls: Sequence[Call]) -> bool:
-    """Return whether all products are of plain rows on a CPU, so that weights can be computed from norms."""
+    """Return whether all calls have plain rows on a CPU, where reading the weights needs no synchronisation."""
     if block.key.device.type != "cpu" or block.diagonal_A or block.diagonal_B:
         return False
     return all(

@@ -66,7 +66,7 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
     """
     for name in OUTPUTS:
         if not _is_text(values.get(name)):
-            raise LabError(f"--{name.replace('_', '-')} {str(values[name])!r} is no text in UTF-8; choose another name")
+            raise LabError(f"--{name.replace('_', '-')} {str(values[name])!r} is not valid UTF-8; choose another name")
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        raise LabError(f"out of memory: {(str(error).splitlines() or ['no more is to be had'])[0]}") from error
+        raise LabError(f"out of memory: {(str(error).splitlines() or ['no details'])[0]}") from error
 
 
 def _is_text(name: object) -> bool:

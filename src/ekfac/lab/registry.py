@@ -115,7 +115,7 @@ def require_plugins(names: Iterable[str]) -> None:
     missing = missing_plugins(names)
     if missing:
         words = " ".join(f"--plugin {shlex.quote(name)}" for name in missing)
-        raise LabError(f"the settings name code that was not asked for; if you trust it, pass {words}")
+        raise LabError(f"the settings need plugins that are not loaded; if you trust them, pass {words}")
 
 
 def portable(where: str) -> str:

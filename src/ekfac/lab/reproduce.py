@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        stop.args = ("the same command goes on",)
+        stop.args = ("run the same command to resume",)
         print(interrupted(stop), file=sys.stderr)
         return exit_code(stop)
     _say(f"{counted(len(runs), 'run')} in {time.time() - start:.0f} s; {counted(len(left), 'stage')} left")

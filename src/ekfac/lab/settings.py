@@ -34,7 +34,7 @@ def read_settings(file: str | Path) -> dict[str, Any]:
         if name not in known:
             raise LabError(f"config {file}: unknown setting {name!r}; known: {', '.join(sorted(known))}")
     if "plugins" in settings:
-        raise LabError(f"config {file}: a file names no code to run; pass --plugin on the command line")
+        raise LabError(f"config {file}: a file cannot load plugins; pass --plugin on the command line")
     options = settings.get("options", {})
     if not isinstance(options, Mapping):
         raise LabError(f"config {file}: options must be a mapping, not {options!r}")

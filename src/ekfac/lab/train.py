@@ -105,9 +105,12 @@ def closing(run: Run) -> str:
     if run.status == "diverged":
         return f"diverged in epoch {epoch}{where}"
     if run.status == "interrupted":
-        again = "--resume goes on" if run.resumable or epoch > 0 else "--overwrite starts afresh"
-        by = signal_name(run.stopped_by)
-        return f"interrupted{by} after epoch {epoch}" + (f"; --out {run.path} with {again}" if run.path else "")
+        interrupted = f"interrupted{signal_name(run.stopped_by)} after epoch {epoch}"
+        if not run.path:
+            return interrupted
+        if run.resumable or epoch > 0:
+            return f"{interrupted}; continue with --out {run.path} --resume"
+        return f"{interrupted}; start again with --out {run.path} --overwrite"
     early = ", no better for a while" if run.history and run.history[-1].get("stopped") else ""
     return f"finished after epoch {epoch}{early}{where}"
 

@@ -176,7 +176,7 @@ class Engine:
             self.stacks.hand_down(stack)
         return stack.directions(P, step, inputs.gradients, rates.keeps_gradients)
 
-    # --- whether to go on -----------------------------------------------------------------------------------------
+    # --- checks before a step ---------------------------------------------------------------------------------------
 
     def shares(self) -> bool:
         """Return whether other processes take part in this step."""

@@ -114,7 +114,7 @@ class Executor:
         return False
 
     def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        """Return static buffers with copies of these tensors, for a replay; None if there is no room."""
+        """Return static buffers for copies of tensors that a replay will read; None if there is no room."""
         return None
 
     def method(self, method: Method[Any], block: Block) -> Method[Any]:

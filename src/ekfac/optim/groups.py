@@ -79,12 +79,12 @@ class Grouped(torch.optim.Optimizer):
         parameters = [item[1] if isinstance(item, tuple) else item for item in items]
         for p in parameters:
             if not isinstance(p, Tensor):
-                raise TypeError(f"params holds {checks.shown(p)}, which is no parameter of the model")
+                raise TypeError(f"params contains {checks.shown(p)}, which is not a parameter of the model")
             if p not in names:
                 raise ValueError(
-                    f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model. Allowed: its "
-                    "parameters. Those of a loss or of another network are trained with it if the optimizer is given "
-                    "both: nn.ModuleList([model, loss])"
+                    f"params contains a tensor of shape {tuple(p.shape)} that is not a parameter of the model. "
+                    "Allowed: its parameters. To train those of a loss or of another network too, pass both as the "
+                    "model: nn.ModuleList([model, loss])"
                 )
         if "weight_decay" in group:
             group.setdefault("decay_vectors", True)
@@ -210,7 +210,7 @@ class Grouped(torch.optim.Optimizer):
         if gone := [name for group in self.param_groups for name in group["param_names"] if name not in parameters]:
             raise RuntimeError(
                 f"parameters {checks.listed(gone)} are no longer part of the model, so {type(self).__name__} cannot be "
-                "copied: construct another one of the model as it is"
+                "copied: construct another one for the current model"
             )
         groups = []
         for index, group in enumerate(self.param_groups):
@@ -282,7 +282,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     for item in items:
         if not isinstance(item, dict) or "params" not in item:
             shown = f"keys {list(item)}" if isinstance(item, dict) else f"type {type(item).__name__}"
-            raise ValueError(f"params holds a group of {shown}. {allowed}")
+            raise ValueError(f"params contains a group of {shown}. {allowed}")
         if fixed := sorted(SAME_FOR_ALL & set(item)):
             raise ValueError(f"params: a group cannot set {fixed[0]}, which is the same for the whole model")
     return [dict(item) for item in items]

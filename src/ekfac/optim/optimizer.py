@@ -152,7 +152,7 @@ class Optimizer(Base, Joinable, Grouped):
         """Prepare to compare the actual with the predicted decrease of the loss; None if damping does not adapt now."""
         if closure is None:
             raise ValueError(
-                "step() with AdaptiveDamping needs a closure, as it looks at the loss after the update too: "
+                "step() with AdaptiveDamping needs a closure, because it evaluates the loss after the update too: "
                 "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
             )
         if self.engine.partition.sharded:
@@ -183,8 +183,8 @@ class Optimizer(Base, Joinable, Grouped):
         for name in ("found_inf", "grad_scale"):  # the scaler deletes them only after a step that succeeds
             self.__dict__.pop(name, None)
         raise RuntimeError(
-            "a GradScaler has called step(), so captured gradients are scaled by a number that is not known here: "
-            f"pass it as {type(self).__name__}(model, grad_scaler=scaler), or, if a framework makes it later, call "
+            "a GradScaler has called step(), so captured gradients are scaled by an unknown factor: pass it as "
+            f"{type(self).__name__}(model, grad_scaler=scaler), or, if a framework creates it later, call "
             "opt.attach_scaler(scaler) before the first backward pass"
         )
 

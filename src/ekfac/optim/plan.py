@@ -271,7 +271,7 @@ def watched(model: nn.Module, blocks: Sequence[Block], batch: Any) -> tuple[dict
                 torch.autograd.backward(outputs)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"batch: the model cannot be run on tensors without memory, as its forward reads numbers ({error}). "
+            f"batch: the model cannot run on the 'meta' device, as its forward reads values ({error}). "
             "Allowed: plan(model), which leaves out what depends on the batch"
         ) from error
     finally:

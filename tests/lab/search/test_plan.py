@@ -143,7 +143,7 @@ def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp
     error = process.communicate(timeout=60)[1]
     wait_until(lambda: not any(alive(worker) for worker in workers))
     if how == "Ctrl-C":
-        assert process.returncode == 130 and error == "interrupted; the same command goes on\n"
+        assert process.returncode == 130 and error == "interrupted; run the same command to resume\n"
 
 
 def test_a_plan_goes_out_and_its_results_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -369,7 +369,7 @@ def test_quick_makes_the_runs_it_needs_once(tmp_path: Path, monkeypatch: pytest.
 def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words, message in (
         (["figure", "none"], "unknown figure 'none'"),
-        (["figure", "vgg11", "--out", str(tmp_path / "f")], "figure vgg11 is drawn from runs"),
+        (["figure", "vgg11", "--out", str(tmp_path / "f")], "figure vgg11 needs runs"),
         (["figure", "vgg11", "--runs", str(tmp_path)], "holds no run"),
         (["figure", "vgg11", "--workers", "0"], "workers must be at least 1"),
         (["report", str(tmp_path / "none")], "is not a folder"),

@@ -81,7 +81,7 @@ def test_a_run_is_read_back_as_it_was_given(tmp_path):
 def test_a_folder_that_holds_a_run_is_refused_unless_asked(tmp_path):
     train(config(epochs=1), tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(LabError, match="already holds a run; --resume goes on with it, --overwrite removes it"):
+    with pytest.raises(LabError, match="already holds a run; --resume continues it, --overwrite removes it"):
         train(config(epochs=1), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     (tmp_path / "notes.txt").write_text("mine")
@@ -179,7 +179,7 @@ def test_the_command_goes_on_only_from_a_checkpoint(tmp_path):
     train(config(epochs=1), tmp_path / "run")
     (tmp_path / "run" / "checkpoint.pt").unlink()
     before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
-    with pytest.raises(LabError, match="run has no checkpoint; --overwrite starts afresh"):
+    with pytest.raises(LabError, match="run has no checkpoint; --overwrite starts again"):
         launch({"epochs": 2}, tmp_path / "run", resume=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
     assert not (tmp_path / "nope").exists()
@@ -190,7 +190,7 @@ def test_the_command_goes_on_only_from_a_checkpoint(tmp_path):
 def test_fewer_epochs_than_there_are_is_refused(tmp_path):
     train(config(epochs=3), tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(LabError, match=r"epochs must be at least 3, which .* has already, not 1"):
+    with pytest.raises(LabError, match=r"epochs must be at least 3, as many as .* has, not 1"):
         launch({"epochs": 1}, tmp_path, resume=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert launch({"epochs": 3}, tmp_path, resume=True).status == "finished"
@@ -250,9 +250,9 @@ def test_ctrl_c_ends_tidily_and_the_run_goes_on_later(tmp_path):
     training_epoch = [0]
     run = train(config(epochs=4), tmp_path, progress=Stop())
     assert run.status == "interrupted" and run.exit_code == 130 and run.history[-1]["epoch"] == 2
-    assert closing(run) == f"interrupted after epoch 2; --out {tmp_path} with --resume goes on"
+    assert closing(run) == f"interrupted after epoch 2; continue with --out {tmp_path} --resume"
     first = Run(run.config, run.history[:1], run.status, run.about, run.path)
-    assert closing(first) == f"interrupted after epoch 0; --out {tmp_path} with --overwrite starts afresh"
+    assert closing(first) == f"interrupted after epoch 0; start again with --out {tmp_path} --overwrite"
     whole = training.train(config(epochs=4))
     assert timeless(train(config(epochs=4), tmp_path, resume=True).history) == timeless(whole.history)
 
@@ -267,6 +267,6 @@ def test_a_checkpoint_of_another_run_is_refused(optimizer, seed, other, tmp_path
     train(config(optimizer, epochs=1, seed=seed), theirs)
     (mine / "checkpoint.pt").write_bytes((theirs / "checkpoint.pt").read_bytes())
     before = {file.name: file.read_bytes() for file in mine.iterdir()}
-    with pytest.raises(LabError, match=f"checkpoint.pt does not fit this run: it is of a run with {other}"):
+    with pytest.raises(LabError, match=f"checkpoint.pt does not fit this run: it belongs to a run with {other}"):
         launch({"epochs": 2}, mine, resume=True)
     assert {file.name: file.read_bytes() for file in mine.iterdir()} == before

@@ -216,7 +216,7 @@ def test_a_task_whose_build_returns_no_network_is_refused(monkeypatch):
 
     task = dataclasses.replace(TASKS.get("classifier"), build=lambda width, batch_norm: torch.compile)
     monkeypatch.setattr(TASKS, "get", lambda name: task)
-    with pytest.raises(LabError, match=r"build\(width, batch_norm\) returned a function, which is no nn.Module"):
+    with pytest.raises(LabError, match=r"build\(width, batch_norm\) returned a function, not an nn.Module"):
         train(TrainConfig("classifier", optimizer="sgd", **SMALL))
 
 

@@ -60,7 +60,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("ekfac.optim.cuda.kernels", rule, raising=False)
     monkeypatch.setattr("ekfac.optim.cuda.update_kernels", of_parameters, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead, "_started", set())
     return {**found, "launchers": launchers}
 
 
@@ -92,14 +92,14 @@ def test_the_first_launch_waits_and_a_failure_is_no_matter(
     timer = threading.Timer(0.2, kernels["of_parameters"].may_go_on.set)
     timer.start()
     update.runs_on(torch.device("cpu"))
-    assert len(kernels["of_parameters"].compiled) == 1 and not ahead._under_way
+    assert len(kernels["of_parameters"].compiled) == 1 and not ahead._running
     timer.join()
 
 
 def test_nothing_is_compiled_for_other_rules_and_devices(kernels: dict[str, Any]) -> None:
     ahead.compile_ahead(torch.device("cpu"), Belief())
     ahead.compile_ahead(CUDA, None)
-    assert not ahead._under_way
+    assert not ahead._running
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled then")

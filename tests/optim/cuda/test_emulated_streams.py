@@ -53,7 +53,7 @@ def refreshing(steps: int, **given: Any) -> Training:
     training = Training("mlp", "cuda", {"refresh_every": 4, **SMOOTH, **given})
     for t in range(steps):
         training.step(t)
-    assert training.opt.engine.executor.side._under_way, "under way"
+    assert training.opt.engine.executor.side._running, "under way"
     return training
 
 

@@ -136,5 +136,5 @@ def test_other_models(name: str, layout: str, two: Ends) -> None:
 def test_parameters_that_rest_elsewhere_than_they_are_used_are_refused() -> None:
     """As CPUOffloadPolicy has it where there is a GPU."""
     p: Any = SimpleNamespace(device=torch.device("cpu"), device_mesh=SimpleNamespace(device_type="cuda"))
-    with pytest.raises(ValueError, match=r"'0\.weight' rests on cpu and is used on cuda.*without offload_policy"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is stored on cpu and used on cuda.*without offload_policy"):
         Shards(Owners(Processes(None), lambda block: 1))._check(p, "0.weight")

@@ -44,7 +44,7 @@ from ekfac.curvature.capture.hooks import (
     run_hooks_in_compiled_models,
 )
 from ekfac.curvature.capture.meshes import Mesh, gives_out_pieces, whole
-from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, hand_on, refuse_changed
+from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, deliver, refuse_changed
 from ekfac.curvature.capture.whole import watch_whole
 from ekfac.curvature.layers.base import Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
@@ -82,7 +82,7 @@ class Capture:
         self.wanted = wanted
         self.reaches_parameters = reaches_parameters
         self.held, self.batch_dim = Held(), batch_dim
-        self.forwards = Forwards(model, before_forward, partial(hand_on, receive, self.held), batch_dim, count)
+        self.forwards = Forwards(model, before_forward, partial(deliver, receive, self.held), batch_dim, count)
         self.per_example = per_example
         #: The processes that compute layers together with this one (tensor parallelism).
         self.mesh = Mesh()
@@ -158,7 +158,7 @@ class Capture:
 
     def drop(self) -> None:
         """Drop everything captured since the last step, including an interrupted forward."""
-        if self._entered.under_way:
+        if self._entered.stack:
             self._entered.leave_interrupted()
         if self._layer_hooks.away:
             self._layer_hooks.restore()
@@ -182,13 +182,13 @@ class Capture:
             self.examples = self.forwards.adopt_inner()
         for record in self.forwards.records:
             if record.waiting:
-                self.forwards.hand_on(record)
+                self.forwards.deliver(record)
 
     # --- the forward pass -----------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start a forward of the model."""
-        if self._entered.under_way:
+        if self._entered.stack:
             self._entered.leave_interrupted()
         record = self.forwards.begin(args, kwargs)
         quiet = record is not None and record.n is not None and self.nothing_to_learn()
@@ -222,7 +222,7 @@ class Capture:
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
-                capture._come(record)
+                capture._output_reached(record)
 
         for tensor in tensors(output):
             if tensor.grad_fn is not None:  # examples count even if no covered layer contributes
@@ -326,7 +326,7 @@ class Capture:
         """Return whether to capture the current backward pass."""
         return self.forwards.enabled and (self.separate or self.reaches_parameters(block))
 
-    def _come(self, record: Record) -> None:
+    def _output_reached(self, record: Record) -> None:
         """Handle a backward pass that has reached the output of a forward."""
         self.forwards.reach(record)
         if torch.is_grad_enabled():
@@ -395,6 +395,6 @@ class Capture:
         try:
             yield
             for record in self.forwards.records:
-                self.forwards.hand_on(record)
+                self.forwards.deliver(record)
         finally:
             self.separate = False

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ekfac.curvature.capture.counting import Count, Counted, count_examples
-from ekfac.curvature.capture.hooks import calls_under_way, inside_backward, inside_transform
+from ekfac.curvature.capture.hooks import active_calls, inside_backward, inside_transform
 from ekfac.curvature.capture.records import Record
 
 
-class UnderWay(threading.local):
+class ThreadState(threading.local):
     """The state of one thread; another may evaluate the model at the same time.
 
     Attributes:
@@ -43,7 +43,7 @@ class Forwards:
     Args:
         model: The model.
         before_forward: Called before a forward is captured; returns whether to capture it.
-        hand_on: Called with a record that is complete.
+        deliver: Called with a record that is complete.
         batch_dim: The dimension of the model's input that is the batch.
         count: Returns the number of examples from the arguments of a forward; by default, the first tensor sets it.
     """
@@ -52,14 +52,14 @@ class Forwards:
         self,
         model: nn.Module,
         before_forward: Callable[[], bool],
-        hand_on: Callable[[Record], None],
+        deliver: Callable[[Record], None],
         batch_dim: int,
         count: Count | None,
     ) -> None:
         self.model = model
         self.records: list[Record] = []
         self._before_forward = before_forward
-        self.hand_on = hand_on
+        self.deliver = deliver
         #: Called before the model's forward with gradients, or ``batch()``, computes anything.
         self.on_begin: Callable[[], None] = lambda: None
         #: Called instead if the forward is not captured because the whole model is frozen.
@@ -68,7 +68,7 @@ class Forwards:
         self.on_backward: Callable[[], None] = lambda: None
         self._batch_dim = batch_dim
         self._count_by = count
-        self.here = UnderWay()
+        self.here = ThreadState()
         self.closed = False
         #: The depth of nested ``paused()``, by thread.
         self._paused: Counter[int] = Counter()
@@ -149,7 +149,7 @@ class Forwards:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record | None:
         """Start a forward of the model and count its examples; return its record if it gets one."""
         here = self.here
-        if here.depth and not here.in_batch and calls_under_way(self.model) < 2:
+        if here.depth and not here.in_batch and active_calls(self.model) < 2:
             here.current, here.depth = None, 0  # the enclosing forward was interrupted
         here.depth += 1
         if here.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
@@ -200,7 +200,7 @@ class Forwards:
         # Records whose graph is gone are complete: pass them on to free memory before new ones add to it.
         for record in self.records:
             if record.reached and not record.kept and not record.inner:
-                self.hand_on(record)
+                self.deliver(record)
         record = self.here.latest = self.latest = Record(counted)
         self.list(record)
         return record

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ekfac.curvature.blocks import Block
-from ekfac.curvature.capture.hooks import calls_under_way
+from ekfac.curvature.capture.hooks import active_calls
 from ekfac.curvature.layers.base import Layer
 from ekfac.curvature.layers.experts import ExpertsLayer, RowsOfExperts
 from ekfac.curvature.layers.linear import LinearLayer, RowsLayer
@@ -45,23 +45,23 @@ class Entered(threading.local):
     """The modules whose products this thread watches, in the order of their calls."""
 
     def __init__(self) -> None:
-        self.under_way: list[tuple[nn.Module, Products]] = []
+        self.stack: list[tuple[nn.Module, Products]] = []
 
     def enter(self, module: nn.Module, products: Products) -> None:
         """Start watching the products of a module before its call."""
         products.__enter__()  # type: ignore[no-untyped-call]
-        self.under_way.append((module, products))
+        self.stack.append((module, products))
 
     def leave(self, module: nn.Module) -> None:
         """Stop watching after the module's call."""
-        if self.under_way and self.under_way[-1][0] is module:
-            _, products = self.under_way.pop()
+        if self.stack and self.stack[-1][0] is module:
+            _, products = self.stack.pop()
             products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def leave_interrupted(self) -> None:
         """Stop watching modules whose calls were interrupted (by Ctrl-C), so that their LeaveHook did not run."""
-        while self.under_way and not calls_under_way(self.under_way[-1][0]):
-            self.leave(self.under_way[-1][0])
+        while self.stack and not active_calls(self.stack[-1][0]):
+            self.leave(self.stack[-1][0])
 
 
 class Attention(threading.local):

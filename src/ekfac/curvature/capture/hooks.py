@@ -50,8 +50,8 @@ class _Hook(ABC):
     def __getattr__(self, name: str) -> Any:
         if name == "__name__":  # torch.jit.script reads it from every hook
             raise AttributeError(
-                "an optimizer of ekfac has hooks on this model, which torch.jit.script cannot compile: script it after "
-                "opt.close(), or use torch.compile or torch.export, which leave hooks out"
+                "an ekfac optimizer has hooks on this model, which torch.jit.script cannot compile: script it after "
+                "opt.close(), or use torch.compile or torch.export, which skip hooks"
             )
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
@@ -171,7 +171,7 @@ def remove_hooks(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def calls_under_way(module: nn.Module) -> int:
+def active_calls(module: nn.Module) -> int:
     """Return the number of calls of a module on this thread's stack."""
     count, frame = 0, sys._getframe()
     while frame is not None:

@@ -32,8 +32,8 @@ class Mesh:
             self._mesh = output.device_mesh
         if self._mesh != output.device_mesh:
             raise ValueError(
-                f"layers are spread over two meshes of processes, {self._mesh} and {output.device_mesh}. Allowed: "
-                "tensor parallel over one mesh"
+                f"layers are distributed over two meshes, {self._mesh} and {output.device_mesh}. Allowed: tensor "
+                "parallelism over one mesh"
             )
 
 

@@ -144,13 +144,13 @@ class Record:
             return 1
         if n is None:
             raise RuntimeError(
-                "the model's input has no tensor that counts examples, and no covered layer was called: tell how many "
-                "there are, by count=lambda *args, **kwargs: ... or with opt.batch(n)"
+                "the model's input has no tensor that shows the number of examples, and no covered layer was called: "
+                "set that number by count=lambda *args, **kwargs: ... or with opt.batch(n)"
             )
         return n
 
 
-def hand_on(receive: Receiver, held: Held, record: Record) -> None:
+def deliver(receive: Receiver, held: Held, record: Record) -> None:
     """Pass on the gradients that waited for the rest of their record."""
     for block, calls in record.waiting.items():
         receive(block, list(calls.values()), record.examples())

@@ -159,9 +159,9 @@ class Data:
             if fingerprint.differs(block, found_here, seen.get(block, nothing)):
                 raise RuntimeError(
                     f"layer '{block.name}': its gradient is not the one that passed through its calls (its weight is "
-                    f"also used elsewhere, or {type(block.layer).__name__}, if it is a class of your own, says wrongly "
-                    "what h and delta are or how the parameters lie in the matrix), so its curvature cannot be "
-                    f"captured: exclude=['{block.name}']"
+                    f"also used elsewhere, or {type(block.layer).__name__}, if it is a class of your own, is wrong "
+                    "about h and delta or about the layout of the parameters), so its curvature cannot be captured: "
+                    f"exclude=['{block.name}']"
                 )
         if silent:
             warnings.warn(

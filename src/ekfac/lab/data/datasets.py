@@ -116,12 +116,12 @@ def _idx(name: str, role: str, folder: Path, magic: int) -> Tensor:
     """Parse an idx file: a magic number, one big-endian size per dimension, then bytes."""
     raw = files.read(name, role, folder)
     if int.from_bytes(raw[:4], "big") != magic:
-        raise DataError(f"{role} of {name} is no idx file of the expected kind")
+        raise DataError(f"{role} of {name} is not an idx file of the expected kind")
     rank = magic & 0xFF
     shape = [int.from_bytes(raw[4 + 4 * d : 8 + 4 * d], "big") for d in range(rank)]
     body = torch.frombuffer(bytearray(raw[4 + 4 * rank :]), dtype=torch.uint8)
     if math.prod(shape) != len(body):
-        raise DataError(f"{role} of {name} says {shape} but holds {len(body)} bytes")
+        raise DataError(f"{role} of {name} declares shape {shape} but holds {len(body)} bytes")
     return body.view(shape)
 
 

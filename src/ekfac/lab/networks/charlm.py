@@ -72,7 +72,7 @@ def charlm(width: int = 128, batch_norm: bool = False, layers: int = 4, context:
     Weights are N(0, 0.02^2), those that end a residual branch N(0, 0.02^2 / (2 layers)), biases zero, as in GPT-2.
 
     Raises:
-        LabError: If batch-norm is asked for.
+        LabError: If batch-norm is requested.
     """
     if batch_norm:
         raise LabError("charlm has layer-norm, and no variant with batch-norm")

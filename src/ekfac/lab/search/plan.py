@@ -151,7 +151,7 @@ def _parallel(jobs: Sequence[TrainConfig], out: str | Path, data_dir: str | Path
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool:
-            raise LabError("a worker process died; run the same command again to go on") from None
+            raise LabError("a worker process died; run the same command to resume") from None
 
 
 @contextlib.contextmanager
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        stop.args = ("the same command goes on",)
+        stop.args = ("run the same command to resume",)
         print(interrupted(stop), file=sys.stderr)
         return exit_code(stop)
     return int(any(outcome.run is None for outcome in outcomes))

@@ -82,7 +82,7 @@ def legible(where: str) -> Iterator[None]:
         shown = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         raise LabError(
             f"storage {without_password(where)} cannot be read or written: {shown}; if it is damaged, move it away, "
-            "and the same command makes a new one from the runs that are there"
+            "and the same command makes a new one from the existing runs"
         ) from error
 
 
@@ -324,13 +324,13 @@ def _check_ours(trial: FrozenTrial) -> None:
     """
     attributes = trial.user_attrs
     if not isinstance(attributes.get("key"), str) or not isinstance(attributes.get("setting"), dict):
-        raise ValueError("ekfac sweep did not make it")
+        raise ValueError("it was not created by ekfac sweep")
     TrainConfig.from_dict(attributes["setting"])
     worker = attributes.get("worker")
     if worker is not None:
         kinds = {"host": str, "pid": int, "seen": float | int}
         if not isinstance(worker, dict) or not all(isinstance(worker.get(n), kind) for n, kind in kinds.items()):
-            raise ValueError(f"its worker is not one: {worker!r}")
+            raise ValueError(f"its worker is invalid: {worker!r}")
     if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
         run = attributes.get("run")
         if not isinstance(run, dict) or not isinstance(run.get("config"), dict) or not run.get("history"):

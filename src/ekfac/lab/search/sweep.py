@@ -210,7 +210,7 @@ def _work_together(
             process.join()
     dead = [process.name for process in processes if process.exitcode not in (0, 130)]
     if dead:
-        raise LabError(f"{', '.join(dead)} of the search died; run the same command again to go on")
+        raise LabError(f"{', '.join(dead)} of the search died; run the same command to resume")
     if any(process.exitcode == 130 for process in processes):
         raise KeyboardInterrupt
 

@@ -107,7 +107,7 @@ def report_command(out: str, say: Callable[[str], None] = print) -> int:
 def _end(made: int, failed: int, left: int, say: Callable[[str], None]) -> int:
     text = f"{made} runs made"
     text += f", {failed} failed" if failed else ""
-    text += f"; {left} or more still due: the same command goes on" if left else "; nothing is due"
+    text += f"; {left} or more still due: run the same command to resume" if left else "; nothing is due"
     say(text)
     return 1 if failed else 3 if left else 0
 
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument("--only", help="tasks, separated by commas")
         each.add_argument("--methods", help="methods, separated by commas")
         each.add_argument("--schedules", help="schedules, separated by commas")
-        each.add_argument("--budget", help="time, such as 9m; then the same command goes on later")
+        each.add_argument("--budget", help="time, such as 9m; the same command resumes later")
         each.add_argument("--device", help="device; by default a GPU where there is one")
         each.add_argument("--data-dir", help="folder of the data files")
     return parse
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        print("interrupted; run the same command to resume", file=sys.stderr)
         return 130
 
 

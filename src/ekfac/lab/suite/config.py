@@ -216,7 +216,7 @@ def parse(data: Mapping[str, Any], quick: bool = False) -> Suite:
 
 def _seeds(given: list[Any]) -> tuple[int, ...]:
     if not given or any(type(seed) is not int or seed < 0 for seed in given) or len(set(given)) != len(given):
-        raise LabError(f"seeds must be different whole numbers from 0 on, at least one, not {given!r}")
+        raise LabError(f"seeds must be one or more distinct integers of at least 0, not {given!r}")
     return tuple(given)
 
 
@@ -355,13 +355,13 @@ class _Reader:
     def whole(self, key: str, default: int, least: int = 1) -> int:
         value = self.data.get(key, default)
         if type(value) is not int or value < least:
-            raise LabError(f"{self.where}: {key} must be a whole number from {least} on, not {value!r}")
+            raise LabError(f"{self.where}: {key} must be an integer of at least {least}, not {value!r}")
         return value
 
     def number(self, key: str, default: float, least: float) -> float:
         value = self.data.get(key, default)
         if not _is_number(value) or value < least:
-            raise LabError(f"{self.where}: {key} must be a number from {least:g} on, not {value!r}")
+            raise LabError(f"{self.where}: {key} must be a number of at least {least:g}, not {value!r}")
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:

@@ -130,7 +130,7 @@ def _task(axis: Axes, row: Mapping[str, Result], looks: Mapping[str, style.Line]
         seen += [float(value) for value in mean[len(mean) // 4 :]]
     if seen and min(seen) > 0:
         axis.set_yscale("log")
-        # Leave out the first quarter when setting limits: it would compress the differences that matter.
+        # The limits ignore the first quarter, which would compress the differences that matter.
         room = (max(seen) / min(seen)) ** 0.08 if max(seen) > min(seen) else 1.1
         axis.set_ylim(min(seen) / room, max(seen) * room)
     percent = FuncFormatter(lambda value, _: f"{100 * value:.3g}%")

@@ -75,7 +75,7 @@ def _read(file: Path) -> Iterator[Record]:
             continue  # cut off by a kill; the run is made again
         wrong = _wrong(record)
         if wrong is not None:
-            raise LabError(f"{file}, line {number + 1} is no record of the suite: {wrong}")
+            raise LabError(f"{file}, line {number + 1} is not a record of the suite: {wrong}")
         yield record
 
 

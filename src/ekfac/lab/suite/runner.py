@@ -214,7 +214,7 @@ def _side_by_side(line: _Line, workers: int, data_dir: Path, device: torch.devic
                 for future in over:
                     line.put(running.pop(future), future.result())
         except concurrent.futures.process.BrokenProcessPool:
-            raise LabError("a worker process died; run the same command again to go on") from None
+            raise LabError("a worker process died; run the same command to resume") from None
 
 
 def attempt(job: Job, data_dir: Path, device: torch.device, deadline: float) -> dict[str, Any] | None:

@@ -88,7 +88,7 @@ def scale_rate(optimizer: Trains, times: float) -> None:
 
 def _epoch(problem: Problem, task: str) -> int:
     if problem.epoch is None:
-        raise ValueError(f"task {task} has no epochs: give it steps")
+        raise ValueError(f"task {task} has no epochs: set steps")
     return problem.epoch
 
 

@@ -27,13 +27,13 @@ def check_record(record: Any, epoch: int) -> dict[str, Any]:
         raise ValueError(f"a record must be an object, not {type(record).__name__}")
     for name in ("epoch", "step"):
         if not number(record.get(name)) or not isinstance(record[name], int) or record[name] < 0:
-            raise ValueError(f"{name} must be a whole number from 0 on, not {record.get(name)!r}")
+            raise ValueError(f"{name} must be an integer of at least 0, not {record.get(name)!r}")
     if record["epoch"] != epoch:
         raise ValueError(f"the record is of epoch {record['epoch']}, not {epoch}")
     if not isinstance(record.get("diverged"), bool):
         raise ValueError(f"diverged must be true or false, not {record.get('diverged')!r}")
     if not number(record.get("seconds")) or record["seconds"] < 0:
-        raise ValueError(f"seconds must be a number from 0 on, not {record.get('seconds')!r}")
+        raise ValueError(f"seconds must be a number of at least 0, not {record.get('seconds')!r}")
     if "train_loss" not in record:
         raise ValueError("there is no train_loss")
     for name, value in record.items():

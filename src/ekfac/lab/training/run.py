@@ -113,16 +113,14 @@ def _prepare(
         _check_same_data(run.path, trainer)
         try:
             if "config" in checkpoint and (other := _difference(TrainConfig.from_dict(checkpoint["config"]), config)):
-                raise ValueError(f"it is of a run with {other}")
+                raise ValueError(f"it belongs to a run with {other}")
             run.history = check_history(checkpoint["history"])
             trainer.load_state_dict(checkpoint["trainer"])
         except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise LabError(f"{run.path}/checkpoint.pt does not fit this run: {reason}") from error
         if trainer.epoch > given(config.epochs):
-            raise LabError(
-                f"epochs must be at least {trainer.epoch}, which {run.path} has already, not {config.epochs}"
-            )
+            raise LabError(f"epochs must be at least {trainer.epoch}, as many as {run.path} has, not {config.epochs}")
     run.about = about(config, trainer, data_dir)
     return run, trainer
 
@@ -190,7 +188,7 @@ def launch(
     if resume and out is not None:
         stored = read_config(Path(out))[0]
         if not RunFolder(Path(out)).checkpoint_file.exists():
-            raise LabError(f"{out} has no checkpoint; --overwrite starts afresh")
+            raise LabError(f"{out} has no checkpoint; --overwrite starts again")
         settings = {**stored.to_dict(), **settings}
     config = TrainConfig.from_dict(settings)
     more: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_best": keep_best, "progress": progress}
@@ -271,7 +269,7 @@ def about(config: TrainConfig, trainer: Trainer, data_dir: str | Path | None = N
 
 def _check_flags(resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
-        raise LabError("resume and overwrite cannot both be asked for")
+        raise LabError("resume and overwrite cannot both be set")
 
 
 def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool) -> None:
@@ -283,7 +281,7 @@ def _open(folder: RunFolder, config: TrainConfig, resume: bool, overwrite: bool)
     if not folder.holds_run() or overwrite:
         return
     if not resume:
-        raise LabError(f"{path} already holds a run; --resume goes on with it, --overwrite removes it")
+        raise LabError(f"{path} already holds a run; --resume continues it, --overwrite removes it")
     if folder.config_file.exists() and (other := _difference(read_config(path)[0], config)):
         raise LabError(f"{path} holds a run with {other}; resume it without changing it")
 
@@ -300,4 +298,4 @@ def _difference(stored: TrainConfig, config: TrainConfig) -> str | None:
 def _check_same_data(path: Path | None, trainer: Trainer) -> None:
     """Refuse to resume with different data, if a dataset differs between machines."""
     if path is not None and read_config(path)[1].get("data_sha256") != trainer.data.sha256:
-        raise LabError(f"{path} holds a run on other data of {trainer.data.name}: its sha256 is another")
+        raise LabError(f"{path} holds a run on different data of {trainer.data.name}: the sha256 differs")

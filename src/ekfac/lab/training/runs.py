@@ -316,7 +316,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         for line in whole:
             history.append(_read_record(line + b"\n", len(history), has_seal))
         if _ends_otherwise(rest, len(history), has_seal):
-            raise ValueError("it ends with another character than it was written with")
+            raise ValueError("its last character was changed")
     except (OSError, ValueError) as error:
         raise LabError(f"{metrics}, line {len(history) + 1} cannot be read: {error}") from error
     return Run(config, history, _status(config, history), about, folder)
@@ -325,7 +325,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 def _read_record(line: bytes, epoch: int, must_be_sealed: bool) -> dict[str, Any]:
     record, has_seal = sealed.loads(line)
     if must_be_sealed and not has_seal:
-        raise sealed.Altered("its checksum is gone")
+        raise sealed.Altered("its checksum is missing")
     return check_record(record, epoch)
 
 

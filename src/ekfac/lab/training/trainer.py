@@ -63,7 +63,7 @@ class Trainer:
         built: Any = self.task.build(given(config.width), config.batch_norm)
         if not isinstance(built, nn.Module):
             kind = type(built).__name__
-            raise LabError(f"task {config.task}: build(width, batch_norm) returned a {kind}, which is no nn.Module")
+            raise LabError(f"task {config.task}: build(width, batch_norm) returned a {kind}, not an nn.Module")
         self.model = built.to(self.device, DTYPES[config.dtype])
         self.optimizer = build_optimizer(config.optimizer, self.model, config.optimizer_options())
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]

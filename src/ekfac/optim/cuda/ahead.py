@@ -15,27 +15,27 @@ import torch
 from ekfac.optim.methods.belief import Belief
 
 #: Running threads, and everything whose compilation was ever started.
-_under_way: list[threading.Thread] = []
-_begun: set[object] = set()
+_running: list[threading.Thread] = []
+_started: set[object] = set()
 
 
 def compile_ahead(device: torch.device, rule: Any) -> None:
     """Start threads that compile the kernels of a rule's steps, if it has any for this device."""
     if type(rule) is not Belief or device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
-    if (key := (device, rule)) in _begun:
+    if (key := (device, rule)) in _started:
         return
-    _begun.add(key)
+    _started.add(key)
     for function in (_rule, _update):
         thread = threading.Thread(target=_quietly, args=(function, rule), name="ekfac compiles kernels")
         thread.start()
-        _under_way.append(thread)
+        _running.append(thread)
 
 
 def wait() -> None:
     """Wait for all running compilations."""
-    while _under_way:
-        _under_way.pop().join()
+    while _running:
+        _running.pop().join()
 
 
 def _quietly(function: Any, rule: Any) -> None:

@@ -18,7 +18,7 @@ LARGE = 2**21
 
 
 class OwnStream:
-    """A stream on which nobody else records graphs while this object lives.
+    """A stream reserved for recording graphs as long as this object lives.
 
     Graphs recorded on one stream share cuBLAS's workspace: they must not run concurrently, and destroying one frees the
     workspace. torch has only 32 streams and hands them out in rotation, so this picks one that is not in use.
@@ -101,9 +101,9 @@ class SideStream:
         self._enabled = enabled
         self._stream: torch.cuda.Stream | None = None
         #: The stream, if work is running there.
-        self._under_way: list[torch.cuda.Stream] = []
+        self._running: list[torch.cuda.Stream] = []
         # Once the optimizer is deleted, its memory may be reused: wait for the work first.
-        weakref.finalize(self, finish, self._under_way).atexit = False
+        weakref.finalize(self, finish, self._running).atexit = False
 
     @contextmanager
     def work(self, device: torch.device) -> Iterator[None]:
@@ -116,12 +116,12 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
-        self._under_way[:] = [self._stream]
+        self._running[:] = [self._stream]
 
     def join(self) -> None:
         """Make all later work wait for it."""
-        while self._under_way:
-            stream = self._under_way.pop()
+        while self._running:
+            stream = self._running.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 

@@ -19,8 +19,8 @@ COMPARE_EVERY = 100
 UNKNOWN = 2.0
 
 REMEDY = (
-    "Processes that share statistics train replicas of one model. Where each has a model of its own, as in a "
-    "pipeline, pass process_group=None, or the group of those that have this one"
+    "Processes that share statistics train replicas of one model. If they have different models, as in a pipeline, "
+    "pass process_group=None, or the group of the ranks with this model"
 )
 
 
@@ -31,7 +31,7 @@ def digest(value: Any) -> float:
 
 def same_everywhere(processes: Processes, number: float, device: torch.device) -> bool:
     """Return whether a number is the same on all processes."""
-    least, negative = processes.least(torch.tensor([number, -number], dtype=torch.float64, device=device)).tolist()
+    least, negative = processes.minimum(torch.tensor([number, -number], dtype=torch.float64, device=device)).tolist()
     return bool(least == -negative)
 
 
@@ -65,12 +65,12 @@ def compare_parameters(processes: Processes, parameters: Mapping[str, Tensor]) -
         return
     device = next(iter(parameters.values())).device
     sums = torch.stack([checksum(p).to(device) for p in parameters.values()])
-    least, inverted = processes.least(torch.stack([sums, ~sums])).tolist()
+    least, inverted = processes.minimum(torch.stack([sums, ~sums])).tolist()
     for name, one, other in zip(parameters, least, inverted, strict=True):
         if one != ~other:
             raise RuntimeError(
-                f"parameter '{name}' differs between ranks. Start all of them from the same weights "
-                "(DistributedDataParallel sees to it, or a seed), and change weights on all ranks alike. " + REMEDY
+                f"parameter '{name}' differs between ranks. Start all of them from the same weights (by "
+                "DistributedDataParallel or a common seed), and make any change to weights on all ranks. " + REMEDY
             )
 
 
@@ -180,7 +180,7 @@ def roll_call(
     mine += [-float(was) for was in seen]
     mine += [-place for place in places]
     mine += [-x if finite else 0.0 for x in largest]
-    found = processes.least(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
+    found = processes.minimum(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
     count, known = len(gradients), 9
     holders, complete, changed, near, somewhere, when = (
         found[known + i * count : known + (i + 1) * count] for i in range(6)

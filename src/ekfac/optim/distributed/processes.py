@@ -26,7 +26,7 @@ ByOwner = Mapping[int, Sequence[Tensor]]
 
 @dataclass
 class Twin:
-    """Another group of the same processes, and whether nobody uses it here."""
+    """Another group of the same processes, and whether it is free on this process."""
 
     group: Any
     idle: bool = False
@@ -101,7 +101,7 @@ class Processes:
         for group in [group for group in _TWINS if group not in known]:
             del _TWINS[group]
         twins = _TWINS.setdefault(own, [])
-        idle = self.least(torch.tensor([float(t.idle) for t in twins] or [0.0], device=device)).tolist()
+        idle = self.minimum(torch.tensor([float(t.idle) for t in twins] or [0.0], device=device)).tolist()
         if 1.0 in idle:
             found = twins[idle.index(1.0)]
         else:
@@ -148,7 +148,7 @@ class Processes:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def least(self, tensor: Tensor) -> Tensor:
+    def minimum(self, tensor: Tensor) -> Tensor:
         """Take the minimum over processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
@@ -161,7 +161,7 @@ class Processes:
         """
         none = torch.full((), torch.inf, dtype=torch.float64, device=device)
         mine = torch.stack([torch.stack([none, none] if n is None else [n.to(none), -n.to(none)]) for n in numbers])
-        smallest, negative = self.least(mine).unbind(1)
+        smallest, negative = self.minimum(mine).unbind(1)
         return -negative - smallest > 1e-6 * -negative
 
     def gather(self, value: Any) -> list[Any]:
@@ -202,7 +202,7 @@ class Processes:
             return flat, dist.all_reduce(flat, group=group, async_op=True)
         return flat, dist.reduce(flat, dst=dist.get_global_rank(own, owner), group=group, async_op=True)
 
-    def hand_round(self, tensors: ByOwner) -> None:
+    def broadcast(self, tensors: ByOwner) -> None:
         """Broadcast tensors from their owners to all processes, in place and bit for bit.
 
         Uses one bucket per owner and device, whatever the dtypes.

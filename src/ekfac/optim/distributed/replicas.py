@@ -115,7 +115,7 @@ class Replicas:
         apply(inputs, self.directions(inputs.blocks, inputs, rates), rates)
         whole_steps = engine.executor.whole_steps
         whole = {p: g for p, g in inputs.gradients.items() if p not in self.shards}
-        self._hand_round_results({p: inputs.weights.get(p, p) for p in whole} if whole_steps else whole)
+        self._broadcast_results({p: inputs.weights.get(p, p) for p in whole} if whole_steps else whole)
         self._return_pieces(inputs)
         if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
             self._raise_if_failed()
@@ -204,7 +204,7 @@ class Replicas:
         except RuntimeError as error:
             self.failure = error
         first = self.processes.rank if self.failure is not None else self.processes.size
-        found = self.processes.least(torch.tensor(first, device=partition.device))
+        found = self.processes.minimum(torch.tensor(first, device=partition.device))
         self._raise_together(int(found))
 
     def _is_whole(self, block: Block) -> bool:
@@ -232,7 +232,7 @@ class Replicas:
                 fetched.append(p)
             wanted.setdefault(holder, []).append(inputs.gradients[p])
         if wanted:
-            self.processes.hand_round(wanted)
+            self.processes.broadcast(wanted)
             inputs.sizes.update(zip(fetched, largest_magnitudes([inputs.gradients[p] for p in fetched]), strict=True))
         inputs.gradients = {p: inputs.gradients[p] for p in self._engine.partition.parameters if p in inputs.gradients}
         return fetched
@@ -247,7 +247,7 @@ class Replicas:
                 ratios[p] = inputs.rescaled.get(p, one).to(one, copy=True)
                 wanted.setdefault(holder, []).append(ratios[p])
         if wanted:
-            self.processes.hand_round(wanted)
+            self.processes.broadcast(wanted)
             inputs.rescaled.update(ratios)
 
     # --- within a step --------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Replicas:
                     state.pop("near", None)
                 partition.note_elsewhere(members(block), ready=True)
         if engine.method.needs_examples and renewed:
-            self.hand_round_bases(renewed)
+            self.broadcast_bases(renewed)
             self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
         found = self._run(lambda b: engine.precondition([b], inputs, rates)[0], mine)
         return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
@@ -319,7 +319,7 @@ class Replicas:
             found[block] = [sums.scaling]
         return found
 
-    def hand_round_bases(self, blocks: Iterable[Block]) -> None:
+    def broadcast_bases(self, blocks: Iterable[Block]) -> None:
         """Broadcast the bases of these blocks: every process needs them for s* of its own examples."""
         partition = self._engine.partition
         bases: dict[Block, list[Tensor]] = {}
@@ -334,7 +334,7 @@ class Replicas:
                 elif not state[name].is_contiguous():
                     state[name] = state[name].contiguous()
             bases[block] = [state[name] for name in sizes]
-        self.processes.hand_round(self._by_owner(bases))
+        self.processes.broadcast(self._by_owner(bases))
 
     def _by_owner(self, tensors: dict[Block, list[Tensor]]) -> dict[int, list[Tensor]]:
         found: dict[int, list[Tensor]] = {}
@@ -354,11 +354,11 @@ class Replicas:
             self._run(renew, list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()
-            self.hand_round_bases(due)
+            self.broadcast_bases(due)
 
     # --- after it -------------------------------------------------------------------------------------------------
 
-    def _hand_round_results(self, results: dict[nn.Parameter, Tensor]) -> None:
+    def _broadcast_results(self, results: dict[nn.Parameter, Tensor]) -> None:
         """Broadcast the owners' updated parameters (or gradients), with a flag that tells whether an owner failed."""
         partition = self._engine.partition
         found: dict[int, list[Tensor]] = {}
@@ -377,7 +377,7 @@ class Replicas:
                     )
                 )
                 tensors.append(self._flags[-1])
-        self.processes.hand_round(found)
+        self.processes.broadcast(found)
 
     def _return_pieces(self, inputs: StepInputs) -> None:
         """Return updated shards (or gradients) from owners to ranks, with a flag that tells whether an owner failed."""

@@ -124,15 +124,15 @@ class Shards:
         for p, regions in self._regions.items():
             if sum(math.prod(shape) for _, shape in set(regions)) != p.numel():
                 raise ValueError(
-                    f"parameter '{sharded[p]}': its pieces {sorted(set(regions))} (offset, shape) do not make up its "
-                    f"shape {tuple(p.shape)}. Allowed: pieces that cut it along its dimensions, and replicas of them"
+                    f"parameter '{sharded[p]}': its shards {sorted(set(regions))} (offset, shape) do not make up its "
+                    f"shape {tuple(p.shape)}. Allowed: shards that split it along its dimensions, and replicas of them"
                 )
 
     def _check(self, p: Any, name: str) -> None:
         if p.device.type != p.device_mesh.device_type:
             raise ValueError(
-                f"parameter '{name}' rests on {p.device.type} and is used on {p.device_mesh.device_type}, as "
-                "CPUOffloadPolicy has it. Allowed: fully_shard without offload_policy"
+                f"parameter '{name}' is stored on {p.device.type} and used on {p.device_mesh.device_type}, as with "
+                "CPUOffloadPolicy. Allowed: fully_shard without offload_policy"
             )
         if p.is_complex():
             raise ValueError(
@@ -144,8 +144,8 @@ class Shards:
         if not set(ranks) <= set(group):
             raise ValueError(
                 f"process_group: parameter '{name}' is sharded over ranks {ranks}, statistics are shared by ranks "
-                f"{group}. Allowed: a group of all ranks that hold pieces or replicas of the model, such as "
-                "mesh.get_group() of a mesh of one dimension"
+                f"{group}. Allowed: a group of all ranks with shards or replicas of the model, such as "
+                "mesh.get_group() of a one-dimensional mesh"
             )
 
     def largest(self, inputs: StepInputs, device: torch.device) -> list[float]:

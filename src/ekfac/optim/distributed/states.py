@@ -108,7 +108,7 @@ def whole_state(engine: Engine) -> WholeState:
                 if (name := _named(names, place)) in theirs:
                     found[place] = mine[place] if rank == processes.rank else _allocated(theirs[name], place[1][0])
                     tensors.setdefault(rank, []).extend(t for t in found[place].values() if isinstance(t, Tensor))
-        processes.hand_round(tensors)
+        processes.broadcast(tensors)
         watch.lengths_wanted = any(wanted for _, _, _, wanted in everyone)
     return WholeState(
         {place[1][0]: found[place] for place in places if place[0] == "" and found.get(place)},

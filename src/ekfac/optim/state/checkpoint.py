@@ -264,7 +264,7 @@ def check_complete(saved: Mapping[str, Any], state_of: Mapping[Any, Mapping[str,
     if found < count:
         raise ValueError(
             f"state_dict lacks {count - found} of {count} entries of state. torch.distributed.checkpoint.load fills "
-            "only what is there: give it the state of an optimizer that has taken steps, or convert the checkpoint "
+            "only existing entries: give it the state of an optimizer that has taken steps, or convert the checkpoint "
             "with torch.distributed.checkpoint.format_utils.dcp_to_torch_save and load that"
         )
 

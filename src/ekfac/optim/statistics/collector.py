@@ -84,7 +84,7 @@ class Collector:
         self._by_rows: dict[Block, bool] = {}  # cache of may_use_rows
         self.separate = False  #: Whether this step's statistics come from ``statistics()``, not the training loss.
         self.apart = 0  #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
-        self._told = False  # whether the first step's warnings were given
+        self._warned = False  # whether the first step's warnings were given
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
         me = weakref.proxy(self)  # the capture must not keep this alive
@@ -299,9 +299,9 @@ class Collector:
         if {g.layout for g in gradients.values()} != {torch.strided}:
             refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
-        if not self._told:
+        if not self._warned:
             warn_at_first(self._partition.blocks, self._partition.parameters)
-        self._told = True
+        self._warned = True
         self.capture.finish()
         self.apart = self.capture.separate_examples or self.apart
         n, mean = float(self.capture.examples or self.apart), 1.0
@@ -348,8 +348,8 @@ class Collector:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
                 raise RuntimeError(
-                    f"layer '{block.name}' has a gradient, but no backward pass that was captured has come to it yet: "
-                    f"let the loss inside opt.statistics() reach it, or exclude=['{block.name}']"
+                    f"layer '{block.name}' has a gradient, but no captured backward pass has reached it yet: make sure "
+                    f"that the loss inside opt.statistics() depends on it, or exclude=['{block.name}']"
                 )
             inputs.unknown.add(block)
         known = [block for block in self._partition.blocks if block not in inputs.unknown]

@@ -120,15 +120,14 @@ class Fingerprints:
 
 def _refusal(block: Block) -> str:
     return (
-        f"layer '{block.name}': its .grad is not the gradient that passed through its calls. The weight is "
-        "also used elsewhere (for tied weights, x @ embedding.weight.T say, use a layer: head.weight = "
-        "embedding.weight; for a penalty on it, weight_decay), or a hook on it or a change of "
-        ".grad.data has altered it, or the gradient was computed in another way; or, for a kind of layer "
-        f"of your own, {type(block.layer).__name__} says wrongly what its h and delta are or how its "
-        "parameters lie in the matrix (positions, layout, matrix, stack). So its curvature cannot be "
-        f"captured: coverage=ekfac.Coverage(exclude=['{block.name}']), or take it from a loss of your "
-        "choice, with opt.statistics(): loss.backward(). Where a GradScaler is in use, pass it as "
-        "grad_scaler="
+        f"layer '{block.name}': its .grad is not the gradient that passed through its calls. Either the weight is "
+        "also used elsewhere (for tied weights such as x @ embedding.weight.T, use a layer: head.weight = "
+        "embedding.weight; for a penalty, use weight_decay); or a hook or a change of .grad.data has altered the "
+        "gradient; or it was computed in another way; or, for a kind of layer of your own, "
+        f"{type(block.layer).__name__} is wrong about h and delta or about the layout of the parameters (positions, "
+        "layout, matrix, stack). So the layer's curvature cannot be captured: exclude it, "
+        f"coverage=ekfac.Coverage(exclude=['{block.name}']), or capture it from a loss of your choice, "
+        "with opt.statistics(): loss.backward(). If you use a GradScaler, pass it as grad_scaler="
     )
 
 
@@ -136,7 +135,7 @@ def _warning(names: list[str]) -> str:
     layers = f"layer '{names[0]}': its .grad is" if len(names) == 1 else f"layers {', '.join(names)}: their .grad is"
     return (
         f"{layers} not only the gradient that passed through the calls: the weight is also used elsewhere (in a "
-        "penalty, or by hand, x @ embedding.weight.T), or a hook changes its gradient. Training goes on: .grad is used "
-        "whole, in a basis that is made of the calls. To leave such layers to the diagonal method: "
-        f"coverage=ekfac.Coverage(exclude={names!r}); to have this refused: Coverage(unsupported='error')"
+        "penalty, or by hand, x @ embedding.weight.T), or a hook changes its gradient. Training continues: all of "
+        ".grad is used, in a basis computed from the calls. To leave such layers to the diagonal method: "
+        f"coverage=ekfac.Coverage(exclude={names!r}); to make this an error: Coverage(unsupported='error')"
     )

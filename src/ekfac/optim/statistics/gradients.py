@@ -52,13 +52,13 @@ class GradientWatch:
         self.on_end: Callable[[], Capture | None] = lambda: None
         #: Whether all gradients come from a single backward pass.
         self.single_pass = False
-        self.nothing_there = True
+        self.no_gradients = True
         self._left: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         #: Largest magnitudes after the last backward pass, and after the last one whose gradients a step has used.
         self.newest: tuple[list[nn.Parameter], list[Tensor]] = [], []
         self.used = self.newest
         self._task = -1
-        self._come = -1  # the pass that before_backward has already handled
+        self._handled_pass = -1  # the pass that before_backward has already handled
         self.parameters: list[nn.Parameter] = []
         #: Whether any are sharded over ranks.
         self._sharded = False
@@ -133,18 +133,18 @@ class GradientWatch:
     def before_forward(self) -> None:
         """Record, at the start of a forward pass, whether there are gradients to which its backward pass will add."""
         self.catch_up()
-        self.nothing_there = self._nothing_there()
+        self.no_gradients = self._has_no_gradients()
 
     def before_backward(self) -> bool:
         """Return, as a backward pass reaches the model, whether gradients were cleared since the forward pass."""
         task = torch._C._current_graph_task_id()
-        if self.nothing_there or task == self._come:
+        if self.no_gradients or task == self._handled_pass:
             return False
-        self._come = task
-        self.nothing_there = self._nothing_there(or_unknown=self.parameters[0].device.type == "cpu")
+        self._handled_pass = task
+        self.no_gradients = self._has_no_gradients(or_unknown=self.parameters[0].device.type == "cpu")
         return self.cleared
 
-    def _nothing_there(self, or_unknown: bool = False) -> bool:
+    def _has_no_gradients(self, or_unknown: bool = False) -> bool:
         """Return whether there are no gradients, or all have been set to zero after backward (which reads them).
 
         Gradients without a backward pass since the last step are read only with ``or_unknown``.
@@ -161,7 +161,7 @@ class GradientWatch:
 
         With sharded parameters this is unknown after a pass that left its gradients in buffers, to be reduced later.
         """
-        return self.nothing_there and not (self._sharded and not self._left)
+        return self.no_gradients and not (self._sharded and not self._left)
 
     def backward_runs(self) -> None:
         """Arrange to record the gradients once the current backward pass has ended."""
@@ -180,7 +180,7 @@ class GradientWatch:
         self.hooks.restore()
         if (capture := self.on_end()) is not None:
             capture.passed()
-        self.single_pass, self.nothing_there = self.nothing_there, False
+        self.single_pass, self.no_gradients = self.no_gradients, False
         live = [p for p in self.parameters if p.grad is not None and not p.grad.is_sparse]
         real = [gradient_of(p) if p.is_complex() else p.grad for p in live if p.grad is not None]
         grads = [p.grad for p in live if p.grad is not None]

@@ -19,7 +19,7 @@ _LIVE: list[weakref.ref[Collector]] = []
 CLOSED = "step() after close(), which has removed the hooks from the model: construct another optimizer"
 TAKEN_OVER = (
     "step(): an optimizer that was constructed later trains the same parameters, and has taken over the hooks on the "
-    "model. Take steps with that one; or close() it, or delete it, and this one has them again"
+    "model. Take steps with that one; or close() or delete it, and this one gets them back"
 )
 
 
@@ -34,7 +34,7 @@ def refuse_changed(problem: str) -> NoReturn:
     """Raise an error: the model has changed since the optimizer was constructed."""
     raise RuntimeError(
         f"step(): {problem} since this optimizer was constructed, and would not be trained. Construct another one now; "
-        "for parameters that were added, opt.add_param_group({'params': ...}) will do"
+        "for parameters that were added, opt.add_param_group({'params': ...}) suffices"
     )
 
 

@@ -223,7 +223,7 @@ class Partition:
         if size != self.owners.size > 1:
             raise RuntimeError(
                 f"the process group had {self.owners.size} ranks, which share this optimizer's state, and now has "
-                f"{size}: save state_dict() on all of them before, and load it into a new optimizer"
+                f"{size}: save state_dict() on all ranks before such a change, and load it into a new optimizer"
             )
         if size > 1:
             self.owners.assign(self.blocks_of(self.offered, frozen=True))
@@ -254,7 +254,7 @@ class Partition:
                 "the model before the first step; or save state_dict() first and load it into a new optimizer"
             )
         if missing := [name for name in names.values() if name not in now]:
-            raise RuntimeError(f"parameter '{missing[0]}' is gone from the model: construct this anew")
+            raise RuntimeError(f"parameter '{missing[0]}' is no longer part of the model: construct a new optimizer")
         self.owners.forget()
         self.states.clear()
         self.blocks, self._known, self.silent, self._roster = [], {}, set(), Roster(self.model)

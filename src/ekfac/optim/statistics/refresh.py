@@ -30,7 +30,7 @@ from ekfac.optim.types import Rates, factors_of
 #: After this many consecutive failed refreshes a layer is reported by an error.
 PATIENCE = 5
 #: Rungs of the solvers' ladder worth a warning: a slow device, or the old basis. The other rungs are exact.
-TOLD = ("other_device", "kept")
+WARNED_RUNGS = ("other_device", "kept")
 #: At most this many entries of factors are iterated at a time, as iteration makes about eight float64 copies of them.
 NUMBERS = 2**24
 
@@ -81,11 +81,11 @@ class Refresher:
         solved = eigh_with_fallback(matrix, old)
         if solved.rung != "plain":
             self.fallbacks[solved.rung] += 1
-            if solved.rung in TOLD and solved.rung not in self._warned:
+            if solved.rung in WARNED_RUNGS and solved.rung not in self._warned:
                 self._warned.add(solved.rung)
                 warnings.warn(
                     f"layer '{block.name}': the eigendecomposition of {side} fell back to '{solved.rung}'; "
-                    "training goes on, and opt.stats() counts such cases",
+                    "training continues, and opt.stats() counts such cases",
                     RuntimeWarning,
                     stacklevel=2,
                 )

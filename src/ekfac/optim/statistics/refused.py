@@ -14,17 +14,17 @@ from ekfac.optim.distributed.processes import Processes
 #: For gradients without captured examples.
 NO_EXAMPLES = (
     "step() found gradients but no captured examples. Call the model that was given to the optimizer, or its layers, "
-    "as model(x): not a copy, a traced or exported form, nor layer.forward(x) alone; with gradients on, outside "
-    "paused(); zero_grad() after backward also drops what was captured. Derivatives of the model that a loss needs are "
-    "captured where torch.autograd.grad(..., create_graph=True) takes them, not torch.func. Where gradients come from "
-    "elsewhere (torch.func.grad, Reptile), take statistics apart from them, at every step or every few: "
+    "as model(x): not a copy, a traced or exported form, nor layer.forward(x); with gradients enabled, outside "
+    "paused(); zero_grad() after backward also drops what was captured. Derivatives of the model inside a loss are "
+    "captured with torch.autograd.grad(..., create_graph=True), but not with torch.func. If gradients come from "
+    "elsewhere (torch.func.grad, Reptile), collect statistics separately, at every step or every few: "
     "with opt.statistics(): loss_fn(model(x), y).backward()"
 )
 
 #: For gradients that the last step has already used.
 USED = (
     "step() found the gradients that the last step used, and no backward pass since: nothing was changed. Call "
-    "zero_grad() and backward() before every step; Lightning's StochasticWeightAveraging takes such a step at its end"
+    "zero_grad() and backward() before every step. (Lightning's StochasticWeightAveraging takes such a step at its end)"
 )
 
 
@@ -52,6 +52,6 @@ def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) 
 
 def refuse_unless_used(processes: Processes, used: bool, device: torch.device) -> None:
     """Raise on all processes because none captured an example; only warn if all have the last step's gradients."""
-    if not processes.least(torch.tensor(float(used), device=device)):
+    if not processes.minimum(torch.tensor(float(used), device=device)):
         raise RuntimeError(NO_EXAMPLES)
     warnings.warn(USED, RuntimeWarning, stacklevel=5)

@@ -39,15 +39,15 @@ class Roster:
         added = [name for name in fresh if self._all_trained and name not in lost]
         other = [n for p, (n, shape) in now.items() if p in self._seen and self._seen[p][1] != shape]
         self._seen |= {p: now[p] for p in offered if p in now and p not in self._seen}
-        self._tell([name for name in lost if name not in replaced])
+        self._warn_of([name for name in lost if name not in replaced])
         changes = {"were replaced": replaced, "were added to the model": added, "have another shape": other}
         return "; ".join(f"parameters {checks.listed(names)} {what}" for what, names in changes.items() if names)
 
-    def _tell(self, gone: list[str]) -> None:
+    def _warn_of(self, gone: list[str]) -> None:
         if gone and gone != self._gone:
             warnings.warn(
-                f"parameters {checks.listed(gone)} are no longer part of the model, and are not trained any more. If "
-                "they are used outside it, construct another optimizer, of a module that holds them too",
+                f"parameters {checks.listed(gone)} are no longer part of the model, and are no longer trained. If they "
+                "are used outside it, construct another optimizer for a module that contains them too",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -66,7 +66,7 @@ def not_private(parameters: Iterable[nn.Parameter]) -> str | None:
     if not any(hasattr(p, "grad_sample") for p in parameters):
         return None
     return (
-        "opacus takes the gradients of single examples of this model. Its clipping and noise reach .grad alone, but "
-        "statistics here are those of the examples themselves: these steps are not differentially private. If they "
-        "have to be, train with an optimizer that reads .grad alone, such as torch's AdamW"
+        "opacus computes per-example gradients of this model. Its clipping and noise affect only .grad, but this "
+        "optimizer's statistics come from the examples themselves, so its steps are not differentially private. If "
+        "they have to be, use an optimizer that reads only .grad, such as torch's AdamW"
     )

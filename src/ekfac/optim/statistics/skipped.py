@@ -23,8 +23,8 @@ class SkippedSteps:
         self._last = applied, row + 1 if at == applied else 1
         if self._last[1] == SKIPPED_IN_A_ROW:
             warnings.warn(
-                f"the last {SKIPPED_IN_A_ROW} steps were skipped, as their gradients were not finite: weights or data "
-                "hold NaN or infinity, or the loss overflows. opt.stats()['skipped_steps'] counts them",
+                f"the last {SKIPPED_IN_A_ROW} steps were skipped because their gradients were not finite: weights or "
+                "data contain NaN or infinity, or the loss overflows. opt.stats()['skipped_steps'] counts such steps",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -117,7 +117,7 @@ def fill_pages(record: Record, docs: str | Path) -> list[Path]:
     files = [Path(docs) / name for name in PAGES]
     for file in files:
         if not file.is_file():
-            raise LabError(f"{file} is not there: its tables are written into it")
+            raise LabError(f"{file} does not exist: its tables are inserted into it")
     for file in files:
         before = file.read_text()
         after = fill(before, record)

@@ -38,7 +38,7 @@ class Record:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise LabError(f"{folder} is not a folder: recorded runs are looked for there")
+            raise LabError(f"{folder}, which should hold recorded runs, is not a folder")
 
     def runs(self, *places: str) -> list[Run]:
         """Return the finished runs in some folders; missing folders are skipped."""

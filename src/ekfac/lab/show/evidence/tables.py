@@ -58,7 +58,7 @@ def epochs(record: Record, batch_size: int) -> str:
 
 
 def _tries(name: str, counts: Mapping[str, int]) -> str:
-    """Return how many settings were tried; for the defaults, which are not the best of a search, it is one."""
+    """Return how many settings were tried, or "no search" for the defaults."""
     return "no search" if name == DEFAULTS else str(counts[name])
 
 

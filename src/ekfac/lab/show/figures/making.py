@@ -75,13 +75,11 @@ def make(
     specs = {name: FIGURES.get(name) for name in (FIGURES if everything else names)}
     needing = [name for name, spec in specs.items() if spec.quick is not None]
     if quick and runs:
-        raise LabError("quick makes runs of its own: name run folders or ask for quick, not both")
+        raise LabError("quick makes its own runs: pass run folders or quick, not both")
     found = {name: [run for run in runs if specs[name].takes(run)] for name in needing}
     missing = [name for name in needing if not (found[name] or quick or specs[name].alone)]
     if missing and not everything:
-        raise LabError(
-            f"figure {missing[0]} is drawn from runs, and none is for it: --runs DIR names some, --quick makes"
-        )
+        raise LabError(f"figure {missing[0]} needs runs, and none fits: pass --runs DIR, or --quick to make some")
     kept = Measures(measures, measured, say)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
