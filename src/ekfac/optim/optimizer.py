@@ -26,11 +26,11 @@ from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
 from ekfac.optim.statistics import ownership
 from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
-from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.max_change import bound_change
 from ekfac.optim.step_size.rate import RateCourse
+from ekfac.optim.step_size.weight_average import WeightAverage
 from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
 
 #: Group options that a recorded CUDA graph has baked in.

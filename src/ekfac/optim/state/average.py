@@ -12,8 +12,8 @@ from ekfac.curvature.real import real_shape
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import held, piece_of, whole_of
 from ekfac.optim.state.validation import check_count, check_tensor, refuse
-from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.step_size.running_statistics import STATISTICS
+from ekfac.optim.step_size.weight_average import WeightAverage
 
 
 def save_average(

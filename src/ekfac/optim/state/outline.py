@@ -16,8 +16,8 @@ from ekfac.optim.distributed.shards import any_sharded
 from ekfac.optim.distributed.states import make_contiguous
 from ekfac.optim.engine import Engine
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
-from ekfac.optim.step_size.course import WeightAverage
 from ekfac.optim.step_size.running_statistics import STATISTICS, norms_of
+from ekfac.optim.step_size.weight_average import WeightAverage
 from ekfac.optim.types import Rates, StepInputs
 
 

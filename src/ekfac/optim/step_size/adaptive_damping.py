@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ekfac import checks
 from ekfac.curvature.real import as_real, gradient_of
 from ekfac.optim.engine import Engine
-from ekfac.optim.step_size.course import WeightAverage
+from ekfac.optim.step_size.weight_average import WeightAverage
 from ekfac.optim.types import StepInputs
 
 #: Damping decreases for reduction ratios above GOOD and increases for ratios below POOR.
