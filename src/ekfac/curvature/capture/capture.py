@@ -29,13 +29,13 @@ from ekfac.curvature.capture.derivatives import Origin, call_of, follow, origin_
 from ekfac.curvature.capture.forwards import Forwards
 from ekfac.curvature.capture.functional import Entered, Products
 from ekfac.curvature.capture.hooks import (
+    Anchor,
     BeginHook,
     EndHook,
     EnterHook,
     ForwardHook,
     LeaveHook,
     Mutable,
-    Read,
     anchor,
     inside_backward,
     inside_transform,
@@ -263,13 +263,11 @@ class Capture:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
             given.source = source
-        self.wait_for(*anchor(output), record, block, layer, given, origin)
+        self.wait_for(anchor(output), record, block, layer, given, origin)
 
-    def wait_for(
-        self, at: Tensor, read: Read | None, record: Record, block: Block, layer: Layer, given: Input, from_: Origin
-    ) -> None:
+    def wait_for(self, at: Anchor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
         """Wait for the gradient of a product's output; that of a pass that is differentiated makes another product."""
-        call, me = self.number(record, block), self.me
+        (output, read), call, me = at, self.number(record, block), self.me
 
         def hook(d: Tensor) -> None:
             if (capture := me()) is not None:
@@ -278,7 +276,7 @@ class Capture:
                 d = d.detach() if read is None else read(d.detach())
                 capture.arrived(record, block, layer, given, d if given.x is None else whole(d), call)
 
-        at.register_hook(hook)
+        output.register_hook(hook)
 
     def number(self, record: Record, block: Block) -> int:
         """Count a call of a block within a record; return how many there were before."""

@@ -58,7 +58,7 @@ def follow(
             further.source, further.read = d if d.requires_grad else None, read
             capture.held.add(detached)
             after = DerivativeLayer.after(layer)
-            capture.wait_for(product, given.read, record, block, after, further, origin_of(d))
+            capture.wait_for((product, given.read), record, block, after, further, origin_of(d))
 
     handle = source.register_hook(hook)
 

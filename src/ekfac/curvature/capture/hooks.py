@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Reads the gradient of one tensor as that of another.
 Read = Callable[[Tensor], Tensor]
+#: A tensor whose gradient comes, and what that is read by, if it is of another form than is wanted.
+Anchor = tuple[Tensor, Read | None]
 #: Shape and strides.
 Form = tuple[torch.Size, tuple[int, ...]]
 
@@ -193,7 +195,7 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def anchor(output: Tensor) -> tuple[Tensor, Read | None]:
+def anchor(output: Tensor) -> Anchor:
     """Return the tensor whose gradient is that of a layer's output, whatever is done in place to the output later.
 
     A linear layer on three dimensions gives out a view of a product on two. Once a view is changed in place, a backward
