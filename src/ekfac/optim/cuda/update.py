@@ -1,7 +1,7 @@
 """The update of all parameters, with decay and average, in one kernel instead of about fifteen passes over memory.
 
-``Optimizer._update_parameters`` and :class:`~ekfac.optim.step_size.weight_average.WeightAverage` are the reference, and the
-fallback without Triton, for other dtypes, and with momentum.
+``Optimizer._update_parameters`` and :class:`~ekfac.optim.step_size.weight_average.WeightAverage` are the reference, and
+the fallback without Triton, for other dtypes, and with momentum.
 """
 
 from __future__ import annotations
