@@ -34,6 +34,9 @@ def problem(seed: int) -> tuple[Drawn, Case, list[list[Micro]]]:
     if chance.random() < 0.25:
         freeze(drawn.model, chance)
     case = options_of(chance, drawn.model)
+    case.options["sharing"] = "expand"  # else one rank may be refused while the other waits for its gradients
+    if case.rule == "per_example":
+        case.options["scaling"] = "running"
     case.scale = case.clip = None  # gradients that are averaged by hand are not known from before a clipping
     steps = map(shareable, steps_of(chance, drawn, case.options["loss_reduction"]))
     return drawn, case, [pieces for pieces in steps if pieces]
