@@ -42,9 +42,9 @@ def test_mnist_reads_idx_files_and_validates_on_the_official_test_images(officia
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x00\x00\x08\x01" + mnist_bytes()["train_images"][4:], "no idx file"),
+        (b"\x00\x00\x08\x01" + mnist_bytes()["train_images"][4:], "not an idx file"),
         (mnist_bytes()["train_images"][:-5], r"holds \d+ bytes"),
-        (b"", "no idx file"),
+        (b"", "not an idx file"),
     ],
 )
 def test_malformed_idx_is_refused_even_with_the_right_md5(official, content, message):

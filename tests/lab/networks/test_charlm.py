@@ -111,7 +111,7 @@ def test_the_command_records_the_hash_and_resumes_on_the_same_text_only(tmp_path
     assert cli.run(["train", "--resume", "--out", str(tmp_path), "--epochs", "2"]) == 0
     monkeypatch.setattr(text, "MOST", text.LEAST + 1)
     assert cli.run(["train", "--resume", "--out", str(tmp_path), "--epochs", "3"]) == 2
-    assert "run on other data of stdlib" in capsys.readouterr().err
+    assert "run on different data of stdlib" in capsys.readouterr().err
 
 
 def test_a_dataset_of_pictures_has_no_hash():
