@@ -28,7 +28,7 @@ from ekfac.optim.options import (
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 from ekfac.optim.step_size.rate import course_of
-from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.usual import depth_of, usual_rate, usual_warmup, width_of
 
 
 class EKFAC(Optimizer):
@@ -63,8 +63,9 @@ class EKFAC(Optimizer):
             damping if it sets them; or plain parameters. All parameters by default. Frozen ones are trained once they
             are unfrozen.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.02
-            for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones. It then warms up over 10 to 100 steps
-            and decays as 1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
+            for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones, times sqrt(8 / depth) for networks of
+            more than 8 layers without normalisation. It then warms up over 10 to 100 steps and decays as
+            1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
             (``StepSize.average``). For losses with derivatives of the network inside, it is twice as large and decays
             as 1 / (1 + t / 200). A torch scheduler, or a rate written into the groups, turns all of this off. Set
             ``lr`` for ``ReduceLROnPlateau``, which cannot be detected in advance.
@@ -161,7 +162,7 @@ class EKFAC(Optimizer):
         if lr is None:
             checks.model(model)
             width = width_of(model)
-            update["lr"] = usual_rate(width) if rule.warms_up else rule.lr
+            update["lr"] = usual_rate(width, depth_of(model)) if rule.warms_up else rule.lr
             warmup = usual_warmup(width) if rule.warms_up else None
         update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
         # The default decay spares vectors and embeddings, and is cautious: it never opposes a step.

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import ekfac
 from ekfac.optim.optimizer import decay
 from ekfac.optim.step_size.rate import course_of
-from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.usual import depth_of, usual_rate, usual_warmup, width_of
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
 STEPS = 14
@@ -165,6 +165,26 @@ def test_taps_count_as_width_where_nothing_is_normalised() -> None:
     plain = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3))
     assert width_of(plain) == pytest.approx(9 * 32)
     assert width_of(nn.Sequential(*plain, nn.BatchNorm2d(8))) == pytest.approx(32)
+
+
+def test_the_rate_falls_with_the_depth_where_nothing_is_normalised() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(32)]
+    assert ekfac.EKFAC(nn.Sequential(*layers)).defaults["lr"] == pytest.approx(RATE / 2)
+    assert ekfac.EKFAC(nn.Sequential(*layers, nn.LayerNorm(64))).defaults["lr"] == RATE
+    assert ekfac.EKFAC(nn.Sequential(*layers[:8])).defaults["lr"] == RATE
+    assert ekfac.EKFAC(nn.Sequential(*layers), lr=0.004).defaults["lr"] == 0.004
+
+
+def test_layers_that_may_be_side_by_side_lookups_and_frozen_ones_are_no_depth() -> None:
+    def expert() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    experts, heads = nn.ModuleList(expert() for _ in range(16)), nn.ModuleDict({"a": nn.Linear(4, 1), "b": expert()})
+    tables = nn.Sequential(*[nn.Embedding(3, 4) for _ in range(9)])
+    frozen = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]).requires_grad_(False)
+    model = nn.Sequential(tables, frozen, nn.Conv1d(4, 4, 1), nn.LSTM(4, 4), experts, heads)
+    assert depth_of(model) == 1 + 1 + 2 + 2
+    assert depth_of(nn.Flatten()) == 1
 
 
 def test_a_known_end_adds_a_fall_to_zero_over_the_last_fifth() -> None:
