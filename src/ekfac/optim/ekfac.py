@@ -39,8 +39,8 @@ class EKFAC(Optimizer):
     .. math::
         &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
-        &g = U_B^T G U_A, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
-            s \leftarrow \beta_2 s + (1 - \beta_2) ((g - m)^2 + \kappa m^2) \\
+        &g = U_B^T G U_A, \quad d = g - m, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) (d^2 + \kappa m^2) \\
         &\theta \leftarrow \theta (1 - \eta \lambda) - \eta \, U_B \, (m / \sqrt{s}) \, U_A^T
 
     This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they

@@ -33,8 +33,8 @@ class Belief(TorchRule):
     r"""AdaBelief (Zhuang et al., 2020) on the coordinates of the eigenbasis, with a floor and two bounds.
 
     .. math::
-        &s \leftarrow \beta_2 s + (1 - \beta_2) \left(\tfrac{1 + \beta_1}{2} (g - \hat m)^2 + \kappa \hat m^2\right),
-            \quad m \leftarrow \beta_1 m + (1 - \beta_1) g \\
+        &d = g - \hat m, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) \left(\tfrac{1 + \beta_1}{2} d^2 + \kappa \hat m^2\right) \\
         &x = \hat m / (\sqrt{\hat s} + \epsilon), \quad x_{ij} \leftarrow 0 \text{ where } x_{ij} g_{ij} < 0
             \text{ at equal length}, \quad
             x \leftarrow x / \max(1, \mathrm{rms}(x))
