@@ -39,7 +39,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=Part)
 
 
-class Answer:
+class Readback:
     """A tensor that the host will read."""
 
     #: Whether the value may not have arrived yet.
@@ -180,9 +180,9 @@ class Executor:
         self.largest = max(numbers, default=0.0) if good else math.inf
         return good, None
 
-    def answer(self, value: Tensor) -> Answer:
+    def read_back(self, value: Tensor) -> Readback:
         """Return a handle by which the host can read a tensor later."""
-        return Answer(value)
+        return Readback(value)
 
     def close(self) -> None:
         """Free all recorded graphs and buffers."""

@@ -71,7 +71,7 @@ class Optimizer(Base, Joinable, Grouped):
         states.follow(self.engine)
         self.engine.collector.on_changed = self._follow(weakref.ref(self))
         engine = weakref.proxy(self.engine)
-        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.answer(value))
+        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.read_back(value))
         forwards = self.engine.collector.capture.forwards
         forwards.on_begin, forwards.on_frozen = self.average.before_forward, self.average.before_frozen
         compares = self.engine.method.compares_gradients
@@ -219,7 +219,7 @@ class Optimizer(Base, Joinable, Grouped):
         clips = self.kl_clip.bound is not None
         if self.engine.shares():
             average.enter_step()
-            own = average.called, average.mended.found
+            own = average.called, average.edits.systematic
             return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
         average.begin_step(averaged, self._group_of, t)
         at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None  # which needs z
@@ -245,7 +245,7 @@ class Optimizer(Base, Joinable, Grouped):
             steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
         averaged = rates.averaged
         if rates.called is not None:
-            shared = Shared(inputs.gradients, inputs.called, inputs.mended)
+            shared = Shared(inputs.gradients, inputs.called, inputs.weights_edited)
             self.average.begin_step(rates.candidates, (), self.engine.schedule.applied_steps, shared)
             averaged = tuple(self.average.averaged)
         elif self.engine.executor.can_replay:

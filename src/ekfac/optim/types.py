@@ -177,7 +177,7 @@ class Rates:
         averaged: Parameters whose running average includes this step.
         average_weight: The weight of the newest parameters in the average.
         called: How the model was called since the last step; set only if processes have yet to agree on it.
-        mended: In that case, whether this process saw weights change between steps.
+        weights_edited: In that case, whether this process saw weights change between steps.
         candidates: In that case, parameters whose average includes this step if any process has their gradient.
         keeps_gradients: Whether the update reads the gradients behind the directions.
         shows: Whether ``averaged`` are all parameters with an average, so that the update may swap the average in.
@@ -189,7 +189,7 @@ class Rates:
     averaged: tuple[nn.Parameter, ...] = ()
     average_weight: float | Tensor = 0.0
     called: int | None = None
-    mended: bool = False
+    weights_edited: bool = False
     candidates: tuple[nn.Parameter, ...] = ()
     keeps_gradients: bool = True
     shows: bool = False
@@ -206,12 +206,12 @@ class Shared:
     Attributes:
         gradients: Parameters with a gradient on any process.
         called: The maximum of how the model was called, over processes.
-        mended: Whether any process saw weights change between steps.
+        weights_edited: Whether any process saw weights change between steps.
     """
 
     gradients: Collection[nn.Parameter]
     called: int
-    mended: bool = False
+    weights_edited: bool = False
 
 
 @dataclass
@@ -241,7 +241,7 @@ class StepInputs:
         weights: The tensors that the update changes if not the parameters themselves: real views of complex parameters,
             and the full tensors of sharded parameters that this process owns.
         called: How the model was called since the last step, the maximum over processes.
-        mended: Whether any process saw weights change between steps.
+        weights_edited: Whether any process saw weights change between steps.
         unseen: With several processes, covered blocks of which none has statistics.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
     """
@@ -267,7 +267,7 @@ class StepInputs:
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     called: int = 0
-    mended: bool = False
+    weights_edited: bool = False
     unseen: set[Block] = field(default_factory=set)
     small: bool = False
 

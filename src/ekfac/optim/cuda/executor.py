@@ -17,12 +17,12 @@ from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda import update
 from ekfac.optim.cuda.ahead import compile_ahead
 from ekfac.optim.cuda.fused import fused
-from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
+from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedReadback
 from ekfac.optim.cuda.replay import Places, Replays
 from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.cuda.update import Table, rows_of, runs_on
-from ekfac.optim.executor import Answer, Executor, Part
+from ekfac.optim.executor import Executor, Part, Readback
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class CudaExecutor(Executor):
         self.join()
         return self.mask.was_skipped()
 
-    def answer(self, value: Tensor) -> Answer:
-        return PinnedAnswer(value) if value.is_cuda else super().answer(value)
+    def read_back(self, value: Tensor) -> Readback:
+        return PinnedReadback(value) if value.is_cuda else super().read_back(value)
 
     def close(self) -> None:
         self.step_graphs.forget()

@@ -91,7 +91,7 @@ class RollCall:
         finite: Whether all gradients are finite.
         examples: Whether any rank has captured examples.
         called: How the model was called, the maximum over ranks.
-        mended: Whether any rank saw weights change between steps.
+        weights_edited: Whether any rank saw weights change between steps.
         sent: The number of buckets sent during the backward pass, the maximum over ranks.
         passes: The number of backward passes that brought statistics, the maximum over ranks.
         holders: The first rank with a gradient; None if there is none.
@@ -108,7 +108,7 @@ class RollCall:
     finite: bool
     examples: bool
     called: int
-    mended: bool
+    weights_edited: bool
     sent: int
     passes: int
     holders: list[int | None]
@@ -135,7 +135,7 @@ def roll_call(
     places: list[float],
     largest: list[float],
     called: int,
-    mended: bool,
+    weights_edited: bool,
     sent: int,
     passes: int,
 ) -> RollCall:
@@ -157,7 +157,7 @@ def roll_call(
         places: The position of that block in the order of arrival of statistics.
         largest: Numbers to take the maximum of; not NaN if gradients are finite.
         called: How the model was called here since the last step.
-        mended: Whether this process saw weights change between steps.
+        weights_edited: Whether this process saw weights change between steps.
         sent: The number of buckets this process sent during the backward pass.
         passes: The number of backward passes that brought statistics here.
     """
@@ -169,7 +169,7 @@ def roll_call(
         float(finite),
         -float(examples),
         -float(called),
-        -float(mended),
+        -float(weights_edited),
         -float(sent),
         -float(passes),
     ]
@@ -191,7 +191,7 @@ def roll_call(
         finite=bool(found[3]),
         examples=bool(found[4]),
         called=-int(found[5]),
-        mended=bool(found[6]),
+        weights_edited=bool(found[6]),
         sent=-int(found[7]),
         passes=-int(found[8]),
         holders=[int(h) if h < size else None for h in holders],

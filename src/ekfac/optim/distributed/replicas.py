@@ -167,7 +167,7 @@ class Replicas:
             places=[places.get(p, 0.0) for p in partition.offered],
             largest=self.shards.largest(inputs, partition.device),
             called=rates.called or 0,
-            mended=rates.mended,
+            weights_edited=rates.weights_edited,
             sent=len(overlap.sent),
             passes=overlap.passes,
         )
@@ -180,7 +180,7 @@ class Replicas:
                 f"taken {engine.schedule.applied_steps} steps and trains {len(partition.parameters)} parameters. "
                 + REMEDY
             )
-        inputs.called, inputs.mended = call.called, call.mended
+        inputs.called, inputs.weights_edited = call.called, call.weights_edited
         somewhere = {p for p, was in zip(partition.offered, call.seen, strict=True) if was}
         inputs.unseen = {block for block in partition.covered if block.key not in somewhere}
         known = dict(zip(partition.offered, call.near, strict=True))

@@ -154,7 +154,7 @@ class Refresher:
         else:
             (residuals,) = renew()
         blocks = [block for renewal in renewals for block in renewal.blocks]
-        self._schedule.pending.append((blocks, self.executor.answer(residuals)))
+        self._schedule.pending.append((blocks, self.executor.read_back(residuals)))
         self.seconds += time.perf_counter() - started
 
     def _turned(self, renewals: Sequence[Renewal]) -> tuple[list[Basis], Tensor]:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.blocks import Block
-from ekfac.optim.executor import Answer
+from ekfac.optim.executor import Readback
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.statistics.partition import Partition, members
 from ekfac.optim.statistics.sums import Expected
@@ -143,7 +143,7 @@ class Schedule:
         self.applied_steps = 0
         self.warm_refreshes = 0
         #: Residuals of warm refreshes, one per block, that the host has not read yet.
-        self.pending: list[tuple[list[Block], Answer]] = []
+        self.pending: list[tuple[list[Block], Readback]] = []
         self._options = options
         self._refresh = options.refresh
         self._stretches = Stretches()
@@ -257,11 +257,11 @@ class Schedule:
             wait: Wait for outcomes that have not arrived, so that all processes read them at the same step.
         """
         waiting = []
-        for blocks, answer in self.pending:
-            if answer.late and not answer.ready(wait):
-                waiting.append((blocks, answer))
+        for blocks, readback in self.pending:
+            if readback.late and not readback.ready(wait):
+                waiting.append((blocks, readback))
                 continue
-            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
+            for block, residual in zip(blocks, readback.value.tolist(), strict=True):
                 self.warm_refreshes += not math.isnan(residual)
                 state = self._partition.states.get(block.key, NOTHING_YET)
                 if hasattr(state, self._method.derived) and not math.isnan(residual) and residual != NOTHING:

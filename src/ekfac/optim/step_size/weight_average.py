@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
-from ekfac.optim.executor import Answer
-from ekfac.optim.step_size.mended import Mended
+from ekfac.optim.executor import Readback
 from ekfac.optim.step_size.pairs import Pairs, pieces
 from ekfac.optim.step_size.running_statistics import (
     STATISTICS,
@@ -27,6 +26,7 @@ from ekfac.optim.step_size.running_statistics import (
     buffers_at,
     norms_of,
 )
+from ekfac.optim.step_size.weight_edits import WeightEdits
 from ekfac.optim.types import Shared
 
 #: k: the weights after step t count as t^k, so the average covers about the last ninth of training so far.
@@ -51,7 +51,7 @@ class WeightAverage:
     throughout; its d is kept until it is unfrozen.
 
     Some things are not averaged: models trained by other methods than their forward, since those give no moment to
-    switch to z; models whose weights are repeatedly changed by user code (see :class:`Mended`); and parameters in half
+    switch to z; models whose weights user code changes repeatedly (see :class:`WeightEdits`); and parameters in half
     precision.
 
     Running statistics of batch-norm belong to the weights that they were computed with, so x has its own: the average
@@ -63,13 +63,13 @@ class WeightAverage:
     Args:
         model: The model.
         wanted: Whether to average; None averages parameters on the built-in schedule.
-        answer: Returns a handle by which the host can read a tensor, perhaps later.
+        read_back: Returns a handle by which the host can read a tensor, perhaps later.
     """
 
-    def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
+    def __init__(self, model: nn.Module, wanted: bool | None, read_back: Callable[[Tensor], Readback]) -> None:
         self.wanted = wanted
         #: Detects changes of weights by user code; the number of consecutive steps with gradients at x.
-        self.mended, self._at_average = Mended(answer), 0
+        self.edits, self._at_average = WeightEdits(read_back), 0
         #: Whether this process trains alone; whether all processes have agreed to end averaging at the next forward.
         self._alone, self._ends = True, False
         self._model = weakref.ref(model)
@@ -148,8 +148,8 @@ class WeightAverage:
     @torch.no_grad()
     def _to_training(self, frozen: bool = False) -> None:
         self.training = True
-        self.mended.compare()
-        if self._ends or (self._alone and self.mended.found):
+        self.edits.compare()
+        if self._ends or (self._alone and self.edits.systematic):
             self._go_on_from_shown()
         if self._pairs is None or self._sharded or not self._pairs.hold():
             self._pair()
@@ -265,7 +265,7 @@ class WeightAverage:
             self._at_average = 0
         elif self.possible and not wanted.isdisjoint(given):
             self._at_average += 1
-        self._ends = self._at_average > PATIENCE or (shared is not None and shared.mended)
+        self._ends = self._at_average > PATIENCE or (shared is not None and shared.weights_edited)
         if not self.training:
             self._to_training()
             if self.possible is False:
@@ -359,8 +359,8 @@ class WeightAverage:
         if moved and not shown:
             torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
-        if done and self.mended.looks:
-            self.mended.look(self.averaged)
+        if done and self.edits.due:
+            self.edits.record(self.averaged)
 
     def _takes(self, norm: nn.Module) -> bool:
         """Return whether to average a norm's statistics: if its weights are averaged, or else unless others do."""
@@ -396,4 +396,4 @@ class WeightAverage:
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
         self.alternates, self.resting, self._was_frozen = alternates, resting, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
-        self.mended.forget()
+        self.edits.forget()
