@@ -173,7 +173,7 @@ class Engine:
         # Rescale and project back.
         P = method.project_back(method.rescale(block, state, step), step)
         if len(stack.blocks) > 1:
-            self.stacks.hand_down(stack)
+            self.stacks.update_views(stack)
         return stack.directions(P, step, inputs.gradients, rates.keeps_gradients)
 
     # --- checks before a step ---------------------------------------------------------------------------------------

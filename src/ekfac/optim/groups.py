@@ -107,7 +107,7 @@ class Grouped(torch.optim.Optimizer):
         """
         rule, changed = self.engine.elementwise.rule, set[nn.Parameter]()
         old: Any = self.defaults.get("betas")
-        new = rule.of_derivatives
+        new = rule.derivative_betas
         for group in groups:
             if group["cautious_decay"] and group["weight_decay"] == self.defaults["weight_decay"]:
                 group["weight_decay"] = 0.0

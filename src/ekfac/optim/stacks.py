@@ -73,10 +73,10 @@ class Stack:
             self.state[name] = torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)
         for name in tensors_in(self.state) - names:
             del self.state[name]
-        self.hand_down(states)
+        self.update_views(states)
         return True
 
-    def hand_down(self, states: list[Any]) -> None:
+    def update_views(self, states: list[Any]) -> None:
         """Give each block a view of its part of every new stacked tensor."""
         for name in tensors_in(self.state):
             stacked = self.state.__dict__[name]
@@ -127,9 +127,9 @@ class Stacks:
             found.append(stack)
         return found
 
-    def hand_down(self, stack: Stack) -> None:
+    def update_views(self, stack: Stack) -> None:
         """Give each block of a stack a view of its part of every new stacked tensor."""
-        stack.hand_down(self.states(stack))
+        stack.update_views(self.states(stack))
 
     def states(self, stack: Stack) -> list[Any]:
         """Return the states of a stack's blocks."""

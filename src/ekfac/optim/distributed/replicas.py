@@ -93,7 +93,7 @@ class Replicas:
             collector.drop()
             return None
         if not call.examples:
-            refuse_unless_used(self.processes, collector.watch.used_before(inputs.gradients), partition.device)
+            refuse_unless_used(self.processes, collector.watch.used_by_last_step(inputs.gradients), partition.device)
             collector.drop()
             return None
         if not call.finite:

@@ -63,7 +63,7 @@ class Belief(TorchRule):
 
     weight_decay = 0.3
     warms_up = True
-    of_derivatives = (0.98, 0.95)
+    derivative_betas = (0.98, 0.95)
     moments = ("m",)
     bounds_gradients = True
 

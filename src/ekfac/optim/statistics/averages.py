@@ -18,7 +18,7 @@ from ekfac.optim.stacks import Stack, Stacks
 OUTLIER = 100.0
 
 
-def take_in(
+def update_averages(
     stacks: Stacks,
     sums: Mapping[Block, FactorSums],
     n: float | Tensor,
@@ -58,7 +58,7 @@ def take_in(
         if a.old is None:
             a.stack.state.A, a.stack.state.B, a.stack.state.factor_weight = a.A, a.B, a.weight.clone()
             if len(a.stack.blocks) > 1:
-                stacks.hand_down(a.stack)
+                stacks.update_views(a.stack)
 
 
 class Addition:

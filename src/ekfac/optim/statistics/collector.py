@@ -25,14 +25,14 @@ from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
 from ekfac.optim.stacks import Stacks
 from ekfac.optim.statistics import ownership
-from ekfac.optim.statistics.averages import take_in
+from ekfac.optim.statistics.averages import update_averages
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
+from ekfac.optim.statistics.first_step import warn_in_first_step
 from ekfac.optim.statistics.gradients import GradientWatch, made_real
 from ekfac.optim.statistics.partition import Partition, members, only
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
-from ekfac.optim.statistics.roster import warn_at_first
 from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
@@ -300,7 +300,7 @@ class Collector:
             refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._warned:
-            warn_at_first(self._partition.blocks, self._partition.parameters)
+            warn_in_first_step(self._partition.blocks, self._partition.parameters)
         self._warned = True
         self.capture.finish()
         self.apart = self.capture.separate_examples or self.apart
@@ -308,7 +308,7 @@ class Collector:
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
             n = 1.0  # any number will do: nothing reads it
         if n == 0 and processes == 1:
-            used = self.watch.used_before(gradients)
+            used = self.watch.used_by_last_step(gradients)
             refuse_unless_empty(self.capture.forwards.any_reached, gradients.values(), used)
             self.drop()
             return None
@@ -397,4 +397,4 @@ class Collector:
         n, square, bounded = inputs.n_statistics, self.delta_square(inputs), not self.options.refresh.deterministic
         factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
         decay, shrinks = self._schedule.factor_decay, self._schedule.derivatives
-        take_in(self._stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)
+        update_averages(self._stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)

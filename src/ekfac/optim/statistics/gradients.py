@@ -192,7 +192,7 @@ class GradientWatch:
         if not self._sharded:
             self._fingerprints.note()
 
-    def used_before(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+    def used_by_last_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
         """Return whether these are the gradients of the last step, perhaps clipped by a common factor; reads them."""
         parameters, before = self.used
         if not before or gradients.keys() != set(parameters):

@@ -20,7 +20,7 @@ from ekfac.curvature.real import state_dtype
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, resharded, units
 from ekfac.optim.options import Coverage
-from ekfac.optim.statistics.roster import Roster
+from ekfac.optim.statistics.model_changes import ModelChanges
 from ekfac.optim.types import BlockState
 
 #: A dict's values.
@@ -108,7 +108,7 @@ class Partition:
         self.kind = ""
         #: If not empty, why no step can be taken: how the model's parameters have changed since construction.
         self.problem = ""
-        self._roster = Roster(model)
+        self._changes = ModelChanges(model)
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +158,7 @@ class Partition:
             return self._assign(offered)
 
     def _assign(self, offered: list[nn.Parameter]) -> Assigned:
-        self.problem = self._roster.compare(offered)
+        self.problem = self._changes.compare(offered)
         before = {members(b): (b.dtype, b.shape) for b in self.blocks}, self.kind
         blocks, new = [], set()
         for block in self.blocks_of(offered):
@@ -257,7 +257,7 @@ class Partition:
             raise RuntimeError(f"parameter '{missing[0]}' is no longer part of the model: construct a new optimizer")
         self.owners.forget()
         self.states.clear()
-        self.blocks, self._known, self.silent, self._roster = [], {}, set(), Roster(self.model)
+        self.blocks, self._known, self.silent, self._changes = [], {}, set(), ModelChanges(self.model)
         return {p: now[name] for p, name in names.items()}
 
     def is_exchanged(self) -> bool:
