@@ -1,6 +1,6 @@
 """The running average of the weights, which the model holds between steps.
 
-It goes with the built-in learning rate schedule (:mod:`ekfac.optim.step_size.rate`), and has the effect of a rate that
+It goes with the built-in schedule of lr (:mod:`ekfac.optim.step_size.lr_schedule`), and has the effect of an lr that
 decays to zero, but needs no known end of training.
 """
 

@@ -29,7 +29,7 @@ def width_of(model: nn.Module) -> float:
     return math.exp(sum(p.numel() / size * math.log(n) for p, n in zip(matrices, inputs, strict=True)))
 
 
-def usual_rate(width: float) -> float:
+def default_lr(width: float) -> float:
     """Return the default lr: 0.02 sqrt(64 / width), at most 0.02.
 
     A step moves every weight by about the same amount, but its effect on an output grows with the fan-in.
@@ -37,7 +37,7 @@ def usual_rate(width: float) -> float:
     return LARGEST_RATE * min(1.0, math.sqrt(NARROW / width))
 
 
-def usual_warmup(width: float) -> int:
+def default_warmup(width: float) -> int:
     """Return the number of warm-up steps."""
     least, most, columns = RISE
     return min(most, max(least, round(width / columns)))
