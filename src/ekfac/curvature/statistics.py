@@ -160,13 +160,13 @@ def _traces(matrices: Tensor, diagonal: bool) -> Tensor:
     return (matrices if diagonal else matrices.diagonal(dim1=-2, dim2=-1)).flatten(1).sum(1)
 
 
-def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) -> list[FactorSums]:
+def batched_factor_sums(block: Block, calls: Sequence[Call], scale_B: float, half: bool) -> list[FactorSums]:
     """Return the sums for one call each of several linear layers of one shape, in batched products.
 
     Args:
         block: One of the blocks.
         calls: One call per block, all of one shape.
-        more: A factor for B.
+        scale_B: A factor for B.
         half: See :func:`factor_sums`.
     """
     layer = calls[0].layer
@@ -179,10 +179,10 @@ def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) 
             x, d = x.to(block.dtype), d.to(block.dtype)
         elif x.dtype != d.dtype:
             x = x.to(d.dtype)
-        A = layer.inputs_of_alike(x)
+        A = layer.batched_input_sums(x)
         B = factors.outer_sum(d.transpose(0, 1), block.diagonal_B)
-    if more != 1:
-        B.mul_(more)
+    if scale_B != 1:
+        B.mul_(scale_B)
     return [FactorSums(A[i : i + 1], x.shape[1], B[i : i + 1]) for i in range(len(calls))]
 
 

@@ -119,7 +119,7 @@ class Optimizer(Base, Joinable, Grouped):
                 comparison.before(loss)
             try:
                 rates = self._rates()
-                engine.executor.shown = False
+                engine.executor.average_shown = False
                 done = engine.step(rates, self._apply)
                 ok = engine.executor.last_mask if done else None
                 if rates.called is not None:  # other processes contribute to the update; it is complete only here
@@ -129,7 +129,7 @@ class Optimizer(Base, Joinable, Grouped):
                 raise
         if done and comparison is not None:
             comparison.after()
-        self.average.end_step(done, ok, engine.executor.shown)
+        self.average.end_step(done, ok, engine.executor.average_shown)
         if done:
             known = engine.schedule.derivatives
             with no_autocast(device) if casts else nullcontext():

@@ -203,9 +203,9 @@ class Layer(ABC):
         """Return a stride and every stride-th example of a call that is not splittable; None to use all of them."""
         return None
 
-    def inputs_of_alike(self, x: Tensor) -> Tensor:
+    def batched_input_sums(self, x: Tensor) -> Tensor:
         """Sum h h^T over the rows of several layers' inputs, ``[layers, rows, in]``."""
-        raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have inputs_of_alike")
+        raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have batched_input_sums")
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum h h^T over examples (and positions and taps), added to ``into``; return the number of terms too."""

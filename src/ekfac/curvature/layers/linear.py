@@ -101,7 +101,7 @@ class LinearLayer(Layer):
         A.as_strided((b, b), stride, w * d + w).fill_(len(rows))
         return A, len(rows)
 
-    def inputs_of_alike(self, x: Tensor) -> Tensor:
+    def batched_input_sums(self, x: Tensor) -> Tensor:
         products = factors.outer_sum(x.transpose(0, 1))
         if not self.biases:
             return products

@@ -22,7 +22,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.buckets import Bucket, Sent, layout, reduce_statistics
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Twin
-from ekfac.optim.statistics.partition import members
+from ekfac.optim.statistics.partition import identity
 from ekfac.optim.statistics.sums import BlockSums, Expected
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Overlap:
             self._owners, inputs.sums, expected, inputs.unseen, self.drop(), counts, partition.device
         )
         there = [b for b, what in expected.items() if what.factors and b not in inputs.unseen]
-        partition.factors_elsewhere.update(members(b) for b in there if not self._owners.mine(b))
+        partition.factors_elsewhere.update(identity(b) for b in there if not self._owners.mine(b))
 
     def look_ahead(self, expected: Mapping[Block, Expected]) -> None:
         """Make the next plan: buckets whose blocks arrived during the last backward pass, in that order.

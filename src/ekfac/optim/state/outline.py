@@ -42,7 +42,7 @@ def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter
         sums = {block: BlockSums(_factors(block), no_scaling(block))} if block.covered else {}
         solves = {block} if block.covered else set()
         inputs = StepInputs(gradients, {}, sums, 1.0, 1.0, solves, blocks=[block])
-        engine.collector.update_factors(inputs, sums)
+        engine.update_factors(inputs, sums)
         engine.compute_eigenbases([block], inputs, rates)
         (direction,) = engine.precondition([block], inputs, rates)
         for p, step in direction.steps.items():

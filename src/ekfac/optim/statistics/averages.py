@@ -44,7 +44,7 @@ def update_averages(
         return
     found = stacks.of(sums, lambda block: isinstance(sums[block].terms, Tensor))
     additions = [Addition(stack, [sums[block] for block in stack.blocks]) for stack in found]
-    for of in alike(additions):
+    for of in group_additions(additions):
         weigh(of, n, square, None if ok is None else ok == 0, bounded)
     known = [a for a in additions if a.old is not None]
     if shrinks:
@@ -86,7 +86,7 @@ class Addition:
         return self.old.A, self.old.B, self.old.factor_weight
 
 
-def alike(additions: list[Addition]) -> list[list[Addition]]:
+def group_additions(additions: list[Addition]) -> list[list[Addition]]:
     """Group additions that can be weighed together: same device, same dtype, all with existing factors or none."""
     found: dict[Any, list[Addition]] = {}
     for a in additions:
@@ -100,7 +100,7 @@ def weigh(
     """Scale the sums to N times the batch's averages, in place; the factors of all blocks are computed at once.
 
     Args:
-        additions: Additions that are :func:`alike`.
+        additions: Additions that are grouped by :func:`group_additions`.
         n: The number of examples.
         square: The factor for squared output gradients.
         bad: True on the device if the step is to be skipped.

@@ -7,7 +7,7 @@ make better use of the calls, they are kept for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,14 +23,12 @@ from ekfac.optim.distributed.overlap import Overlap
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.stacks import Stacks
 from ekfac.optim.statistics import ownership
-from ekfac.optim.statistics.averages import update_averages
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.first_step import warn_in_first_step
 from ekfac.optim.statistics.gradients import GradientWatch, made_real
-from ekfac.optim.statistics.partition import Partition, members, only
+from ekfac.optim.statistics.partition import Partition, identity, only
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
 from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
@@ -46,7 +44,6 @@ class Collector:
         options: Checked options.
         method: The method for blocks that a layer covers.
         partition: The blocks.
-        stacks: Blocks of one shape together.
         schedule: Knows what the step will need of each block.
         executor: Computes the statistics.
         moved: Called when the model has moved to another kind of device.
@@ -57,7 +54,6 @@ class Collector:
         options: EngineOptions,
         method: Method[Any],
         partition: Partition,
-        stacks: Stacks,
         schedule: Schedule,
         executor: Executor,
         moved: Callable[[], None],
@@ -65,7 +61,7 @@ class Collector:
         self.options = options
         self._method = method
         self._partition = partition
-        self._stacks, self._schedule, self.executor = stacks, schedule, executor
+        self._schedule, self.executor = schedule, executor
         self._moved = moved
         #: Called when the model has changed, with the new parameter for every one that was replaced.
         self.on_changed: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
@@ -95,7 +91,8 @@ class Collector:
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.capture.exact_count = self.fingerprints.strict or options.batch.reduction == "sum"
-        self.watch.on_end, self.capture.on_quiet = self.capture.me, self.watch.quiet
+        self.capture.on_quiet_forward, self.capture.on_quiet_backward = self.watch.mute, self.watch.backward_runs
+        self.watch.on_end = self.capture.me
         self.capture.forwards.on_backward = partial(Collector._before_backward, me)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -170,11 +167,11 @@ class Collector:
 
     def _wanted(self, block: Block | None) -> bool:
         if block is None:
-            needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
-            return bool(needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
-        usual = self._method.needs_examples or block in self.fingerprints.unverified or self._schedule.takes_all()
-        usual = usual or self._schedule.takes_factors(block)
-        return usual or (self.may_use_rows(block) and block not in self._by_gradient)
+            any_needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
+            return bool(any_needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
+        needed = self._method.needs_examples or block in self.fingerprints.unverified
+        needed = needed or self._schedule.takes_factors(block)
+        return needed or (self.may_use_rows(block) and block not in self._by_gradient)
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -208,7 +205,7 @@ class Collector:
         """Keep what the factors need until the step, which sums all blocks at once; return whether that was done."""
         if self.separate or block in self.sums or block.layer.scattered or block in self.fingerprints.unverified:
             return False
-        if self._method.needs_examples or not self.executor.waits:
+        if self._method.needs_examples or not self.executor.defers_statistics:
             return False
         if self._schedule.renews(block) or not self._schedule.takes_factors(block):
             return False
@@ -226,7 +223,7 @@ class Collector:
         """Return whether to keep a block's calls for the step: if it makes better use of them, and they are small."""
         if self.capture.separate or block in self.sums:
             return False
-        if self._method.needs_examples and self.executor.waits:  # the step's graph includes factors and s*
+        if self._method.needs_examples and self.executor.defers_statistics:  # the step's graph includes factors and s*
             return not self._schedule.renews(block) and self._room.takes(block, calls)
         if not self.may_use_rows(block) or block in self.calls or len(calls) > 1:
             return False
@@ -304,7 +301,7 @@ class Collector:
         self._warned = True
         self.capture.finish()
         self.apart = self.capture.separate_examples or self.apart
-        n, mean = float(self.capture.examples or self.apart), 1.0
+        n = float(self.capture.examples or self.apart)
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
             n = 1.0  # any number will do: nothing reads it
         if n == 0 and processes == 1:
@@ -312,16 +309,26 @@ class Collector:
             refuse_unless_empty(self.capture.forwards.any_reached, gradients.values(), used)
             self.drop()
             return None
-        unheard = covered.keys() - self.capture.fired
-        silent = [b for b in covered if b in unheard and not gradients.keys().isdisjoint(b.parameters.values())]
+        uncalled = (b for b in covered if b not in self.capture.fired)
+        silent = [b for b in uncalled if not gradients.keys().isdisjoint(b.parameters.values())]
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
-        batches = 1 if processes == 1 else processes // self.capture.mesh.size
-        if self.options.batch.reduction == "sum" and n:
-            mean = batches / n
         solves, warm = self._schedule.due()
-        found = StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean, self.samples)
+        found = StepInputs(
+            gradients,
+            self.calls,
+            self.sums,
+            n=n,
+            n_statistics=n,
+            solves=solves,
+            warm=warm,
+            processes=processes,
+            batches=1 if processes == 1 else processes // self.capture.mesh.size,
+            samples=self.samples,
+        )
+        if self.options.batch.reduction == "sum" and n:
+            found.mean = found.batches / n
         return made_real(found, self._partition.complex) if self._partition.complex else found
 
     def collect(self, inputs: StepInputs) -> None:
@@ -344,7 +351,7 @@ class Collector:
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
             here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
-            if here or members(block) in self._partition.factors_elsewhere:
+            if here or identity(block) in self._partition.factors_elsewhere:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
                 raise RuntimeError(
@@ -391,10 +398,3 @@ class Collector:
         if self.options.batch.reduction == "sum":
             return 1 / (n * scale * scale)
         return n / (w * w * scale * scale)
-
-    def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
-        """Add a step's sums to A and B."""
-        n, square, bounded = inputs.n_statistics, self.delta_square(inputs), not self.options.refresh.deterministic
-        factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
-        decay, shrinks = self._schedule.factor_decay, self._schedule.derivatives
-        update_averages(self._stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)

@@ -12,7 +12,7 @@ from ekfac.curvature.summary import low_coverage
 
 
 def warn_in_first_step(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) -> None:
-    """Warn if few parameters have a Kronecker block, or if steps are meant to be differentially private."""
+    """Give the warnings: few parameters have a Kronecker block, or opacus is in use."""
     for text in (low_coverage(blocks), not_private(parameters)):
         if text:
             warnings.warn(text, UserWarning, stacklevel=3)

@@ -90,11 +90,9 @@ class GradientWatch:
         remove_hooks(self._handles)
         self.forget()
 
-    def quiet(self, come: bool) -> None:
-        """Mute the parameters' hooks while a hook on the output reports backward passes; ``come`` reports one."""
-        if come:
-            self.backward_runs()
-        elif not self._sharded and self._processes.size == 1:
+    def mute(self) -> None:
+        """Mute the parameters' hooks, if a hook on the model's output can report the backward pass instead."""
+        if not self._sharded and self._processes.size == 1:
             self.hooks.mute(True)
 
     def catch_up(self) -> None:

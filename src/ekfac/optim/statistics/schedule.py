@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ekfac.curvature.blocks import Block
 from ekfac.optim.executor import Readback
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.partition import Partition, members
+from ekfac.optim.statistics.partition import Partition, identity
 from ekfac.optim.statistics.sums import Expected
 from ekfac.optim.types import BlockState
 
@@ -215,7 +215,7 @@ class Schedule:
     def _ready_elsewhere(self, block: Block) -> bool:
         """Return whether another process has the block's basis."""
         found = self._partition.ready_elsewhere
-        return bool(found) and members(block) in found
+        return bool(found) and identity(block) in found
 
     def renews(self, block: Block) -> bool:
         """Return whether this step computes a new basis before using it."""

@@ -151,7 +151,7 @@ class WeightAverage:
         self.edits.compare()
         if self._ends or (self._alone and self.edits.systematic):
             self._go_on_from_shown()
-        if self._pairs is None or self._sharded or not self._pairs.hold():
+        if self._pairs is None or self._sharded or not self._pairs.unchanged():
             self._pair()
         assert self._pairs is not None
         self.resting = set() if frozen else self._pairs.frozen.copy()
@@ -182,7 +182,7 @@ class WeightAverage:
         self._pairs = Pairs(self.offsets)
 
     def _buffers_at(self, places: list[Place]) -> list[Buffers]:
-        if places not in self._places or not all(buffers.hold() for buffers in self._buffers):
+        if places not in self._places or not all(buffers.unchanged() for buffers in self._buffers):
             self._buffers = buffers_at(places, self.statistics)
             self._places = places, [place for buffers in self._buffers for place in buffers.places]
         return self._buffers
