@@ -152,3 +152,8 @@ class Stacks:
 def tensors_in(state: Any) -> set[str]:
     """Return the names of a state's tensors that can be stacked."""
     return {name for name, value in state.__dict__.items() if isinstance(value, Tensor)} - APART
+
+
+def concatenated(tensors: list[Tensor]) -> Tensor:
+    """Concatenate tensors; return a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -200,8 +200,8 @@ class Capture:
         if quiet and self.by_outputs:
             self.on_quiet_forward()
 
-    def passed(self) -> None:
-        """Handle a finished backward pass: if it reached no record, it started inside the last forward."""
+    def backward_ended(self) -> None:
+        """Count the examples of the last forward if the pass has reached no record: it started inside that forward."""
         record = self.forwards.here.latest or self.forwards.latest
         if record is not None and record.quiet and not record.reached and not self.separate:
             self.by_outputs = False

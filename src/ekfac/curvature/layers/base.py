@@ -163,7 +163,7 @@ class Layer(ABC):
         """Undo :meth:`stack`."""
 
     def stack_all(self, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Bring the tensors of several layers of this one's shape into that form, one below the other."""
+        """Lay out the tensors of several layers of this one's shape, concatenated along G."""
         return torch.cat([layer.stack(own) for layer, own in zip(layers, tensors, strict=True)])
 
     def unstack_all(self, layers: Sequence[Layer], matrix: Tensor) -> list[dict[str, Tensor]]:

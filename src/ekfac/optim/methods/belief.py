@@ -129,7 +129,7 @@ class Belief(TorchRule):
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
-    """Return the norm of each block's part of x; of order 1 the sum of what has no negative numbers."""
+    """Return the norm of each block's part of x; for order 1, x must have no negative entries."""
     rows = x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1)
     # Torch's norm of order 1 takes 15 times as long as the sum.
     lengths = rows.sum(-1) if order == 1 else torch.linalg.vector_norm(rows, dim=-1)
@@ -137,7 +137,7 @@ def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
 
 
 def by_block(function: Callable[..., tuple[Number, ...]], *numbers: Number) -> Sequence[Number]:
-    """Call a function of numbers; on a CPU of each block's apart, as a small tensor takes longer than a float."""
+    """Call a function of numbers; on a CPU block by block, because floats are faster than small tensors."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if not (tensors and tensors[0].is_cpu):
         return function(*numbers)
@@ -148,7 +148,7 @@ def by_block(function: Callable[..., tuple[Number, ...]], *numbers: Number) -> S
 
 
 def add_product(target: Tensor, x: Tensor, number: Number, y: Tensor | None = None) -> Tensor:
-    """Add a number, or one a block, times x, or x y, in place."""
+    """Add ``number`` (one for all blocks, or one per block) times x, or times x y, in place."""
     factor = spread(number, x)
     if isinstance(factor, Tensor):
         return target.addcmul_(x if y is None else x * y, factor)

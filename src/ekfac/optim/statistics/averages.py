@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.statistics import FactorSums
-from ekfac.optim.stacks import Stack, Stacks
+from ekfac.optim.stacks import Stack, Stacks, concatenated
 
 #: The largest ratio of a batch's trace to the average's; larger batches are scaled down.
 OUTLIER = 100.0
@@ -73,13 +73,11 @@ class Addition:
         self.stack = stack
         #: Their state, if it already has factors.
         self.old: Any = stack.state if hasattr(stack.state, "A") else None
-        alone = len(sums) == 1
-        self.A = sums[0].A if alone else torch.cat([f.A for f in sums])
-        self.B = sums[0].B if alone else torch.cat([f.B for f in sums])
+        self.A, self.B = concatenated([f.A for f in sums]), concatenated([f.B for f in sums])
         #: The number of terms in each block's A; a tensor if only the device knows it.
         self.terms = [f.terms for f in sums]
         #: Each block's addition to the denominator.
-        self.weight = self.A.new_empty(() if alone else len(sums))
+        self.weight = self.A.new_empty(() if len(sums) == 1 else len(sums))
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the running sums A, B and the denominator."""
@@ -119,7 +117,7 @@ def weigh(
         weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
     else:
         runs = [(float(t), len(list(same))) for t, same in itertools.groupby(terms)]
-        each = joined([first.new_full((length,), t) for t, length in runs])  # avoids a copy from the host
+        each = concatenated([first.new_full((length,), t) for t, length in runs])  # avoids a copy from the host
         weights = torch.ones_like(each) * as_number(n, first)
     by = torch.stack([weights / each, weights * as_number(square, first)])
     new = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions)]) * by
@@ -181,11 +179,6 @@ def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addi
     """Pair each addition with its A, and each with its B (or with the running sums, if ``old``)."""
     of = [(a, a.old if old else a) for a in additions]
     return [(a, x.A) for a, x in of], [(a, x.B) for a, x in of]
-
-
-def joined(tensors: list[Tensor]) -> Tensor:
-    """Concatenate tensors; return a single one as it is."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:

@@ -177,7 +177,7 @@ class GradientWatch:
         self._task = -1
         self.hooks.restore()
         if (capture := self.on_end()) is not None:
-            capture.passed()
+            capture.backward_ended()
         self.single_pass, self.no_gradients = self.no_gradients, False
         live = [p for p in self.parameters if p.grad is not None and not p.grad.is_sparse]
         real = [gradient_of(p) if p.is_complex() else p.grad for p in live if p.grad is not None]

@@ -117,7 +117,7 @@ class Partition:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what their states are kept, or the first one's where they are of several."""
+        """The dtype of the state; that of the first parameter's if there are several."""
         return state_dtype((self.parameters or self.offered)[0])
 
     # --- blocks ---------------------------------------------------------------------------------------------------
