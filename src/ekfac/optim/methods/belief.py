@@ -81,22 +81,22 @@ class Belief(TorchRule):
         g, seen, m, s, ok = step.g, step.seen, state.m, state.s, step.ok
         count = step.count = counted(state, g, ok, step.blocks)
 
-        def weights(count: Number, length: Number, known: Number, deviations: Number) -> tuple[Number, ...]:
-            before = remaining(beta1, count - 1)
-            known = known / before
-            usual = known * known + deviations / remaining(beta2, count - 1)
-            factor = shortening(rounded(length * length, seen), self.spike**2 * usual)
-            # sqrt((1 + beta_1) / 2) (g - m), with m from before this step; zero in the first, where there is no m yet.
-            weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5
-            return -weight / before, weight * factor, factor, self.floor**0.5 / remaining(beta1, count)
+        def weights(count: Number, length: Number, length_of_m: Number, sum_of_s: Number) -> tuple[Number, ...]:
+            bias = remaining(beta1, count - 1)  # of m from before this step
+            mean = length_of_m / bias
+            usual = mean * mean + sum_of_s / remaining(beta2, count - 1)
+            clip = shortening(rounded(length * length, seen), self.spike**2 * usual)
+            weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5  # 0 in the first step, where there is no m yet
+            return -weight / bias, weight * clip, clip, self.floor**0.5 / remaining(beta1, count)
 
         lengths = norms(seen, step.blocks), norms(m, step.blocks), norms(s, step.blocks, 1)
-        of_m, of_g, factor, of_mean = by_block(weights, count, *lengths)
-        noise = add_product(m * spread(of_m, m), seen, of_g)
+        of_m, of_g, clip, of_mean = by_block(weights, count, *lengths)
+        d = add_product(m * spread(of_m, m), seen, of_g)  # sqrt((1 + beta_1) / 2) (g - m)
         # m <- beta_1 m + (1 - beta_1) g
         fresh = 1 - beta1 if ok is None else (1 - beta1) * ok
-        add_product(m.mul_(spread(1 - fresh, m)), g, fresh * factor)
-        square = add_product(noise.square_(), m, of_mean * of_mean, m)
+        add_product(m.mul_(spread(1 - fresh, m)), g, fresh * clip)
+        # s <- beta_2 s + (1 - beta_2) (d^2 + kappa m^2)
+        square = add_product(d.square_(), m, of_mean * of_mean, m)
         blend(s, square if step.small else bounded(square), 1 - beta2, ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:

@@ -242,23 +242,26 @@ class WeightAverage:
             t: The number of earlier steps.
             shared: With several processes, what they have agreed on.
         """
-        self._possible_now = self.possible
-        self._alone = shared is None
-        pairs, usual = self._pairs, shared is None and self.possible and self.training
-        usual = usual and not self.resting
+        self._possible_now, self._alone, pairs = self.possible, shared is None, self._pairs
+        usual = self._alone and self.possible and self.training and not self.resting
         usual = usual and all(p.grad is not None and p.requires_grad for p in parameters)
-        if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:
+        if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:  # the same as in the last step
             self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
             self.weight, self._at_average = (POWER + 1) / (t + POWER + 1), 0
-            return
+        else:
+            self._find_averaged(parameters, trained, t, shared)
+
+    def _find_averaged(
+        self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, shared: Shared | None
+    ) -> None:
+        """Do the same when the model, its parameters or the processes may have changed since the last step."""
         wanted = set(parameters)
         given = shared.gradients if shared else {p for p in parameters if p.grad is not None and p in trained}
         self.averaged, self.in_step, self.takes_all, self.weight = [], [], False, 0.0
         if not (wanted or self.offsets):
             return
         self.called = self.called if shared is None else shared.called
-        if self.possible is None:
-            self._possible_now = self.called != NOT_CALLED
+        self._possible_now = self.called != NOT_CALLED if self.possible is None else self.possible
         if not self._possible_now:
             return
         if self.training if shared is None else shared.called != NOT_CALLED:
@@ -275,8 +278,7 @@ class WeightAverage:
             self.offsets, self._pairs = {p: d for p, d in self.offsets.items() if p in wanted}, None
             for norm in {m for m, _ in self.statistics if not gone.isdisjoint(m.parameters(recurse=False))}:
                 self.leave(norm)
-        full = [p for p in parameters if p.dtype.to_real() in (torch.float32, torch.float64)]
-        self.averaged = [p for p in full if p in given]
+        self.averaged = [p for p in parameters if p in given and p.dtype.to_real() in (torch.float32, torch.float64)]
         self.weight = (POWER + 1) / (t + POWER + 1)
         for p in self.averaged:
             if p not in self.offsets:
@@ -314,11 +316,7 @@ class WeightAverage:
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
     def put_back(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
-        """Restore the offsets after a step was undone.
-
-        Args:
-            offsets: The offsets before the step.
-        """
+        """Restore the offsets from before a step that was undone."""
         for p, d in self.offsets.items():
             d.copy_(offsets[p] if p in offsets else torch.zeros_like(d))
 
