@@ -73,11 +73,13 @@ class Addition:
         self.stack = stack
         #: Their state, if it already has factors.
         self.old: Any = stack.state if hasattr(stack.state, "A") else None
-        self.A, self.B = concatenated([f.A for f in sums]), concatenated([f.B for f in sums])
+        alone = len(sums) == 1
+        self.A = sums[0].A if alone else torch.cat([f.A for f in sums])
+        self.B = sums[0].B if alone else torch.cat([f.B for f in sums])
         #: The number of terms in each block's A; a tensor if only the device knows it.
         self.terms = [f.terms for f in sums]
         #: Each block's addition to the denominator.
-        self.weight = self.A.new_empty(() if len(sums) == 1 else len(sums))
+        self.weight = self.A.new_empty(() if alone else len(sums))
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the running sums A, B and the denominator."""
