@@ -27,11 +27,10 @@ from ekfac.optim.distributed.replicas import Replicas
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.stacks import Stack, Stacks
+from ekfac.optim.stacks import Stack, Stacks, block_step
 from ekfac.optim.statistics.averages import update_averages
 from ekfac.optim.statistics.collector import Collector
-from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
-from ekfac.optim.statistics.gradients import block_step
+from ekfac.optim.statistics.kept_calls import compute_scalings, rows_in_place
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.statistics.refresh import Refresher, iterated_numbers
 from ekfac.optim.statistics.schedule import Schedule
@@ -177,7 +176,7 @@ class Engine:
 
         # Update the scaling, from the gradient or from per-example gradients.
         if block.covered and method.needs_examples:
-            step.s_star = scaling_of_examples(self.collector, block, inputs, step)
+            step.s_star = compute_scalings(self.collector, block, inputs, step)
         method.update_scaling(state, step)
 
         # Rescale and project back.
@@ -197,7 +196,7 @@ class Engine:
         """Return whether to continue: all gradients are finite, or a mask on the device (``ok``) guards every write."""
         waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
-        self.collector.watch.sizes(inputs)
+        self.collector.watch.measure(inputs)
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
         scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
         inputs.small = self.executor.largest < SMALL and not scaled

@@ -19,7 +19,7 @@ from ekfac.optim import options
 from ekfac.optim.base import copied
 from ekfac.optim.engine import Engine
 from ekfac.optim.options import FLAT, GROUPS, LARGEST, RULE_OPTIONS
-from ekfac.optim.statistics import ownership
+from ekfac.optim.statistics import takeover
 from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -165,7 +165,7 @@ class Grouped(torch.optim.Optimizer):
             self._adaptation = self._adapts()
             raise
         self.engine.collector.set_parameters(self._all_parameters())
-        ownership.register(self.engine.collector)
+        takeover.register(self.engine.collector)
         if self.engine.schedule.derivatives:
             self._suit_derivatives(self.param_groups[index:])
 

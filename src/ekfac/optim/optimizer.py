@@ -24,7 +24,7 @@ from ekfac.optim.state.average import load_average, save_average
 from ekfac.optim.state.outline import drop_outline, outline, outline_average
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
-from ekfac.optim.statistics import ownership
+from ekfac.optim.statistics import takeover
 from ekfac.optim.step_size.adaptive_damping import begin_comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
@@ -81,7 +81,7 @@ class Optimizer(Base, Joinable, Grouped):
         except ValueError:
             self.close()
             raise
-        ownership.register(self.engine.collector)
+        takeover.register(self.engine.collector)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -116,9 +116,9 @@ class StepGraphs:
         """Run the second half of a step; this is what a graph records."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
-        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # copies, as take_calls adds to them
+        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # sum_kept_calls adds to these
         if inputs.calls:
-            engine.collector.take_calls(inputs)
+            engine.collector.sum_kept_calls(inputs)
         sums = {**inputs.sums, **sums_of_samples(self._executor, engine.options, inputs.samples)}
         if any(of.factors for of in sums.values()):
             engine.update_factors(inputs, sums)

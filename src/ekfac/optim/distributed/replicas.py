@@ -80,7 +80,7 @@ class Replicas:
         try:
             inputs = collector.inputs()
             if inputs is not None:
-                collector.watch.sizes(inputs)
+                collector.watch.measure(inputs)
                 finite = engine.executor.check_finite(list(inputs.sizes.values()), wait=True)[0]
         except Exception as error:
             self.failure = self.failure or error

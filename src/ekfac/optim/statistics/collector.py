@@ -23,7 +23,7 @@ from ekfac.optim.distributed.overlap import Overlap
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics import ownership
+from ekfac.optim.statistics import takeover
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
 from ekfac.optim.statistics.first_step import warn_in_first_step
@@ -186,7 +186,7 @@ class Collector:
     def _gather(self, block: Block, calls: list[Call], n: int) -> None:
         if not n:  # output gradients of a double backward: they contribute to .grad, but are no batch of their own
             if block in self.fingerprints.unverified:
-                self._take_fingerprint(self.sums, block, calls, n)
+                self._add_fingerprint(self.sums, block, calls, n)
             return
         if self._keeps_for_step(block, calls, n):
             self._by_gradient.discard(block)
@@ -196,10 +196,10 @@ class Collector:
         self._by_gradient.add(block)
         if block in self.calls and self.may_use_rows(block):  # the step can use the rows of one batch only
             for earlier, count in self.calls.pop(block):
-                self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
+                self._add_to_sums(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 self.capture.held.remove_calls(earlier)
         if not self._keeps_sample(block, calls, n):
-            self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
+            self._add_to_sums(self.sums, block, calls, n, hold=self._schedule.renews(block))
 
     def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
         """Keep what the factors need until the step, which sums all blocks at once; return whether that was done."""
@@ -230,7 +230,7 @@ class Collector:
         count = calls[0].d.numel() // calls[0].d.shape[-1]
         return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
 
-    def _take(
+    def _add_to_sums(
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
     ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that this step has yet to compute."""
@@ -238,7 +238,7 @@ class Collector:
         if self._schedule.takes_factors(block):
             gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.separate:
-            self._take_fingerprint(sums, block, calls, n)
+            self._add_fingerprint(sums, block, calls, n)
         if self._method.needs_examples:
             if hold:
                 gathered.held.append((calls, n))
@@ -249,7 +249,7 @@ class Collector:
                 assert basis is not None
                 gathered.add_scaling(scaling_sum_by(self.executor, self.options, block, calls, n, basis))
 
-    def _take_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
+    def _add_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
         own = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
         sums.setdefault(block, BlockSums()).add_fingerprint(fingerprint.of_calls(block, calls, n, *own))
 
@@ -274,14 +274,14 @@ class Collector:
     def close(self) -> None:
         """Remove all hooks from the model and free what was captured."""
         self.activate(False)
-        ownership.unregister(self)
+        takeover.unregister(self)
 
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
         """Return the step's inputs as far as the host knows them without computing anything; None without gradients."""
         if not self.active or torch.is_inference_mode_enabled():
-            ownership.refuse(self)
+            takeover.refuse(self)
         if self.watch.hooks.away:
             self.watch.catch_up()
         gradients = {p: g for p in self._partition.parameters if (g := p.grad) is not None}
@@ -289,7 +289,7 @@ class Collector:
         if doubtful and not self._partition.is_current():
             self.set_parameters(self.offered)  # functional_call, for example, had temporarily put others there
         if self._partition.problem:
-            ownership.refuse_changed(self._partition.problem)
+            takeover.refuse_changed(self._partition.problem)
         if not gradients:
             self.drop()
             return None
@@ -337,7 +337,7 @@ class Collector:
         A layer without any factors yet is skipped if its gradient is zero, and refused otherwise.
         """
         if inputs.calls:
-            self.take_calls(inputs)
+            self.sum_kept_calls(inputs)
         if inputs.samples:
             inputs.sums.update(sums_of_samples(self.executor, self.options, inputs.samples))
             inputs.samples = {}
@@ -362,12 +362,12 @@ class Collector:
         known = [block for block in self._partition.blocks if block not in inputs.unknown]
         inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
 
-    def take_calls(self, inputs: StepInputs) -> None:
+    def sum_kept_calls(self, inputs: StepInputs) -> None:
         """Compute the statistics of calls that were kept for the step."""
 
         def take(block: Block) -> None:
             for calls, n in inputs.calls[block]:
-                self._take(inputs.sums, block, calls, n, hold=True, replay=False)
+                self._add_to_sums(inputs.sums, block, calls, n, hold=True, replay=False)
 
         self.executor.parallel(take, list(inputs.calls))
 

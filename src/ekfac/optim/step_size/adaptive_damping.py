@@ -234,7 +234,7 @@ class Comparison:
             processes=engine.options.processes.size,
             batches=engine.options.processes.size,
         )
-        watch.sizes(live)
+        watch.measure(live)
         ratios = watch.rescaling(live, loss_scale=1.0)
         self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}
         self._theta = {p: as_real(p.detach()).clone() for p in live.gradients}
