@@ -83,8 +83,8 @@ class Engine:
         self.executor = make_executor(options, whole_steps, parameters)
         self.executor.prepare(method)
         self.refresher = Refresher(self.executor, self.schedule)
-        moved = partial(Engine._moved, me)
-        self.collector = Collector(options, method, self.partition, self.schedule, self.executor, moved)
+        replace_executor = partial(Engine._replace_executor, me)
+        self.collector = Collector(options, method, self.partition, self.schedule, self.executor, replace_executor)
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(me)
         self.skipped = SkippedSteps()
@@ -241,8 +241,8 @@ class Engine:
         for together in self.refresher.renewals(self.stacks, due, rates):
             self.method.warm_refresh(together, self.refresher, ok)
 
-    def _moved(self) -> None:
-        """Replace the executor, as after the model was moved to another device."""
+    def _replace_executor(self) -> None:
+        """Make a new executor, after the model was moved to another device or the options were changed."""
         self.settle(wait=True)  # read back what the old one still has
         self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
@@ -250,7 +250,7 @@ class Engine:
     def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Unscale all statistics captured from now on by this scaler."""
         self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
-        self._moved()  # the choice of executor depends on the scaler
+        self._replace_executor()  # the choice of executor depends on the scaler
 
     def close(self) -> None:
         """Remove all hooks from the model and free what was captured."""

@@ -100,7 +100,7 @@ class Grouped(torch.optim.Optimizer):
         group["params"] = [(names[p], p) for p in parameters]
         return group
 
-    def _suit_derivatives(self, groups: Iterable[dict[str, Any]]) -> None:
+    def _use_derivative_defaults(self, groups: Iterable[dict[str, Any]]) -> None:
         """Switch to the defaults for losses with derivatives, where the user set none: no decay, and the rule's betas.
 
         Weight decay would pull the solution of the equation towards zero.
@@ -135,7 +135,7 @@ class Grouped(torch.optim.Optimizer):
         return self._adaptation
 
     @staticmethod
-    def _follow(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
+    def _follow_replacements(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
         """Return a callback that puts the model's replaced parameters, and their names, into the groups."""
 
         def replace(new: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -167,7 +167,7 @@ class Grouped(torch.optim.Optimizer):
         self.engine.collector.set_parameters(self._all_parameters())
         takeover.register(self.engine.collector)
         if self.engine.schedule.derivatives:
-            self._suit_derivatives(self.param_groups[index:])
+            self._use_derivative_defaults(self.param_groups[index:])
 
     def _saved_groups(self, given: Any) -> list[dict[str, Any]]:
         """Check the groups of a checkpoint, and add options that older versions did not have."""

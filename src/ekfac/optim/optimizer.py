@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim.base import Base, asked_by
+from ekfac.optim.base import Base, read_by_method_of
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
@@ -69,7 +69,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.state = states = States()
         self.engine = make_engine(self._all_parameters(), states)
         states.follow(self.engine)
-        self.engine.collector.on_changed = self._follow(weakref.ref(self))
+        self.engine.collector.on_changed = self._follow_replacements(weakref.ref(self))
         engine = weakref.proxy(self.engine)
         self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.read_back(value))
         forwards = self.engine.collector.capture.forwards
@@ -135,7 +135,7 @@ class Optimizer(Base, Joinable, Grouped):
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
             if engine.schedule.derivatives and not known:
-                self._suit_derivatives(self.param_groups)
+                self._use_derivative_defaults(self.param_groups)
         return loss
 
     def _only_to_initialise(self) -> bool:
@@ -157,7 +157,7 @@ class Optimizer(Base, Joinable, Grouped):
         # passed to us (s would be too large by the square of its scale), and lets processes skip a step together.
         # Other callers, such as Lightning, take True to mean that gradients cannot be clipped; for them it is False.
         options = self.engine.options
-        return asked_by(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
+        return read_by_method_of(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
 
     def _apply_scaler(self) -> None:
         """Unscale the gradients if the scaler leaves that to the step; refuse a scaler that was not passed."""

@@ -32,7 +32,7 @@ UNKNOWN = -1
 ALWAYS = {"near": UNKNOWN, "failed_refreshes": 0, "strayed": 0}
 
 
-def filled(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without its empty entries, which torch's flattening of state dicts adds."""
     return {
         name: value
@@ -68,7 +68,7 @@ class BlockState(MutableMapping[str, Any]):
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         known = {f.name for f in fields(self)}
-        self.__dict__.update({name: v for name, v in filled(values or {}).items() if name in known})
+        self.__dict__.update({name: v for name, v in without_empty(values or {}).items() if name in known})
 
     def __getitem__(self, name: str) -> Any:
         known = self.__dict__

@@ -24,7 +24,7 @@ from ekfac.optim.state.validation import (
 )
 from ekfac.optim.state.wrapped import named_as_here, saved_in
 from ekfac.optim.statistics.partition import COUNTS, Identity, identity
-from ekfac.optim.types import filled
+from ekfac.optim.types import without_empty
 
 VERSION = 4
 
@@ -48,7 +48,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "derivatives": engine.schedule.derivatives,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
-        "entries": 0 if engine.outlined else sum(len(filled(state)) for state in whole.states.values()),
+        "entries": 0 if engine.outlined else sum(len(without_empty(state)) for state in whole.states.values()),
         "silent": [n for p, n in engine.partition.names.items() if p in engine.partition.silent],
     }
 
@@ -182,7 +182,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
     names = engine.partition.offered_names()
     if is_blank(saved):
         state_of = {}
-    state_of = {p: filled(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
+    state_of = {p: without_empty(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
     check_complete(saved, state_of)
     listed = saved.get("silent")
     if not isinstance(listed, (list, tuple)) or not all(n in names.values() for n in listed if isinstance(n, str)):
@@ -204,7 +204,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
     for place, entry in enumerate(_listed("'put_away'", saved.get("put_away"))):
         block = _block_named(engine, f"'put_away', entry {place}", entry, now)
         away = _mapping(f"'put_away', block '{block.name}'", entry.get("state"))
-        found.setdefault(identity(block), (block, filled(away)))
+        found.setdefault(identity(block), (block, without_empty(away)))
     firsts = {block.key for block, _ in found.values()} | (names.keys() - partition.names.keys())
     for p, state in state_of.items():
         if p not in firsts and (more := [str(n) for n, v in state.items() if n != "momentum_buffer" and v is not None]):

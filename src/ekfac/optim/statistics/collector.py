@@ -31,7 +31,7 @@ from ekfac.optim.statistics.gradients import GradientWatch, made_real
 from ekfac.optim.statistics.partition import Partition, identity, only
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
-from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
+from ekfac.optim.statistics.samples import Budget, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import KeptCalls, StepInputs
@@ -46,7 +46,7 @@ class Collector:
         partition: The blocks.
         schedule: Knows what the step will need of each block.
         executor: Computes the statistics.
-        moved: Called when the model has moved to another kind of device.
+        on_moved: Called when the model has moved to another kind of device.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Collector:
         partition: Partition,
         schedule: Schedule,
         executor: Executor,
-        moved: Callable[[], None],
+        on_moved: Callable[[], None],
     ) -> None:
         self.options = options
         self._method = method
         self._partition = partition
         self._schedule, self.executor = schedule, executor
-        self._moved = moved
+        self._on_moved = on_moved
         #: Called when the model has changed, with the new parameter for every one that was replaced.
         self.on_changed: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
         self.fingerprints = Fingerprints(options, method)
@@ -72,9 +72,8 @@ class Collector:
         self.sums: dict[Block, BlockSums] = {}  #: Statistics gathered for this step so far.
         #: Calls to be processed by the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
-        self._room = Room(options.numerics.memory_limit)
-        #: Samples that the step sums, eagerly or in a replay.
-        self.samples: dict[Block, list[Sample]] = {}
+        self._budget = Budget(options.numerics.memory_limit)
+        self.samples: dict[Block, list[Sample]] = {}  #: Samples that the step sums, eagerly or in a replay.
         #: Blocks that were last called several times or with many rows, so that projecting the gradient was cheaper.
         self._by_gradient: set[Block] = set()
         self._by_rows: dict[Block, bool] = {}  # cache of may_use_rows
@@ -106,7 +105,7 @@ class Collector:
             self.fingerprints.forget()
             self.drop()
         if assigned.moved:
-            self._moved()
+            self._on_moved()
         if self.active:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
@@ -169,9 +168,9 @@ class Collector:
         if block is None:
             any_needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
             return bool(any_needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
-        needed = self._method.needs_examples or block in self.fingerprints.unverified
-        needed = needed or self._schedule.takes_factors(block)
-        return needed or (self.may_use_rows(block) and block not in self._by_gradient)
+        if self._method.needs_examples or block in self.fingerprints.unverified or self._schedule.takes_factors(block):
+            return True
+        return self.may_use_rows(block) and block not in self._by_gradient
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -179,11 +178,12 @@ class Collector:
         if self.separate and not self.capture.separate:
             return
         if self.capture.mesh.first:
-            self._gather(block, calls, n)
+            self._keep_or_sum(block, calls, n)
         if n and self._partition.owners.size > 1:
             self.overlap.received(block, self.sums)
 
-    def _gather(self, block: Block, calls: list[Call], n: int) -> None:
+    def _keep_or_sum(self, block: Block, calls: list[Call], n: int) -> None:
+        """Keep calls for the step, or a sample of them, or add them to the block's sums."""
         if not n:  # output gradients of a double backward: they contribute to .grad, but are no batch of their own
             if block in self.fingerprints.unverified:
                 self._add_fingerprint(self.sums, block, calls, n)
@@ -198,10 +198,10 @@ class Collector:
             for earlier, count in self.calls.pop(block):
                 self._add_to_sums(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 self.capture.held.remove_calls(earlier)
-        if not self._keeps_sample(block, calls, n):
+        if not self._keep_sample(block, calls, n):
             self._add_to_sums(self.sums, block, calls, n, hold=self._schedule.renews(block))
 
-    def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
+    def _keep_sample(self, block: Block, calls: list[Call], n: int) -> bool:
         """Keep what the factors need until the step, which sums all blocks at once; return whether that was done."""
         if self.separate or block in self.sums or block.layer.scattered or block in self.fingerprints.unverified:
             return False
@@ -224,7 +224,7 @@ class Collector:
         if self.capture.separate or block in self.sums:
             return False
         if self._method.needs_examples and self.executor.defers_statistics:  # the step's graph includes factors and s*
-            return not self._schedule.renews(block) and self._room.takes(block, calls)
+            return not self._schedule.renews(block) and self._budget.reserve(block, calls)
         if not self.may_use_rows(block) or block in self.calls or len(calls) > 1:
             return False
         count = calls[0].d.numel() // calls[0].d.shape[-1]
@@ -250,8 +250,8 @@ class Collector:
                 gathered.add_scaling(scaling_sum_by(self.executor, self.options, block, calls, n, basis))
 
     def _add_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
-        own = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
-        sums.setdefault(block, BlockSums()).add_fingerprint(fingerprint.of_calls(block, calls, n, *own))
+        memory, vectors = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
+        sums.setdefault(block, BlockSums()).add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
@@ -267,7 +267,7 @@ class Collector:
         self.capture.drop()
         self.watch.forget()
         self.reach.accumulators = {}  # at every step, as accumulators are bound to the stream they were made on
-        self.sums, self.calls, self.samples, self.separate, self._room.taken = {}, {}, {}, False, 0
+        self.sums, self.calls, self.samples, self.separate, self._budget.taken = {}, {}, {}, False, 0
         if self._partition.owners.size > 1:
             self.overlap.forget()
 

@@ -131,7 +131,7 @@ def scaling_sum_by(
     return cast(Tensor, found)
 
 
-class Room:
+class Budget:
     """A budget in bytes for calls that are kept until the step.
 
     Args:
@@ -142,7 +142,7 @@ class Room:
         self.limit = limit
         self.taken = 0
 
-    def takes(self, block: Block, calls: Sequence[Call]) -> bool:
+    def reserve(self, block: Block, calls: Sequence[Call]) -> bool:
         """Reserve room for calls of a block; return False if it is used up or the calls cannot be replayed."""
         if block.layer.scattered or not all(c.layer in block.uses.values() for c in calls):
             return False
