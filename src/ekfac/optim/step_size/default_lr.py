@@ -60,7 +60,7 @@ def normalises(model: nn.Module) -> bool:
     return any("norm" in type(module).__name__.lower() for module in model.modules())
 
 
-def usual_rate(width: float, depth: int = 1) -> float:
+def default_lr(width: float, depth: int = 1) -> float:
     """Return the default lr: 0.02 sqrt(64 / width) sqrt(8 / depth), where neither root is above 1.
 
     A step moves every weight by about the same amount, but its effect on an output grows with the fan-in and with the
@@ -69,7 +69,7 @@ def usual_rate(width: float, depth: int = 1) -> float:
     return LARGEST_RATE * math.sqrt(min(1.0, NARROW / width) * min(1.0, SHALLOW / depth))
 
 
-def usual_warmup(width: float) -> int:
+def default_warmup(width: float) -> int:
     """Return the number of warm-up steps."""
     least, most, columns = RISE
     return min(most, max(least, round(width / columns)))
