@@ -18,7 +18,8 @@ from ekfac.curvature.fisher.estimates import Cotangents
 class ExampleGradients:
     """Rows ``[examples x passes, P]``: each example's gradient in each backward pass, parameters concatenated.
 
-    ``torch.func.vmap`` processes several examples at once; a module that it cannot trace is called with one at a time.
+    ``torch.func.vmap`` processes several examples at once. A module that it cannot trace is called with one at a time,
+    and so is one whose gradients it gets wrong, as it does a PReLU's slope's.
 
     Args:
         model: The model.
@@ -70,15 +71,19 @@ class ExampleGradients:
         ]
         if not self.one_at_a_time:
             try:
-                return self._by_vmap(inputs, dims, cotangents)
+                rows = self._by_vmap(inputs, dims, cotangents)
+                if self._checked or self._agrees(rows, inputs, dims, cotangents, stop - start):
+                    return rows
+                why = "it gives other gradients than a backward pass of one example"
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                warnings.warn(
-                    "torch.func.vmap cannot trace this model, so its per-example gradients are computed one example at "
-                    f"a time, which is slow: {str(error).splitlines()[0]}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                self.one_at_a_time = True
+                why = str(error).partition("\n")[0] or type(error).__name__
+            warnings.warn(
+                "torch.func.vmap cannot trace this model, so its per-example gradients are computed one example at a "
+                f"time, which is slow: {why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.one_at_a_time = True
         return self._by_loop(inputs, dims, cotangents, stop - start)
 
     def _by_vmap(self, inputs: Any, dims: Any, cotangents: list[Tensor | None]) -> Tensor:
@@ -98,6 +103,12 @@ class ExampleGradients:
 
         together: Callable[..., Tensor] = vmap(of_one, in_dims=(dims[0], dims[1], 0), randomness="different")
         return together(*inputs, live).flatten(0, 1).detach()
+
+    def _agrees(self, rows: Tensor, inputs: Any, dims: Any, cotangents: list[Tensor | None], n: int) -> bool:
+        """Return whether n examples have as many rows as the first, and its rows are those of its backward passes."""
+        first = self._by_loop(inputs, dims, cotangents, 1).double()
+        error = float((rows[: len(first)] - first).norm())
+        return len(rows) == n * len(first) and error <= 1e3 * torch.finfo(rows.dtype).eps * float(first.norm())
 
     def _by_loop(self, inputs: Any, dims: Any, cotangents: list[Tensor | None], n: int) -> Tensor:
         wanted = list(self.parameters.values())
