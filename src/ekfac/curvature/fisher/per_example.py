@@ -47,6 +47,14 @@ class ExampleGradients:
         """Bytes per row, including vmap's temporaries."""
         return 3 * self.size * max(p.element_size() for p in self.parameters.values())
 
+    @property
+    def _tolerance(self) -> float:
+        """Relative differences explained by precision: that of the parameters, or of autocast."""
+        dtypes = {p.dtype for p in self.parameters.values()}
+        if torch.is_autocast_enabled(self.device.type):
+            dtypes.add(torch.get_autocast_dtype(self.device.type))
+        return min(0.1, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
+
     def rows(self, batch: Batch, passes: Sequence[Cotangents]) -> Iterator[Tensor]:
         """Yield all rows of a batch for some backward passes, in pieces."""
         at_once = max(1, min(batch.n, self.memory // max(1, len(passes) * self._each)))
@@ -108,7 +116,7 @@ class ExampleGradients:
         """Return whether n examples have as many rows as the first, and its rows are those of its backward passes."""
         first = self._by_loop(inputs, dims, cotangents, 1).double()
         error = float((rows[: len(first)] - first).norm())
-        return len(rows) == n * len(first) and error <= 1e3 * torch.finfo(rows.dtype).eps * float(first.norm())
+        return len(rows) == n * len(first) and error <= self._tolerance * float(first.norm())
 
     def _by_loop(self, inputs: Any, dims: Any, cotangents: list[Tensor | None], n: int) -> Tensor:
         wanted = list(self.parameters.values())
@@ -141,8 +149,7 @@ class ExampleGradients:
         ]
         pairs = [(leaf, c) for leaf, c in zip(leaves, sums, strict=True) if c is not None]
         found = torch.autograd.grad([leaf for leaf, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
-        finest = max(torch.finfo(p.dtype).eps for p in wanted)
-        if float((total - _flat(wanted, found).double()).norm()) > 1e3 * finest * length:
+        if float((total - _flat(wanted, found).double()).norm()) > self._tolerance * length:
             raise ValueError(
                 "per-example gradients do not sum to the gradient of their batch: examples interact within the model "
                 "(as in batch normalisation without running statistics), so there is no Fisher of this kind"
