@@ -30,7 +30,13 @@ from ekfac.optim.options import EngineOptions
 from ekfac.optim.stacks import Stack, Stacks, block_step
 from ekfac.optim.statistics.averages import update_averages
 from ekfac.optim.statistics.collector import Collector
+<<<<<<< HEAD
 from ekfac.optim.statistics.kept_calls import compute_scalings, rows_in_place
+=======
+from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
+from ekfac.optim.statistics.fingerprints import is_strict
+from ekfac.optim.statistics.gradients import block_step
+>>>>>>> e7f548b3b55fba4a81a24695199b5f4b2e85b1f9
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.statistics.refresh import Refresher, iterated_numbers
 from ekfac.optim.statistics.schedule import Schedule
@@ -75,8 +81,9 @@ class Engine:
         me = weakref.proxy(self)
         owners = Owners(options.processes, lambda block: me.method_of(block).numbers(block))
         self.partition = Partition(
-            model, options.coverage, state, lambda block: me.method_of(block).state_class, owners
-        )
+            model, options.coverage, state, lambda block: me.method_of(block).state_class, owners,
+            through=not is_strict(method, options.coverage),
+        )  # fmt: skip
         self.stacks = Stacks(self.partition, lambda block: me.method_of(block).stacks)
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps

@@ -98,7 +98,7 @@ class Collector:
         """Train these parameters from now on."""
         self.executor.join()
         assigned = self._partition.assign(parameters)
-        self.fingerprints.unverified |= assigned.new
+        self.fingerprints.unverified |= {block for block in assigned.new if not block.through}
         if self._partition.problem:  # the model has changed: there is nothing to compare gradients with
             self.fingerprints.unverified.clear()
         if assigned.recast:

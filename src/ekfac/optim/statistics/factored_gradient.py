@@ -71,6 +71,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
         and options.batch.reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
+        and not block.through
         and options.processes.size == 1
     )
 

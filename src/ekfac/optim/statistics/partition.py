@@ -58,6 +58,7 @@ class Partition:
         state: torch's ``optimizer.state``: each block's state is under its first parameter.
         state_class: The class of a block's state.
         owners: Which process owns each block.
+        through: Whether weights under weight or spectral norm are covered; see :func:`find_blocks`.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Partition:
         state: MutableMapping[Tensor, Any],
         state_class: Callable[[Block], type[BlockState]],
         owners: Owners,
+        through: bool = False,
     ) -> None:
         self.model = model
         self.states = state
-        self._coverage = coverage
+        self._coverage, self._through = coverage, through
         self._state_class = state_class
         self.owners = owners
         #: Blocks owned by other processes that have factors, and those that have a basis.
@@ -137,7 +139,7 @@ class Partition:
         """
         if silent is None:
             silent = () if frozen else self.silent
-        return blocks_under(self._coverage, self.model, parameters, silent, frozen)
+        return blocks_under(self._coverage, self.model, parameters, silent, frozen, self._through)
 
     def block_with(self, key: Identity) -> Block | None:
         """Return the block that these parameters form, or would form if none were frozen."""
@@ -321,6 +323,7 @@ def blocks_under(
     parameters: Iterable[nn.Parameter],
     silent: Collection[nn.Parameter] = (),
     frozen: bool = False,
+    through: bool = False,
 ) -> list[Block]:
     """Return the blocks of a model's parameters under coverage options; see :func:`find_blocks`."""
     return find_blocks(
@@ -334,6 +337,7 @@ def blocks_under(
         unsupported="diagonal" if frozen else c.unsupported,
         silent=silent,
         frozen=frozen,
+        through=through,
     )
 
 
