@@ -44,7 +44,7 @@ class TrainConfig:
     lr: float | None = _option(float, "learning rate [default: the task's for this optimizer]")
     damping: float | None = _option(float, "damping epsilon")
     damping_mode: str | None = _option(str, "how damping is added: spectral, plain, factored or relative")
-    refresh_every: int | None = _option(int, "steps between renewals of the basis (or inverse)")
+    refresh_every: int | None = _option(int, "steps between refreshes of the basis (or inverse)")
     sua: bool | None = _option(bool, "spatially uncorrelated approximation of convolutions")
     halve_every: int | None = _option(int, "halve the learning rate every so many epochs")
     cosine: bool = _option(bool, "let the learning rate fall to zero along a cosine over all epochs", False)
