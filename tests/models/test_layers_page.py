@@ -176,6 +176,4 @@ def test_a_parametrized_weight_is_diagonal_and_its_bias_a_block() -> None:
 def test_the_numbers_are_those_of_the_recorded_runs() -> None:
     recorded = (ROOT / "results" / "models.md").read_text()
     tables = re.findall(r"(?:^\|.*\n)+", recorded, re.M)
-    assert len(tables) == 2
-    for table in tables:
-        assert table in PAGE
+    assert len(tables) == 2 and tables[1] in PAGE, "half precision; the five kinds are in the record alone"
