@@ -33,9 +33,8 @@ def draw(request: Request) -> Figure:
         axis.grid(False)
         axis.set_xlabel("coordinate")
     figure.colorbar(image, ax=panels, label="|correlation| of gradients", shrink=0.85, aspect=25)
-    figure.suptitle(
-        f"In the eigenbasis, gradients are nearly uncorrelated\n(classifier on {request.dataset}, {UNITS * INPUTS} parameters of the 2nd layer)"
-    )
+    subject = f"classifier on {request.dataset}, {UNITS * INPUTS} parameters of the 2nd layer"
+    figure.suptitle(f"In the eigenbasis, gradients are nearly uncorrelated\n({subject})")
     return figure
 
 
