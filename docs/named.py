@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 from cite import RESULTS, ROOT, load, pick
 
@@ -43,13 +42,6 @@ def speed(task: str, method: str, what: str) -> float:
 def slower(task: str, what: str = "ms", how: str = "") -> float:
     """Return how many times as much as AdamW EKFAC takes; ``how`` is ``"-captured"`` or nothing."""
     return speed(task, f"ekfac{how}", what) / speed(task, f"adamw{how}", what)
-
-
-def trial(measure: str, **wanted: Any) -> float:
-    """Return how a trial of the default's prototype ended."""
-    rows = load(RESULTS / "step/trials.jsonl")
-    (found,) = [row for row in rows if wanted.items() <= {**row, **row["opt"]}.items()]
-    return float(found["hist"][-1][measure])
 
 
 def share(mine: str, baseline: str, lowest: bool = False) -> float:
@@ -135,13 +127,6 @@ NAMED |= {
 }
 NAMED |= {f"suite.{what}": partial(counted, what) for what in ("ahead", "behind", "tasks")}
 NAMED |= {
-    "trial.shakespeare": partial(trial, "val", task="char"),
-    "trial.gpt": partial(trial, "val", task="gpt", sched="cosine", belief=0.05),
-    "trial.gpt.muon": partial(trial, "val", task="gpt", opt="muon", adj="original"),
-    "trial.autoencoder": partial(trial, "train", task="ae_paper", belief=0.05),
-    "trial.resnet18": partial(trial, "val_acc", task="resnet18", sched="cosine", belief=0.05),
-    "trial.depthwise": partial(trial, "val_acc", task="depthwise", sched="cosine", belief=0.05),
-    "trial.vit": partial(trial, "val_acc", task="vit"),
     "vgg11.decay_6": partial(decayed, 6.0),
 }
 NAMED |= {

@@ -37,7 +37,7 @@ GUIDES = [
     *(DOCS / f"{name}.md" for name in (
         "index", "quickstart", "migrate", "rules", "works", "memory_speed", "recipes", "tuning", "troubleshooting",
         "curvature", "gallery", "results", "mnist", "cifar", "claims", "comparison", "coverage", "suite", "reliability",
-        "layers", "method", "distributed", "lab", "search", "figures",
+        "layers", "method", "distributed", "lab", "searches", "figures",
     )),
 ]  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -184,6 +184,11 @@ def test_links_and_pictures_lead_somewhere(page):
             assert place.exists(), target
         if anchor and place.suffix == ".md" and place.exists():
             assert anchor in anchors(place), target
+
+
+def test_no_page_has_a_name_that_sphinx_writes_itself():
+    """The site's own search page overwrote a page of that name, without a warning."""
+    assert {page.stem for page in PAGES} & {"search", "genindex", "py-modindex"} == set()
 
 
 def test_every_picture_is_shown_somewhere():

@@ -3,7 +3,7 @@
 `EKFAC` and `KFAC` are torch optimizers, `AdaptiveDamping` adapts their damping, and `Preconditioner` works with any
 other optimizer. `StepSize`, `Refresh`, `Coverage`, `Batch` and `Numerics` group less common options; `rules` has the
 scaling rules. `fisher` computes the curvature of a model over a dataset as an operator, a `Curvature`. `summary` shows
-which block covers each parameter, and `plan` predicts memory and arithmetic. `doctor` tries a model for some fifty
+which block covers each parameter, and `plan` predicts memory and arithmetic. `doctor` tries a model for about fifty
 steps and recommends settings. `graphed` wraps a training step so that it replays CUDA graphs.
 """
 

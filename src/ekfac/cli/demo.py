@@ -33,7 +33,7 @@ def demo(
     data_dir: str | None = _DATA_DIR,
     json: bool = _JSON,
 ) -> None:
-    """Train one network with several optimizers side by side, watch their curves, and see who comes out ahead."""
+    """Train one network with several optimizers, and compare them after equal steps and equal time."""
     if race not in lab_demo.RACES:
         raise LabError(f"unknown race {race!r}; known: {', '.join(lab_demo.RACES)}")
     if seconds is not None and not seconds > 0:

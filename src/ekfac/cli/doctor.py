@@ -89,7 +89,7 @@ def doctor(
     sua: bool | None = typer.Option(None, help="Spatially uncorrelated approximation of convolutions."),
     dataset: str | None = typer.Option(None, help="Dataset, by name [default: the task's]."),
     width: int | None = typer.Option(None, help="Width of the first layer."),
-    limit: int | None = typer.Option(None, help="Only the first so many examples."),
+    limit: int | None = typer.Option(None, help="Use only this many examples."),
     batch_size: int | None = typer.Option(None, help="Examples a step [default: the task's]."),
     batch_norm: bool = typer.Option(False, help="With batch-norm."),
     seed: int = typer.Option(0, help="Seed of the initial weights and of the order of examples."),
@@ -99,7 +99,7 @@ def doctor(
     data_dir: str | None = typer.Option(None, help="Folder of the data files."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
 ) -> None:
-    """Try EKFAC on a task for some fifty steps: blocks, noise, fit, drift, the step's price, settings to use."""
+    """Try EKFAC on a task for about fifty steps: coverage, gradient noise, cost per step, recommended settings."""
     for where in plugin:
         load_plugin(where)
     config = TrainConfig(

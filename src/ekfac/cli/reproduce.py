@@ -40,7 +40,7 @@ def reproduce(
     data_dir: str | None = typer.Option(None, help="Folder of the data files."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON and nothing else."),
 ) -> None:
-    """Reproduce a figure of the paper or a table of ours, from nothing to a verdict; run it again to resume."""
+    """Reproduce a figure of the paper or one of our tables, from the runs to a verdict; run it again to resume."""
     try:
         from ekfac.lab.show.reproduce import EXPERIMENTS, finish, make_plan, steps
     except ImportError as error:

@@ -23,7 +23,7 @@ from ekfac.lab.training.runs import load_run
 from ekfac.lab.training.tags import Tags, read_tags, write_tags
 
 _PLACES = typer.Argument(None, metavar="RUNS...", help="Folders of recorded runs, at any depth [default: runs].")
-_TAG = typer.Option([], "--tag", help="Only runs with this tag; may be given again.")
+_TAG = typer.Option([], "--tag", help="Only runs with this tag; may be repeated.")
 _RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
 _TAGS = typer.Argument(None, metavar="TAG...", help="Words to find it by; none: print those it has.")
 _JSON = typer.Option(False, "--json", help="Print the result as JSON and nothing else.")
@@ -88,7 +88,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def diff(first: str = _RUN, second: str = _RUN, json: bool = _JSON) -> None:
-    """Show what differs between two runs: settings, versions, machine, data, and what came of them."""
+    """Show what differs between two runs: settings, versions, machine, data, and results."""
     found = listing.differences(*(load_run(place) for place in (first, second)))
     if json:
         display.show_json(found)
@@ -115,7 +115,7 @@ def tag(
     remove: bool = typer.Option(False, "--remove", help="Take these tags off instead."),
     json: bool = _JSON,
 ) -> None:
-    """Put tags on a run, or take them off; its record stays as it is."""
+    """Add tags to a run, or remove them; its record is not changed."""
     known = read_tags(Path(run))
     given = tuple(tags or ())
     kept = tuple(t for t in known.tags if t not in given) if remove else (*known.tags, *given)
@@ -125,7 +125,7 @@ def tag(
 
 def note(
     run: str = _RUN,
-    text: str | None = typer.Argument(None, metavar="TEXT", help="The note; an empty one takes it off."),
+    text: str | None = typer.Argument(None, metavar="TEXT", help="The note; an empty one removes it."),
     json: bool = _JSON,
 ) -> None:
     """Write a note on a run, or print the one that it has."""

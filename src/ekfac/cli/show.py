@@ -22,9 +22,9 @@ FIGURE_NAMES = (
     "sensitivity, comparison"
 )
 _NAMES = typer.Argument(metavar="NAME...", help=f"One or more of: {FIGURE_NAMES}; or all.")
-_RUNS = typer.Option([], "--runs", help="Folder of recorded runs, at any depth; may be given again.")
+_RUNS = typer.Option([], "--runs", help="Folder of recorded runs, at any depth; may be repeated.")
 _TIMED = typer.Option(
-    [], "--timed", help="Only the seconds of runs in this folder count; may be given again [default: named finals]."
+    [], "--timed", help="Use only the times of runs in this folder; may be repeated [default: folders named finals]."
 )
 _PLACES = typer.Argument(metavar="RUNS...", help="Folders of recorded runs, at any depth.")
 _DATA_DIR = typer.Option(None, "--data-dir", help="Folder of the data files [default: EKFAC_DATA or ~/.cache/ekfac].")
@@ -50,14 +50,16 @@ def figure(
     batch_size: int | None = typer.Option(None, help="Take only runs of this batch size; their file is NAME-SIZE."),
     quick: bool = typer.Option(False, "--quick", help="From small fresh runs on the embedded digits: minutes."),
     out: str = typer.Option("figures", help="Folder for the SVG and PNG files."),
-    dataset: str = typer.Option("mnist-5k", help="Dataset of the figures that are computed on the spot."),
+    dataset: str = typer.Option("mnist-5k", help="Dataset of the figures that need no runs."),
     workers: int = typer.Option(os.cpu_count() or 1, help="Small runs at the same time.", show_default="cores"),
-    measures: str | None = typer.Option(None, help="JSON file that keeps what is measured; not measured again then."),
+    measures: str | None = typer.Option(
+        None, help="JSON file that stores what is measured, and is used instead of measuring again."
+    ),
     data_dir: str | None = _DATA_DIR,
     plugin: list[str] = _PLUGIN,
     json: bool = _JSON,
 ) -> None:
-    """Make the paper's figures, from recorded runs, from small fresh ones, or computed on the spot."""
+    """Draw the paper's figures, from recorded runs or from small new ones; some need no runs."""
     try:
         from ekfac.lab.show import figures
     except ImportError as error:
@@ -112,7 +114,7 @@ def report(
     plugin: list[str] = _PLUGIN,
     json: bool = _JSON,
 ) -> None:
-    """Write one self-contained page about runs: interactive curves, best settings, planes, commands."""
+    """Write one self-contained page about runs: interactive curves, best settings, heat maps, commands."""
     from ekfac.lab.show.report import write_report
 
     for where in plugin:
@@ -132,7 +134,7 @@ def watch(
     every: float = typer.Option(2.0, help="Seconds between looks."),
     plugin: list[str] = _PLUGIN,
 ) -> None:
-    """Show the curves of runs while they are under way, until Ctrl-C."""
+    """Show the curves of runs in progress, until Ctrl-C."""
     from ekfac.lab.show.watch import make_server, watch_terminal
 
     for where in plugin:

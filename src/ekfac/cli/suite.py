@@ -33,11 +33,11 @@ def run(
     methods: str | None = _METHODS,
     schedules: str | None = _SCHEDULES,
     budget: str | None = _BUDGET,
-    workers: int = typer.Option(1, "--workers", help="Runs side by side; those made alone count as timed."),
+    workers: int = typer.Option(1, "--workers", help="Runs at a time; only runs made alone count as timed."),
     device: str | None = _DEVICE,
     data_dir: str | None = _DATA_DIR,
 ) -> None:
-    """Make the runs that are due; existing runs are not repeated. Exits with 3 if time ran out first."""
+    """Make all runs that are missing. Exits with 3 if time ran out first."""
     status = commands.run_command(
         where,
         out,

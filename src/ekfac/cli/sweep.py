@@ -69,7 +69,7 @@ def _signature() -> inspect.Signature:
         (
             "axis",
             list[str],
-            typer.Option([], metavar="NAME=V1,V2", help="Try every value of a setting or option; may be given again."),
+            typer.Option([], metavar="NAME=V1,V2", help="Try every value of a setting or option; may be repeated."),
         ),
         ("config", str | None, typer.Option(None, help="YAML file of settings; lists there are values to try.")),
         (

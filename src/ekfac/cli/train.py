@@ -49,17 +49,21 @@ def signature() -> inspect.Signature:
             found.append((item.name, item.metadata["kind"] | None, option))
     found += [
         ("set", list[str], typer.Option([], "--set", metavar="NAME=VALUE", help="Any option of the optimizer.")),
-        ("config", str | None, typer.Option(None, help="YAML file of settings; options given here come first.")),
+        (
+            "config",
+            str | None,
+            typer.Option(None, help="YAML file of settings; options on the command line take precedence."),
+        ),
         ("seeds", str | None, typer.Option(None, help="Several seeds, one run each in OUT/seed-N: 0,1,2")),
         ("plugin", list[str], typer.Option([], "--plugin", help="Your file or module that registers more.")),
         ("out", str | None, typer.Option(None, "--out", help="Folder to record into.")),
         ("data_dir", str | None, typer.Option(None, help="Folder of the data files [default: EKFAC_DATA].")),
-        ("log", list[str], typer.Option([], "--log", help="Tell wandb or mlflow too; may be given again.")),
-        ("checkpoint_every", int | None, typer.Option(None, help="Save a checkpoint after so many steps too.")),
+        ("log", list[str], typer.Option([], "--log", help="Also log to wandb or mlflow; may be repeated.")),
+        ("checkpoint_every", int | None, typer.Option(None, help="Also save a checkpoint every this many steps.")),
         ("keep_best", bool, typer.Option(False, "--keep-best", help="Keep the best epoch's checkpoint, in best.pt.")),
-        ("tag", list[str], typer.Option([], "--tag", help="A word to find the run by; may be given again.")),
+        ("tag", list[str], typer.Option([], "--tag", help="A word to find the run by; may be repeated.")),
         ("note", str, typer.Option("", help="A note on the run.")),
-        ("resume", bool, typer.Option(False, "--resume", help="Go on with the run in --out.")),
+        ("resume", bool, typer.Option(False, "--resume", help="Resume the run in --out.")),
         ("overwrite", bool, typer.Option(False, "--overwrite", help="Replace the run in --out.")),
         ("json", bool, typer.Option(False, "--json", help="Print the result as JSON and nothing else.")),
     ]

@@ -1,1 +1,1 @@
-"""Probes a copy of a model for some fifty steps, then reports what to expect and which settings to use."""
+"""Probes a copy of a model for about fifty steps, then reports what to expect and which settings to use."""

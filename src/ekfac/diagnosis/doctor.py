@@ -1,4 +1,4 @@
-"""``ekfac.doctor``: probes a copy of a model for some fifty steps, then reports what to expect and what to set."""
+"""``ekfac.doctor``: probes a copy of a model for about fifty steps, then reports what to expect and what to set."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def doctor(
     say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Diagnosis:
-    """Try EKFAC on copies of a model for some fifty steps, and report what to expect and which settings to use.
+    """Try EKFAC on copies of a model for about fifty steps, and report what to expect and which settings to use.
 
     The model, its gradients and the random number generators are left as they were.
 

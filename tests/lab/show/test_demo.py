@@ -120,9 +120,9 @@ def test_a_busy_machine_is_told():
 
 def test_the_demo_says_what_was_set():
     said = demo.what_was_set(demo.RACES[demo.FIRST].entrants)
-    assert said == "What was set: SGD: lr 0.1; Adam: lr 0.01; EKFAC: nothing."
+    assert said == "Settings: SGD: lr 0.1; Adam: lr 0.01; EKFAC: defaults."
     options = {"one": TrainConfig("deep", "kfac", damping=1e-3, refresh_every=5, options={"kl_clip": 0.1})}
-    assert demo.what_was_set(options) == "What was set: one: damping 0.001, refresh every 5, kl_clip 0.1."
+    assert demo.what_was_set(options) == "Settings: one: damping 0.001, refresh every 5, kl_clip 0.1."
 
 
 def test_the_recorded_race_is_the_records_and_is_replayed_in_order():

@@ -90,7 +90,7 @@ def record(tmp_path: Path) -> Record:
 
 def test_the_table_has_means_and_errors_of_the_longest_runs(record: Record) -> None:
     lines = SOURCES["epochs-200"](record).splitlines()
-    assert lines[0].startswith("|  | 1 | 2 | full pass | validation | setting | tried | seeds |")
+    assert lines[0].startswith("| loss after epoch | 1 | 2 | full pass | validation | setting | tried | seeds |")
     row = next(line for line in lines if line.startswith("| EKFAC-ra freq=50 |"))
     # 2 and 3 at the end: the mean, and a half either way; twice that at the first epoch.
     assert row.startswith("| EKFAC-ra freq=50 | 5.00 ± 1.00 | 2.50 ± 0.50 | 2.50 ± 0.50 | 3.50 ± 0.50 | lr 0.1")
@@ -158,7 +158,7 @@ def test_what_was_measured_is_judged(record: Record) -> None:
     distances = {"KFAC": [0.0, 4.0], "EKFAC": [0.0, 1.0], "EKFAC-ra": [9.0, 8.0]}
     record.measures.put("frequency", {"steps": [0, 50], "distances": distances, "norms": [1.0, 2.0]}, "mnist")
     assert SOURCES["claim-error"](record).startswith(
-        "**reproduced** | mean error 0.950 against KFAC's 1.50; at a renewal"
+        "**reproduced** | mean error 0.950 against KFAC's 1.50; right after a refresh"
     )
     assert SOURCES["claim-correlation"](record) == "**not reproduced** | 0.300 before, 0.200 in the basis"
     assert SOURCES["claim-spectrum"](record).startswith(
@@ -170,9 +170,9 @@ def test_what_was_measured_is_judged(record: Record) -> None:
 
 def test_the_comparison_counts_tasks(record: Record) -> None:
     assert SOURCES["defaults"](record) == (
-        "Untouched, the defaults end with the lowest training loss in 1 of 1 tasks, validate best of these "
-        "settings in 1 of 1 (by loss instead of accuracy in 1), and have AdamW's lowest training loss before AdamW "
-        "in 1 of 1."
+        "With no setting chosen, it ends with the lowest training loss on 1 of 1 tasks, and with the best validation "
+        "accuracy on 1 of 1 (the best validation loss on 1). It reaches AdamW's lowest training loss before AdamW on "
+        "1 of 1."
     )
     table = SOURCES["comparison-classifier"](record)
     assert "| EKFAC (defaults) | 0.500 ± 0.000 | 0.500 ± 0.000 | 1.50 ± 0.00 | 95.0 ± 0.0 % | 2 |" in table
@@ -250,7 +250,7 @@ def test_the_pages_say_what_the_record_says() -> None:
     record = Record(ROOT / "results")
     for name in PAGES:
         text = (ROOT / "docs" / name).read_text()
-        assert fill(text, record) == text, f"docs/{name} is behind results/: make figures"
+        assert fill(text, record, name) == text, f"docs/{name} is behind results/: make figures"
 
 
 def test_a_jump_upwards_at_the_end_is_no_goal_for_others(tmp_path: Path) -> None:

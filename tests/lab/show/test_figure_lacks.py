@@ -31,7 +31,7 @@ def test_missing_batch_sizes_networks_intervals_and_epochs_are_named() -> None:
         "all of resnet34",
     ]
     often = [made_up(replace(FREQUENT, optimizer=name), 0.5) for name in ("kfac", "ekfac", "ekfac-ra")]
-    assert paper.lacks("frequency", often) == ["a second interval of renewal"]
+    assert paper.lacks("frequency", often) == ["a second refresh interval"]
     often.append(made_up(replace(FREQUENT, refresh_every=500), 0.5, epochs=2))
     assert paper.lacks("frequency", often) == [
         "KFAC freq=500",

@@ -186,8 +186,8 @@ def what_was_set(entrants: Mapping[str, TrainConfig]) -> str:
     for name, config in entrants.items():
         values = [f"{one.replace('_', ' ')} {value:g}" for one in names if (value := getattr(config, one)) is not None]
         values += [f"{one} {value}" for one, value in config.options.items()]
-        said.append(f"{name}: {', '.join(values) or 'nothing'}")
-    return f"What was set: {'; '.join(said)}."
+        said.append(f"{name}: {', '.join(values) or 'defaults'}")
+    return f"Settings: {'; '.join(said)}."
 
 
 def busy(wall: float, cpu: float) -> str:

@@ -123,7 +123,7 @@ def show_verdict(console: Console, runs: Mapping[str, Run]) -> None:
         console.print()
         text = chart(curves, label, _loss_name(runs), max(30, min(72, console.width - 12)))
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    table = Table(title="who came out ahead (1 is best)", title_justify="left")
+    table = Table(title="which optimizer is ahead (1 is best)", title_justify="left")
     table.add_column("optimizer", no_wrap=True)
     for name in (
         f"loss after {result.steps} steps",

@@ -30,6 +30,9 @@ FAMILIES = {
     "SOAP + BN": (BROWN, "d"),
     "EKFAC (defaults)": (PURPLE, "X"),
     "Schedule-Free": (GREEN, "P"),
+    "EKFAC, cosine": (RED, "s"),
+    "EKFAC(model)": (BLUE, "o"),
+    # As older records call these two.
     "EKFAC (scheduled)": (RED, "s"),
     "EKFAC (nothing set)": (BLUE, "o"),
 }

@@ -82,7 +82,7 @@ def error(record: Record) -> str:
     growth = [float(each[late].mean() - each[fresh].mean()) for each in (kfac, ours)]
     text = (
         f"mean error {write(float(ours.mean()))} against KFAC's {write(float(kfac.mean()))}; "
-        f"at a renewal {write(float(ours[fresh].mean()))} against {write(float(kfac[fresh].mean()))}, "
+        f"right after a refresh {write(float(ours[fresh].mean()))} against {write(float(kfac[fresh].mean()))}, "
         f"just before the next {write(float(ours[late].mean()))} against {write(float(kfac[late].mean()))}"
     )
     return f"{verdict([bool((ours <= kfac).all()), growth[1] < growth[0]])} | {text}"
@@ -207,9 +207,9 @@ def defaults(record: Record) -> str:
     if not tasks:
         return MISSING
     return (
-        f"Untouched, the defaults end with the lowest training loss in {fittest} of {tasks} tasks, validate best of "
-        f"these settings in {healthiest} of {tasks} (by loss instead of accuracy in {surest}), and have AdamW's lowest "
-        f"training loss before AdamW in {soonest} of {timed}."
+        f"With no setting chosen, it ends with the lowest training loss on {fittest} of {tasks} tasks, and with the "
+        f"best validation accuracy on {healthiest} of {tasks} (the best validation loss on {surest}). It reaches "
+        f"AdamW's lowest training loss before AdamW on {soonest} of {timed}."
     )
 
 

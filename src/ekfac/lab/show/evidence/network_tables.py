@@ -49,7 +49,7 @@ def training(record: Holder, task: str, scheduled: bool = False) -> str:
         each = None if timed is None else float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
         about = [setting(final), counts[name], _tried_around(own[name], final), str(len(final.runs))]
         rows.append([_marked(name, task), *losses, str(end), write(each), *about])
-    head = ["", *(f"**{epoch}**" if epoch == common else str(epoch) for epoch in shown), "epochs shown"]
+    head = ["loss after epoch", *(f"**{epoch}**" if epoch == common else str(epoch) for epoch in shown), "epochs shown"]
     head += ["seconds an epoch", "setting", "tried", "neighbours tried", "seeds"]
     return table(head, rows + _gone(own, task, len(head)))
 
@@ -101,7 +101,7 @@ def accuracy(record: Holder, task: str) -> str:
             rows.append([_marked(name, task), *cells, epoch, setting(best)])
     if not rows:
         return MISSING
-    head = ["", "training", "validation", "test", "at epoch", "setting"]
+    head = ["accuracy", "training", "validation", "test", "at epoch", "setting"]
     return table(head, rows + _gone(own, task, len(head)))
 
 

@@ -86,11 +86,21 @@ SOURCES |= {f"comparison-{task}": partial(tables.comparison, task=task) for task
 SOURCES |= {f"times-{task}": partial(tables.comparison_times, task=task) for task in TASKS}
 SOURCES |= {f"picture-{name}": partial(_picture, name=name) for name in CIFAR}
 
+#: What pages call methods whose label alone does not tell which version of the default it is.
+_OLD = {"EKFAC (defaults)": "version 0.1"}
+LABELS = {
+    "mnist.md": _OLD,
+    "claims.md": _OLD,
+    "comparison.md": _OLD,
+    "cifar.md": {"EKFAC (defaults)": "EKFAC(model)", "nothing set": "its defaults"},
+    "suite.md": {"EKFAC (nothing set)": "EKFAC(model)", "EKFAC (your schedule)": "EKFAC, cosine"},
+}
+
 _BEGIN = re.compile(r"<!-- begin ([\w-]+) -->")
 
 
-def fill(text: str, record: Record) -> str:
-    """Return a page with everything between markers regenerated.
+def fill(text: str, record: Record, page: str = "") -> str:
+    """Return a page with everything between markers regenerated, in its own labels if the page's name is given.
 
     Raises:
         LabError: If a marker is unknown or not closed.
@@ -104,6 +114,8 @@ def fill(text: str, record: Record) -> str:
         if name not in SOURCES:
             raise LabError(f"marker {name} is not known; known: {', '.join(sorted(SOURCES))}")
         content = SOURCES[name](record)
+        for label, here in LABELS.get(page, {}).items():
+            content = content.replace(label, here)
         # A marker at the end of a line encloses a block, any other a part of a sentence or a row.
         around = "\n" if text[match.end()] == "\n" else ""
         parts += [text[place : match.end()], around, content, around]
@@ -120,7 +132,7 @@ def fill_pages(record: Record, docs: str | Path) -> list[Path]:
             raise LabError(f"{file} does not exist: its tables are inserted into it")
     for file in files:
         before = file.read_text()
-        after = fill(before, record)
+        after = fill(before, record, file.name)
         if after != before:
             file.write_text(after)
             changed.append(file)

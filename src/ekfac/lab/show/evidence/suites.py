@@ -79,4 +79,4 @@ def ablation(record: Record) -> str:
         [method["label"], *(f"{runs[name, task]:.4g}" if (name, task) in runs else "–" for task in tasks)]
         for name, method in data["methods"].items()
     ]
-    return table(["", *(data["tasks"][task]["label"] for task in tasks)], rows, words=1)
+    return table(["variant", *(data["tasks"][task]["label"] for task in tasks)], rows, words=1)

@@ -52,7 +52,7 @@ def epochs(record: Record, batch_size: int) -> str:
         ends = [write(*at_end(curve, quantity)) for quantity in ("train_loss", "validation_loss")]
         about = [_setting(curve, "lr", "damping"), _tries(name, counts), str(len(curve.runs))]
         rows.append([_marked(name) + (DOUBLE_DAGGER if name in grid else ""), *losses, *ends, *about])
-    head = ["", *map(str, shown), "full pass", "validation", "setting", "tried", "seeds"]
+    head = ["loss after epoch", *map(str, shown), "full pass", "validation", "setting", "tried", "seeds"]
     gone = {_marked(name): reason for name, reason in lost(record.mnist_at(batch_size)).items()}
     return table(head, rows + _gone(gone, len(head)))
 
@@ -93,7 +93,7 @@ def _times(best: dict[str, Curve], baseline: Curve | None, goal: str, loss: Goal
         ratios = [write(ratio(timed, own, x, loss)) or "never" for x in ("epoch", "seconds")]
         each = float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
         rows.append([name, write(each), *ratios])
-    return table(["", "seconds an epoch", f"epochs to {goal}", f"time to {goal}"], rows)
+    return table(["method", "seconds an epoch", f"epochs to {goal}", f"time to {goal}"], rows)
 
 
 def final(curve: Curve) -> float:
@@ -126,7 +126,8 @@ def frequency(record: Record) -> str:
         each = None if timed is None else float(timed.mean("seconds")[-1] / timed.mean("epoch")[-1])
         losses = [write(*at_epoch(curve, common)), write(*at_end(curve)), str(int(curve.mean("epoch")[-1]))]
         rows.append([family, every.replace(" freq=", ""), *losses, write(each), str(len(curve.runs))])
-    head = ["", "renewed every", f"after {common} epochs", "at the end", "epochs", "seconds an epoch", "seeds"]
+    at = f"loss after {common} epochs"
+    head = ["method", "steps between refreshes", at, "loss at the end", "epochs", "seconds an epoch", "seeds"]
     return table(head, rows)
 
 
@@ -136,7 +137,7 @@ def sensitivity(record: Record) -> str:
     if not planes and not lines:
         return MISSING
     rows = [[_marked(name), *_shares(one)] for name, one in {**planes, **lines}.items()]
-    return table(["", f"within {NEAR:g}x of its best", "diverged", "best loss above floor", "median"], rows)
+    return table(["method", f"within {NEAR:g}x of its best", "diverged", "best loss above floor", "median"], rows)
 
 
 def _shares(one: Grid) -> list[str]:
@@ -161,7 +162,7 @@ def comparison(record: Record, task: str) -> str:
         settings = _setting(curve, "lr", "batch_size")
         about = [str(int(curve.mean("epoch")[-1])), settings, _tries(name, counts), str(len(curve.runs))]
         rows.append([name, *cells, *about])
-    head = ["", "training loss", "full pass", "validation loss", *(["accuracy"] if accurate else [])]
+    head = ["method", "training loss", "full pass", "validation loss", *(["accuracy"] if accurate else [])]
     head += ["epochs", "setting", "tried", "seeds"]
     return table(head, rows + _gone(lost(runs), len(head)))
 
@@ -202,7 +203,7 @@ def measured(record: Record) -> str:
         for name, words in (("error", "relative error"), ("angle", "angle to the exact step, degrees")):
             means = [f"{write(_mean(error[name][each]))} ({each})" for each in ("KFAC", "EKFAC")]
             rows.append([f"{words}, mean over training", *means])
-    return table(["", "before, or KFAC", "after, or EKFAC"], rows) if rows else MISSING
+    return table(["measure", "before, or KFAC", "after, or EKFAC"], rows) if rows else MISSING
 
 
 def spectra(record: Record) -> str:

@@ -39,12 +39,12 @@ def draw(request: Request) -> Figure:
         (0.25, rf"$s$: one of the $S = {side * side:,}$ positions of the filter", 8),
         (0.16, rf"$h^s$: receptive field at $s$, flattened, and a one: {columns} numbers", 8),
         (0.07, rf"$\delta^s$: gradient of the loss at the output's position $s$: {n_out}", 8),
-        (-0.02, "the default, 'expand'; 'reduce' sums over pairs $(s, s')$ as the paper does", 8),
+        (-0.02, "with sharing='expand', the default; the paper uses 'reduce', pairs $(s, s')$", 8),
     ]  # fmt: skip
     for height, text, size in lines:
         right.text(0.0, height, text, fontsize=size, transform=right.transAxes, va="top")
     figure.suptitle(
-        f"KFAC for a convolution: VGG11's second, {n_out} x {n_in} x {k_h} x {k_w} weights and {n_out} biases"
+        f"The factors of a convolution, VGG11's second: {n_out} x {n_in} x {k_h} x {k_w} weights and {n_out} biases"
     )
     return figure
 

@@ -21,8 +21,8 @@ UNITS, INPUTS = 5, 50
 def draw(request: Request) -> Figure:
     """Draw |correlation| of 250 parameters of the 2nd layer: 5 units by 50 inputs; 5 by 50 axes in the eigenbasis."""
     found = request.measured("correlation", lambda: measure(request))
-    figure, panels = style.panels(1, 2, height=3.0, width=6.5)
-    names = {"parameter_space": "in parameter space", "eigenbasis": "in the eigenbasis (KFE)"}
+    figure, panels = style.panels(1, 2, height=3.2, width=6.5)
+    names = {"parameter_space": "in parameter space", "eigenbasis": "in EKFAC's eigenbasis"}
     for axis, (name, heading) in zip(panels, names.items(), strict=True):
         shades = numpy.frombuffer(base64.b64decode(found["shades"][name]), numpy.uint8)
         size = shades.reshape(UNITS * INPUTS, UNITS * INPUTS) / 255
@@ -33,7 +33,8 @@ def draw(request: Request) -> Figure:
         axis.grid(False)
         axis.set_xlabel("coordinate")
     figure.colorbar(image, ax=panels, label="|correlation| of gradients", shrink=0.85, aspect=25)
-    figure.suptitle(f"MNIST classifier ({request.dataset}): {UNITS * INPUTS} parameters of the 2nd layer")
+    subject = f"classifier on {request.dataset}, {UNITS * INPUTS} parameters of the 2nd layer"
+    figure.suptitle(f"In the eigenbasis, gradients are nearly uncorrelated\n({subject})")
     return figure
 
 

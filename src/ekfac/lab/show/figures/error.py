@@ -26,7 +26,7 @@ def draw(request: Request) -> Figure:
     axes[1].set_ylabel(r"angle of $\hat{G}^{-1}\nabla$ to $G^{-1}\nabla$ (degrees)")
     axes[1].set_title(f"direction, damping {DAMPING:g}")
     axes[1].set_ylim(0, max(95, *angle.distances["KFAC"], *angle.distances["EKFAC"]))
-    figure.suptitle(f"MNIST classifier ({request.dataset}), basis and inverse renewed every {RENEW} iterations")
+    figure.suptitle(f"MNIST classifier ({request.dataset}), basis and inverse refreshed every {RENEW} steps")
     style.share_legend(figure, axes)
     return figure
 

@@ -36,7 +36,7 @@ def draw(request: Request) -> Figure:
     note = f" on {datasets}"
     if request.quick:
         note = f"\n{quick.NOTE_DIGITS}; the spectra at full size"
-    figure.suptitle(f"Frequency of renewal, deep auto-encoder{note}")
+    figure.suptitle(f"How often the basis is refreshed, deep auto-encoder{note}")
     style.share_legend(figure, axes[: len(panels)], columns=3)
     return figure
 
@@ -96,7 +96,7 @@ def takes(run: Run) -> bool:
 FIGURES.add(
     "frequency",
     FigureSpec(
-        "KFAC, EKFAC, EKFAC-ra renewed every 1, 50, ... steps; drift of spectra",
+        "KFAC, EKFAC, EKFAC-ra refreshed every 1, 50, ... steps; drift of spectra",
         draw,
         quick.frequencies,
         takes,

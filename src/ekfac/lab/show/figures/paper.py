@@ -71,7 +71,7 @@ def _intervals(runs: Sequence[Run]) -> list[str]:
     own = [split(method(run.config)) for run in runs]
     every = sorted({variant for _, variant in own}, key=len)
     if len(every) < 2:
-        return ["a second interval of renewal"]
+        return ["a second refresh interval"]
     return [f"{name}{variant}" for name in FACTORED for variant in every if (name, variant) not in own]
 
 

@@ -29,7 +29,7 @@ def draw(request: Request) -> Figure:
     found = request.measured("rescaling", lambda: measure(request))
     G = torch.tensor(found["G"], dtype=torch.float64)
     colors = {"full": style.GREEN, "diagonal": style.ORANGE, "KFAC": style.RED, "EKFAC": style.BLUE}
-    figure, axes = style.panels(1, 4, height=2.1)
+    figure, axes = style.panels(1, 4, height=2.4)
     reach = 0.0
     for axis, (name, color) in zip(axes, colors.items(), strict=True):
         directions, values = (torch.tensor(part, dtype=torch.float64) for part in found["axes"][name])
@@ -46,7 +46,8 @@ def draw(request: Request) -> Figure:
         axis.set_xticks([0])
         axis.set_yticks([0])
     figure.suptitle(
-        f"Rescaling of a gradient: a logistic unit on two patches of a digit: is it a {LABEL}? ({request.dataset})"
+        "What each approximation divides the gradient by: bars touch the ellipse if it is the true second moment\n"
+        f"(a logistic unit with two inputs that tells {LABEL} from other digits, {request.dataset})"
     )
     return figure
 

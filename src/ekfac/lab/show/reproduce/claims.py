@@ -71,7 +71,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("An update of EKFAC-ra costs slightly more than KFAC's", judged.burden),
     ),
     "frequency": (
-        Claim("EKFAC keeps its performance better than KFAC as renewals become rarer", judged.frequency),
+        Claim("EKFAC keeps its performance better than KFAC as refreshes become rarer", judged.frequency),
         Claim("Its spectrum and EKFAC-ra's stay closer to the true one", judged.spectrum),
         Claim("KFAC that inverts at every update takes far longer", judged.every_update_is_dear),
     ),
