@@ -30,13 +30,8 @@ from ekfac.optim.options import EngineOptions
 from ekfac.optim.stacks import Stack, Stacks, block_step
 from ekfac.optim.statistics.averages import update_averages
 from ekfac.optim.statistics.collector import Collector
-<<<<<<< HEAD
-from ekfac.optim.statistics.kept_calls import compute_scalings, rows_in_place
-=======
-from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
 from ekfac.optim.statistics.fingerprints import is_strict
-from ekfac.optim.statistics.gradients import block_step
->>>>>>> e7f548b3b55fba4a81a24695199b5f4b2e85b1f9
+from ekfac.optim.statistics.kept_calls import compute_scalings, rows_in_place
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.statistics.refresh import Refresher, iterated_numbers
 from ekfac.optim.statistics.schedule import Schedule
