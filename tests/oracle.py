@@ -314,11 +314,12 @@ def find_layers(
     sua: bool = False,
     exclude: Iterable[str] = (),
     trained: Iterable[str] | None = None,
+    through: bool = False,
 ) -> list[Layer]:
     """The layers that have a block; ``trained`` are the names of the parameters that are (all by default).
 
-    Modules that share a weight are one layer; biases that they do not share are layers of their own, with h =
-    1.
+    A weight under weight or spectral norm has one if ``through``: the parameter of its shape. Modules that share a
+    weight are one layer; biases that they do not share are layers of their own, with h = 1.
     """
     exclude = set(exclude)
     chosen = None if trained is None else set(trained)
@@ -336,6 +337,8 @@ def find_layers(
         if not isinstance(module, COVERED):
             continue
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if through and isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)):
+            weight = normed(module)
         weight_name, bias_name = names.get(id(weight)), names.get(id(bias))
         if weight_name is None and bias_name is None:
             continue
@@ -358,6 +361,15 @@ def find_layers(
             layers |= {id(m.bias): Layer([m], None, names.get(id(m.bias))) for m in joint.modules}
             joint.bias = None
     return [layer for layer in layers.values() if layer.names] + wholes
+
+
+def normed(module: nn.Module) -> Tensor | None:
+    """What weight norm or spectral norm makes the weight of, in its shape; else the weight itself."""
+    made = getattr(module, "parametrizations", {})
+    if "weight" not in made or len(made["weight"]) != 1:
+        return module.weight
+    name = {"_WeightNorm": "original1", "_SpectralNorm": "original"}.get(type(made["weight"][0]).__name__)
+    return None if name is None else getattr(made["weight"], name)
 
 
 def _parts_of(module: nn.Module, names: Mapping[int, str]) -> Iterator[Part]:
@@ -805,7 +817,9 @@ class OracleEKFAC:
         trained parameters have changed since the last step starts anew, or where it was when they were the same.
         """
         before = {layer.key: tuple(layer.names) for layer in self.layers}
-        self.layers = find_layers(self.model, sua=self.sua, exclude=self.exclude, trained=self.trained)
+        self.layers = find_layers(
+            self.model, sua=self.sua, exclude=self.exclude, trained=self.trained, through=self.scaling in TORCHS
+        )
         now = {layer.key: tuple(layer.names) for layer in self.layers}
         for key in [key for key in self.blocks if now.get(key) != before.get(key)]:
             self.put_away[key, before.get(key)] = self.blocks.pop(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -35,6 +36,7 @@ from replicas_worker import main as main
 HYBRID = ("nothing set", "default", "running", "per_example", "kfac")
 #: What four ranks are tried with where time is short: every method under one layout, the default under both.
 ON_FOUR = {
+    "ddp": ("default", "kfac"),
     "fsdp": ("nothing set", "per_example", "kfac"),
     "hsdp": ("nothing set", "default", "running"),
     "fsdp and tensor parallel": ("nothing set", "per_example", "kfac"),
@@ -76,8 +78,10 @@ def make(method: str, layout: str, sharded: bool, world: int) -> tuple[nn.Sequen
 def eventful(method: str, layout: str = "fsdp", rank: int = 0, world: int = 1, always: bool = False) -> Result:
     """A training with everything in it: accumulation of both kinds, clipping, a frozen layer, a skipped step, batches
     of changing and uneven size."""
-    sharded = world > 1 or always
+    sharded = layout != "ddp" and (world > 1 or always)
     model, opt = make(method, layout, sharded, world)
+    # A layer that is frozen for a while is one that DDP must not wait for.
+    replicas = DistributedDataParallel(model, find_unused_parameters=True) if layout == "ddp" and world > 1 else None
     shown = []
     for step in range(14):
         total = 36 if step in (7, 8) else 24
@@ -92,9 +96,11 @@ def eventful(method: str, layout: str = "fsdp", rank: int = 0, world: int = 1, a
         opt.zero_grad()
         pieces = list(zip(x.chunk(2), y.chunk(2), strict=True)) if step in (5, 6, 11) else [(x, y)]
         for number, piece in enumerate(pieces):
+            averaged = step == 11 or number + 1 == len(pieces)
             if sharded:
-                model.set_requires_gradient_sync(step == 11 or number + 1 == len(pieces))
-            base.backward(model, *piece, total, world)
+                model.set_requires_gradient_sync(averaged)
+            with contextlib.nullcontext() if replicas is None or averaged else replicas.no_sync():
+                base.backward(replicas or model, *piece, total, world)
         if step in (2, 3, 8, 12):
             nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         opt.step()
@@ -109,6 +115,11 @@ def eventful(method: str, layout: str = "fsdp", rank: int = 0, world: int = 1, a
     }
     opt.close()
     return found
+
+
+@scenario
+def ddp(rank: int, world: int) -> Result:
+    return {method: eventful(method, "ddp", rank, world) for method in (HYBRID if world == 2 else ON_FOUR["ddp"])}
 
 
 @scenario
@@ -193,6 +204,15 @@ def lay_out_words(model: Words, layout: str, world: int) -> tuple[int, int]:
     return mesh["data"].get_local_rank(), 2
 
 
+def clip(parameters: Iterable[nn.Parameter], most: float) -> None:
+    """Clip the norm of all gradients, which torch's own function does not do for several meshes at once."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [g.full_tensor().norm() if isinstance(g, DTensor) else g.norm() for g in gradients]
+    norm = float(torch.stack(norms).norm())
+    for gradient in gradients:
+        gradient.mul_(min(1.0, most / norm))
+
+
 def spread(method: str, layout: str = "", world: int = 1) -> Result:
     """A training of a model whose layers are computed by several ranks together."""
     model, (mine, batches) = words(), (0, 1)
@@ -214,12 +234,13 @@ def spread(method: str, layout: str = "", world: int = 1) -> Result:
                     loss = nn.functional.cross_entropy(output, y.flatten(), reduction="sum")
                 else:  # B of a softmax has a direction of zeros, whose step rounding decides under the default
                     loss = (output - nn.functional.one_hot(y.flatten(), 5)).square().sum()
+                if step == 5 and mine == batches - 1:
+                    loss = loss * float("nan")
                 (loss * batches / total).backward()
-        if step in (1, 4):  # as clipping does
-            for p in model.parameters():
-                p.grad = None if p.grad is None else p.grad * 0.25
+        if step in (1, 4):
+            clip(model.parameters(), 0.2)
         opt.step()
-    found = {"model": whole(model), "bytes": base.own_bytes(opt)}
+    found = {"model": whole(model), "bytes": base.own_bytes(opt), "skipped": opt.stats()["skipped_steps"]}
     opt.close()
     return found
 
@@ -230,10 +251,14 @@ SPREAD = [
     *(("by rows", method, 2) for method in ("nothing set", "running", "per_example", "kfac")),
     *(("loss parallel", method, 2) for method in ("running", "per_example")),
     *(("fsdp and tensor parallel", method, 4) for method in ON_FOUR["fsdp and tensor parallel"]),
+    ("by rows", "default", 4),
 ]
 #: What is left to tests that may take long, of trainings and under tensor parallel.
-MORE = [(layout, m, 4) for layout in ("fsdp", "hsdp") for m in HYBRID if m not in ON_FOUR[layout]]
-MORE_SPREAD = [(at, m, 4) for at in ["fsdp and tensor parallel"] for m in HYBRID if m not in ON_FOUR[at]]
+MORE = [(layout, m, 4) for layout in ("ddp", "fsdp", "hsdp") for m in HYBRID if m not in ON_FOUR[layout]]
+MORE_SPREAD = [
+    *((at, m, 4) for at in ["fsdp and tensor parallel"] for m in HYBRID if m not in ON_FOUR[at]),
+    *(("by rows", m, 4) for m in HYBRID if m != "default"),
+]
 
 
 @scenario

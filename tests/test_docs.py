@@ -4,7 +4,6 @@ Every line of docs/lab.md that can run offline is run, in an empty folder, as a 
 """
 
 import ast
-import contextlib
 import inspect
 import re
 import shlex
@@ -14,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import ekfac
 from ekfac.cli import main as cli
 from ekfac.lab.data.datasets import DATASETS, Split, load_dataset
 from ekfac.lab.training.run import load_run
 from ekfac.optim.options import GROUPS
+from pages import DOCS, blocks, names, recipes, run_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
 TEXT = (DOCS / "lab.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 LINES = [
@@ -92,64 +89,6 @@ def test_every_other_line_runs(line, tmp_path, monkeypatch, capsys):
 # --- code on all pages --------------------------------------------------------------------------------------------
 
 
-class Network(nn.Module):
-    """What pages call ``model``: with a body and a head, as those on parameter groups say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(20, 8), nn.Tanh())
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def language_model() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
-def names() -> dict[str, Any]:
-    """What pages take for granted."""
-    torch.manual_seed(0)
-    x = torch.randn(64, 20)
-    y = (x[:, 0] > 0).long()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
-    model, loss_fn = Network(), nn.CrossEntropyLoss()
-    found: dict[str, Any] = {
-        "torch": torch, "nn": nn, "ekfac": ekfac, "model": model, "loader": loader, "loss_fn": loss_fn,
-        "x": x, "y": y, "steps": 200, "device": "cpu", "opt": ekfac.EKFAC(model),
-        "v": torch.randn(sum(p.numel() for p in model.parameters())),
-    }  # fmt: skip
-    found["tokens"] = [{"input_ids": t, "labels": t} for t in torch.randint(0, 64, (16, 12))]
-    return found
-
-
-@contextlib.contextmanager
-def one_process(folder: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """The page's Python, each block with the heading that it stands under."""
-    found, heading = [], ""
-    for match in re.finditer(r"^#+ ([^\n]*)$|^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        if match[2] is None:
-            heading = match[1]
-        else:
-            found.append((heading, match[2]))
-    return found
-
-
-RECIPES = blocks(DOCS / "recipes.md")
-NEEDS = {"transformers", "accelerate", "lightning", "peft", "timm", "stable_baselines3", "torch_geometric"}
-
-
 @pytest.mark.parametrize(
     "name", ["README.md", *(f"docs/{n}.md" for n in ("quickstart", "migrate", "rules", "works", "tuning",
                                                      "troubleshooting", "curvature"))]
@@ -162,20 +101,10 @@ def test_the_pages_code_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
         exec(compile(code, f"{name}: {heading}", "exec"), namespace)
 
 
-@pytest.mark.parametrize(("heading", "code"), RECIPES, ids=[heading for heading, _ in RECIPES])
+@pytest.mark.parametrize(("heading", "code"), recipes(of_libraries=False))
 def test_a_recipe_runs_by_itself(heading, code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for package in NEEDS & set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    namespace = names()
-    if "language_model" in code:
-        namespace["language_model"] = language_model()
-    with one_process(tmp_path) if "DistributedDataParallel" in code else contextlib.nullcontext():
-        exec(compile(code, f"recipes.md: {heading}", "exec"), namespace)
-    for name in ("opt", "optimizer"):
-        if "step()" in code and "trainer" not in code and hasattr(namespace.get(name), "stats"):
-            assert namespace[name].stats()["steps"] > 0
+    """Those of other libraries: tests/integrations/test_recipes.py."""
+    run_recipe(heading, code, tmp_path, monkeypatch)
 
 
 # --- what pages say -----------------------------------------------------------------------------------------------

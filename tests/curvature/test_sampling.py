@@ -13,9 +13,9 @@ from ekfac.curvature.layers.base import Call
 from ekfac.curvature.statistics import ROWS, FactorSums, factor_sums, stride
 from ekfac.optim.executor import Executor
 from ekfac.optim.options import EngineOptions, Refresh
-from ekfac.optim.statistics.samples import alike, sample_of, sums_of_samples
 from ekfac.optim.statistics.samples import factor_sums as factor_sums_of_sample
 from ekfac.optim.statistics.samples import factor_sums_by as taken_sums
+from ekfac.optim.statistics.samples import group_samples, sample_of, sums_of_samples
 
 MEMORY = 2**28
 
@@ -123,7 +123,7 @@ def test_layers_of_one_shape_are_summed_at_once(half: torch.dtype | None, bias: 
         call = Call(block.layer, x, d if half is None else d.to(half))
         samples[block] = [sample_of(options, block, [call], len(x))]
     executor = Executor(options, whole_steps=False)
-    assert [len(of.blocks) for of in alike(options, samples)] == [3, 1]
+    assert [len(of.blocks) for of in group_samples(options, samples)] == [3, 1]
     for block, found in sums_of_samples(executor, options, samples).items():
         expected = factor_sums_of_sample(options, block, samples[block][0])
         assert found.factors is not None and found.factors.terms == expected.terms
@@ -144,7 +144,7 @@ def test_of_batch_norm_some_examples_are_taken_with_the_statistics_of_all(
     (block,) = find_blocks(module)
     x, d = (torch.randn(32, 4, *size).repeat(7, *(1 for _ in (4, *size))) for _ in range(2))
     sample = sample_of(EngineOptions(), block, [Call(block.layer, x, d)], len(x))
-    assert sample.n == 32 and sample.more == 7 and sample.step == 7
+    assert sample.n == 32 and sample.scale_B == 7 and sample.step == 7
     found, whole = sums(block, x, d, sampled=True), sums(block, x, d, sampled=False)
     torch.testing.assert_close(found.A / found.terms, whole.A / whole.terms)
     torch.testing.assert_close(found.B, whole.B, rtol=1e-4, atol=1e-4)

@@ -163,8 +163,8 @@ HUGGING_FACE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tens
 NETWORKS: dict[str, Network] = {
     **{name: Network("peft" if "LoRA" in name else "transformers", *entry) for name, entry in HUGGING_FACE.items()},
     "ViT": Network("timm", lambda: of_timm("vit_tiny_patch16_224", **VIT), images, 0.95),
-    "BEiT": Network("timm", lambda: of_timm("beit_base_patch16_224", **VIT), images, 0.9),
-    "EVA-02": Network("timm", lambda: of_timm("eva02_tiny_patch14_224", **VIT), images, 0.95),
+    "BEiT": Network("timm", lambda: of_timm("beit_base_patch16_224", **VIT), images, 0.75),
+    "EVA-02": Network("timm", lambda: of_timm("eva02_tiny_patch14_224", **VIT), images, 0.75),
     "ResNet": Network("timm", lambda: of_timm("resnet10t", stem_width=8, channels=(8, 16, 16, 32)), images, 0.99),
     "ConvNeXt": Network(
         "timm", lambda: of_timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)), images, 0.9),

@@ -167,10 +167,20 @@ def test_attention_has_a_block_for_each_projection() -> None:
     }  # fmt: skip
 
 
-def test_a_parametrized_weight_is_diagonal_and_its_bias_a_block() -> None:
-    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
-    how = {row.name: row.block for row in summary(nn.Sequential(module)).rows}
-    assert how["0"] == "kronecker 1 x 5" and set(how.values()) == {"kronecker 1 x 5", "diagonal"}
+def test_a_weight_under_a_norm_is_covered_and_under_other_parametrizations_its_bias_alone() -> None:
+    ways = nn.utils.parametrizations
+    layers = [
+        ways.weight_norm(nn.Linear(4, 5)),
+        ways.spectral_norm(nn.Conv2d(2, 5, 2)),
+        ways.orthogonal(nn.Linear(5, 5)),
+    ]
+    how = {row.name: row.block for row in summary(nn.Sequential(*layers)).rows}
+    made = " (the weight is computed from it)"
+    assert how == {
+        "0": "kronecker 5 x 5" + made, "0.parametrizations.weight.original0": "diagonal",
+        "1": "kronecker 9 x 5" + made,
+        "2": "kronecker 1 x 5", "2.parametrizations.weight.original": "diagonal",
+    }  # fmt: skip
 
 
 def test_the_numbers_are_those_of_the_recorded_runs() -> None:

@@ -216,7 +216,7 @@ class Halved(LinearLayer):
 
 
 @pytest.mark.parametrize("kinds", [(LinearLayer,) * 3, (Turned,) * 2, (LinearLayer, Turned), (Halved,) * 2], ids=str)
-@pytest.mark.parametrize("roles", [{"weight"}, {"bias"}, {"weight", "bias"}], ids=str)
+@pytest.mark.parametrize("roles", [{"weight"}, {"bias"}, {"weight", "bias"}], ids=["weight", "bias", "both"])
 def test_layers_that_are_put_together_are_taken_apart_again(
     kinds: tuple[type[LinearLayer], ...], roles: set[str]
 ) -> None:

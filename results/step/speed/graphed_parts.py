@@ -86,7 +86,7 @@ def memory(opt):
     for name in ("A", "B", "U_A", "U_B", "S_A", "S_B", "m", "s"):
         of[name] = size(state.get(name) for state in opt.state.values())
     of["places of gradients"] = size(executor.step_graphs._places.values())
-    of["places of samples"] = size(t for kept in executor.kept.values() for t in kept.tensors())
+    of["places of samples"] = size(t for kept in executor.static_samples.values() for t in kept.tensors())
     for what, replays in executor.replays.items():
         of["places of " + what] = size(replays._places.values())
     pools = {}

@@ -28,7 +28,7 @@ def marks():
     mark(engine.Engine, "step", "engine.step"); mark(engine.Engine, "finish"); mark(engine.Engine, "settle")
     mark(engine.Engine, "compute_eigenbases"); mark(engine.Engine, "precondition"); mark(engine.Engine, "check_finite")
     mark(collector.Collector, "inputs"); mark(collector.Collector, "_receive", "receive"); mark(collector.Collector, "collect")
-    mark(collector.Collector, "update_factors"); mark(collector.Collector, "_before_forward", "before_forward")
+    mark(engine.Engine, "update_factors"); mark(collector.Collector, "_before_forward", "before_forward")
     mark(optimizer.Optimizer, "_rates", "rates"); mark(optimizer.Optimizer, "_apply", "apply")
     mark(course.WeightAverage, "end_step"); mark(course.WeightAverage, "before_forward", "to_z")
     mark(step_graphs.StepGraphs, "_replay", "replay"); mark(step_graphs.StepGraphs, "step", "graphs.step")

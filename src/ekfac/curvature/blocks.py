@@ -8,9 +8,11 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from ekfac.curvature.layers.attention import ProjectionLayer
 from ekfac.curvature.layers.base import ElementwiseLayer, Layer
@@ -76,6 +78,11 @@ MAX_FACTOR_DIM = 4_096
 WIDE = 512
 
 
+#: Which of the parameters that a weight is computed from has its shape, by the parametrization.
+NORMED: dict[type[nn.Module], str] = {
+    parametrizations._WeightNorm: "original1",
+    parametrizations._SpectralNorm: "original",
+}
 #: Why a complex parameter has no layer.
 COMPLEX = "complex, no basis"
 
@@ -94,6 +101,8 @@ class Block:
         diagonal_B: Whether B is kept as a vector.
         note: A remark for the summary.
         why: Why no layer covers the parameter; empty if one does, or if the user excluded it.
+        through: Whether the weight is computed from a trained parameter of its shape, as by weight norm: the basis is
+            that of the layer's calls, the gradient that of the parameter.
     """
 
     name: str
@@ -105,6 +114,7 @@ class Block:
     diagonal_B: bool = False
     note: str = field(default="")
     why: str = field(default="")
+    through: bool = False
 
     @functools.cached_property
     def shape(self) -> BlockShape:
@@ -199,6 +209,7 @@ def find_blocks(
     unsupported: str = "diagonal",
     silent: Collection[nn.Parameter] = (),
     frozen: bool = False,
+    through: bool = False,
 ) -> list[Block]:
     """Assign every trained parameter to exactly one block, in the model's order.
 
@@ -213,6 +224,7 @@ def find_blocks(
         unsupported: "diagonal" gives parameters without a layer the diagonal method, "error" refuses them.
         silent: Parameters whose layers are known never to be called; treated as if no layer covered them.
         frozen: Treat frozen parameters as trained.
+        through: Cover weights under weight or spectral norm too: for rules that take only a basis from the calls.
     """
     names = {p: name for name, p in model.named_parameters()}
     chosen = set(names) if parameters is None else set(parameters)
@@ -226,7 +238,7 @@ def find_blocks(
     for name, module in modules.items():
         cls = None if module in hidden or _has_no_factors(module) else layer_class(module)
         for part, roles in ({} if cls is None else cls.parts(module)).items():
-            use = Use(f"{name}.{part}".strip("."), module, part)
+            use = Use(f"{name}.{part}".strip("."), module, part, under_norm(module) if through else None)
             if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
                 continue
             for parameter in use.parameters(roles).values():
@@ -295,20 +307,42 @@ def _check_patterns(modules: dict[str, nn.Module], include: Sequence[str] | None
                 raise ValueError(f"{argument}={pattern!r} matches no module of the model. Layers: {layers}")
 
 
+def under_norm(module: nn.Module) -> nn.Parameter | None:
+    """Return the parameter of the weight's shape that weight or spectral norm computes a linear layer's weight from."""
+    cls = layer_class(module) if nn.utils.parametrize.is_parametrized(module, "weight") else None
+    if cls is None or not cls.linear:
+        return None
+    made: Any = module.parametrizations
+    steps = made["weight"]
+    kinds = [kind for kind in NORMED if len(steps) == 1 and isinstance(steps[0], kind)]
+    found = steps._parameters[NORMED[kinds[0]]] if kinds else None
+    return None if found is None or found.is_complex() else found
+
+
 @dataclass(frozen=True)
 class Use:
-    """A part of a module that a block may cover, with the name that the block would have."""
+    """A part of a module that a block may cover, with the name that the block would have.
+
+    Attributes:
+        name: The name.
+        module: The module.
+        part: The part.
+        normed: The parameter that the weight is computed from, if the block may cover that.
+    """
 
     name: str
     module: nn.Module
     part: str
+    normed: nn.Parameter | None = None
 
     def parameters(self, roles: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Return those parameters that the module itself holds, which excludes parametrized ones."""
+        """Return those parameters that the module itself holds, which excludes most parametrized ones."""
         found = {}
         for role in roles:
             owner, _, name = role.rpartition(".")
             parameter = self.module.get_submodule(owner)._parameters.get(name)
+            if parameter is None and role == "weight":
+                parameter = self.normed
             if parameter is not None:
                 found[role] = parameter
         return found
@@ -358,4 +392,7 @@ def _layer_block(
             return None
     others = ", ".join(use.name for use in sharing if use.module is not owner)
     note = f"shared with {others}" if others else ""
-    return Block(name, layer, uses, roles, {role: names[p] for role, p in roles.items()}, note=note)
+    normed = owners[0].normed
+    through = normed is not None and normed is roles.get("weight")
+    note = "the weight is computed from it" if through else note
+    return Block(name, layer, uses, roles, {role: names[p] for role, p in roles.items()}, note=note, through=through)

@@ -160,13 +160,13 @@ def _traces(matrices: Tensor, diagonal: bool) -> Tensor:
     return (matrices if diagonal else matrices.diagonal(dim1=-2, dim2=-1)).flatten(1).sum(1)
 
 
-def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) -> list[FactorSums]:
+def batched_factor_sums(block: Block, calls: Sequence[Call], scale_B: float, half: bool) -> list[FactorSums]:
     """Return the sums for one call each of several linear layers of one shape, in batched products.
 
     Args:
         block: One of the blocks.
         calls: One call per block, all of one shape.
-        more: A factor for B.
+        scale_B: A factor for B.
         half: See :func:`factor_sums`.
     """
     layer = calls[0].layer
@@ -179,10 +179,10 @@ def sums_of_alike(block: Block, calls: Sequence[Call], more: float, half: bool) 
             x, d = x.to(block.dtype), d.to(block.dtype)
         elif x.dtype != d.dtype:
             x = x.to(d.dtype)
-        A = layer.inputs_of_alike(x)
+        A = layer.batched_input_sums(x)
         B = factors.outer_sum(d.transpose(0, 1), block.diagonal_B)
-    if more != 1:
-        B.mul_(more)
+    if scale_B != 1:
+        B.mul_(scale_B)
     return [FactorSums(A[i : i + 1], x.shape[1], B[i : i + 1]) for i in range(len(calls))]
 
 
@@ -259,7 +259,7 @@ def rows_if_unaligned(call: Call, n: int) -> int:
 def sums_of_positions(
     block: Block, calls: Sequence[Call], n: int, memory: int, further: Passes = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield :func:`positions` for sums over all of them; call by call if some do not line up with examples."""
+    """Yield :func:`positions` for sums over all of them; call by call if some cannot be assigned to examples."""
     if all(call.layer.has_examples(call.x, n) for call in calls):
         yield from positions(block, calls, n, memory, further)
         return
@@ -347,7 +347,7 @@ def side_by_side(calls: Sequence[Call], cut: Cut, n: int, balance: Tensor | None
 
 
 def joined(layer: Layer, deltas: Sequence[Tensor]) -> Tensor:
-    """Return delta of several calls as positions of the same examples, or added up where the layer's calls are."""
+    """Return delta of several calls as positions of the same examples, or their sum if the layer adds its calls."""
     return torch.stack(list(deltas)).sum(0) if layer.adds_calls else torch.cat(list(deltas), 1)
 
 
@@ -360,11 +360,11 @@ def balances(calls: Sequence[Call]) -> Tensor | None:
     if len({call.layer.transposed for call in calls}) < 2:
         return None
     squares = []
-    for transposed in (False, True):
-        of = [call.layer.squared_inputs(call.x, call.d) for call in calls if call.layer.transposed == transposed]
+    for kind in (False, True):
+        of = [call.layer.squared_inputs(call.x, call.d) for call in calls if call.layer.transposed == kind]
         count = sum(entries for _, entries in of)
         squares.append(torch.stack([square for square, _ in of]).sum() / count)
-    direct, in_basis = squares
-    finfo = torch.finfo(in_basis.dtype)
-    c = torch.where(in_basis > 0, direct / in_basis.clamp(min=finfo.tiny), finfo.max**0.5).sqrt()
+    direct, transposed = squares
+    finfo = torch.finfo(transposed.dtype)
+    c = torch.where(transposed > 0, direct / transposed.clamp(min=finfo.tiny), finfo.max**0.5).sqrt()
     return torch.where(c > 0, c, 1.0)

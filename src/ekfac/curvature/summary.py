@@ -180,6 +180,6 @@ def summary(
         exclude: Names or patterns of layers to leave to the diagonal method.
         max_factor_dim: A side wider than this is kept diagonal.
     """
-    blocks = find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim)
+    blocks = find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim, through=True)
     # s and the mean gradient, in addition to factors and basis.
     return summarise(blocks, lambda b: 2 * b.shape.numel + (b.eigen_numbers() if b.covered else 0))

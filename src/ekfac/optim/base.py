@@ -103,6 +103,6 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return new
 
 
-def asked_by(kind: type) -> bool:
+def read_by_method_of(kind: type) -> bool:
     """Return whether the property that calls this is being read by a method of an object of class ``kind``."""
     return isinstance(sys._getframe(2).f_locals.get("self"), kind)

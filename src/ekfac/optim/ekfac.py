@@ -27,8 +27,8 @@ from ekfac.optim.options import (
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.rate import course_of
-from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.default_lr import default_lr, default_warmup, depth_of, width_of
+from ekfac.optim.step_size.lr_schedule import make_lr_schedule
 
 
 class EKFAC(Optimizer):
@@ -39,8 +39,8 @@ class EKFAC(Optimizer):
     .. math::
         &A = E[h h^T] = U_A S_A U_A^T, \quad B = E[\delta \delta^T] = U_B S_B U_B^T
             && \text{every } \texttt{refresh\_every} \text{ steps} \\
-        &g = U_B^T G U_A, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
-            s \leftarrow \beta_2 s + (1 - \beta_2) ((g - m)^2 + \kappa m^2) \\
+        &g = U_B^T G U_A, \quad d = g - m, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) (d^2 + \kappa m^2) \\
         &\theta \leftarrow \theta (1 - \eta \lambda) - \eta \, U_B \, (m / \sqrt{s}) \, U_A^T
 
     This is the default, ``scaling="belief"``: an Adam-like step in EKFAC's basis. lr and weight_decay mean what they
@@ -63,8 +63,9 @@ class EKFAC(Optimizer):
             damping if it sets them; or plain parameters. All parameters by default. Frozen ones are trained once they
             are unfrozen.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.02
-            for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones. It then warms up over 10 to 100 steps
-            and decays as 1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
+            for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones, times sqrt(8 / depth) for networks of
+            more than 8 layers without normalisation. It then warms up over 10 to 100 steps and decays as
+            1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
             (``StepSize.average``). For losses with derivatives of the network inside, it is twice as large and decays
             as 1 / (1 + t / 200). A torch scheduler, or a rate written into the groups, turns all of this off. Set
             ``lr`` for ``ReduceLROnPlateau``, which cannot be detected in advance.
@@ -161,8 +162,8 @@ class EKFAC(Optimizer):
         if lr is None:
             checks.model(model)
             width = width_of(model)
-            update["lr"] = usual_rate(width) if rule.warms_up else rule.lr
-            warmup = usual_warmup(width) if rule.warms_up else None
+            update["lr"] = default_lr(width, depth_of(model)) if rule.warms_up else rule.lr
+            warmup = default_warmup(width) if rule.warms_up else None
         update["weight_decay"] = rule.weight_decay if weight_decay is None else weight_decay
         # The default decay spares vectors and embeddings, and is cautious: it never opposes a step.
         update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
@@ -170,5 +171,5 @@ class EKFAC(Optimizer):
             update |= {"betas": tuple(rule.betas), "betas_named": betas is not None or isinstance(scaling, Rule)}
         everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
         check_group("step_size", step_size)
-        course = course_of(step_size.decay_steps, total_steps, warmup)
-        super().__init__(model, params, update, make_engine, everything, step_size, course)
+        lr_schedule = make_lr_schedule(step_size.decay_steps, total_steps, warmup)
+        super().__init__(model, params, update, make_engine, everything, step_size, lr_schedule)

@@ -27,14 +27,16 @@ from ekfac.optim.distributed.replicas import Replicas
 from ekfac.optim.methods.base import Method
 from ekfac.optim.methods.eigenbasis import EigenMethod
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.stacks import Stack, Stacks
+from ekfac.optim.stacks import Stack, Stacks, block_step
+from ekfac.optim.statistics.averages import update_averages
 from ekfac.optim.statistics.collector import Collector
-from ekfac.optim.statistics.examples import rows_in_place, scaling_of_examples
-from ekfac.optim.statistics.gradients import block_step
+from ekfac.optim.statistics.fingerprints import is_strict
+from ekfac.optim.statistics.kept_calls import compute_scalings, rows_in_place
 from ekfac.optim.statistics.partition import Partition
 from ekfac.optim.statistics.refresh import Refresher, iterated_numbers
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.skipped import SkippedSteps
+from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs, factors_of
 
 #: Up to 10^8 entries below this stay far from the limits of float32 in any orthonormal basis.
@@ -74,16 +76,17 @@ class Engine:
         me = weakref.proxy(self)
         owners = Owners(options.processes, lambda block: me.method_of(block).numbers(block))
         self.partition = Partition(
-            model, options.coverage, state, lambda block: me.method_of(block).state_class, owners
-        )
+            model, options.coverage, state, lambda block: me.method_of(block).state_class, owners,
+            through=not is_strict(method, options.coverage),
+        )  # fmt: skip
         self.stacks = Stacks(self.partition, lambda block: me.method_of(block).stacks)
         self.schedule = Schedule(options, method, self.partition)
         parameters, self._whole_steps = list(parameters), whole_steps
         self.executor = make_executor(options, whole_steps, parameters)
         self.executor.prepare(method)
         self.refresher = Refresher(self.executor, self.schedule)
-        moved = partial(Engine._moved, me)
-        self.collector = Collector(options, method, self.partition, self.stacks, self.schedule, self.executor, moved)
+        replace_executor = partial(Engine._replace_executor, me)
+        self.collector = Collector(options, method, self.partition, self.schedule, self.executor, replace_executor)
         self.collector.set_parameters(parameters)
         self.replicas = Replicas(me)
         self.skipped = SkippedSteps()
@@ -108,11 +111,11 @@ class Engine:
         inputs = self.collector.inputs()
         if inputs is None:
             return None
-        plain = not (inputs.solves or inputs.warm)
-        replays = self.executor.can_replay
-        if replays and plain and self.executor.replay(self, inputs, rates, apply):
+        renews, can_replay = bool(inputs.solves or inputs.warm), self.executor.can_replay
+        if can_replay and not renews and self.executor.replay(self, inputs, rates, apply):
             return True
-        tried = plain and not (inputs.samples or any(of.factors for of in inputs.sums.values()))
+        # What remains of a step may have been recorded even if the whole of it was not.
+        may_replay = can_replay and (renews or bool(inputs.samples) or any(of.factors for of in inputs.sums.values()))
         if not self.check_finite(inputs):
             return False
         self.collector.collect(inputs)
@@ -120,14 +123,22 @@ class Engine:
             self.collector.verify(inputs)
         # Factors; bases, if due; then scalings and directions.
         if any(of.factors for of in inputs.sums.values()):
-            self.collector.update_factors(inputs, inputs.sums)
+            self.update_factors(inputs, inputs.sums)
             for of in inputs.sums.values():
                 of.factors = None
-        if inputs.solves or inputs.warm:
+        if renews:
             self.compute_eigenbases(inputs.blocks, inputs, rates)
-        if tried or not (replays and self.executor.replay(self, inputs, rates, apply)):
+        if not (may_replay and self.executor.replay(self, inputs, rates, apply)):
             apply(inputs, self.precondition(inputs.blocks, inputs, rates), rates)
         return True
+
+    def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
+        """Update A = E[h h^T] and B = E[delta delta^T], running averages, with a step's sums."""
+        factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
+        n, square = inputs.n_statistics, self.collector.delta_square(inputs)
+        decay, shrinks = self.schedule.factor_decay, self.schedule.derivatives
+        bounded = not self.options.refresh.deterministic
+        update_averages(self.stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)
 
     def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
         """Run ComputeEigenBasis where due: U_A, S_A and U_B, S_B from the factors, solved in full or refreshed warm."""
@@ -167,13 +178,13 @@ class Engine:
 
         # Update the scaling, from the gradient or from per-example gradients.
         if block.covered and method.needs_examples:
-            step.s_star = scaling_of_examples(self.collector, block, inputs, step)
+            step.s_star = compute_scalings(self.collector, block, inputs, step)
         method.update_scaling(state, step)
 
         # Rescale and project back.
         P = method.project_back(method.rescale(block, state, step), step)
         if len(stack.blocks) > 1:
-            self.stacks.hand_down(stack)
+            self.stacks.update_views(stack)
         return stack.directions(P, step, inputs.gradients, rates.keeps_gradients)
 
     # --- checks before a step ---------------------------------------------------------------------------------------
@@ -187,7 +198,7 @@ class Engine:
         """Return whether to continue: all gradients are finite, or a mask on the device (``ok``) guards every write."""
         waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
-        self.collector.watch.sizes(inputs)
+        self.collector.watch.measure(inputs)
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
         scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
         inputs.small = self.executor.largest < SMALL and not scaled
@@ -222,7 +233,7 @@ class Engine:
         if due and self.shares():
             self.replicas.refresh(due, rates)
         elif due:
-            with self.executor.beside(self.partition.device, iterated_numbers(due)):
+            with self.executor.overlapped(self.partition.device, iterated_numbers(due)):
                 self.warm_refresh(due, rates)
         if self.partition.owners.size > 1:
             self.replicas.look_ahead()
@@ -232,8 +243,8 @@ class Engine:
         for together in self.refresher.renewals(self.stacks, due, rates):
             self.method.warm_refresh(together, self.refresher, ok)
 
-    def _moved(self) -> None:
-        """Replace the executor, as after the model was moved to another device."""
+    def _replace_executor(self) -> None:
+        """Make a new executor, after the model was moved to another device or the options were changed."""
         self.settle(wait=True)  # read back what the old one still has
         self.executor = make_executor(self.options, self._whole_steps, self.partition.offered)
         self.refresher.executor = self.collector.executor = self.executor
@@ -241,7 +252,7 @@ class Engine:
     def attach_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Unscale all statistics captured from now on by this scaler."""
         self.options = self.collector.options = replace(self.options, grad_scaler=scaler)
-        self._moved()  # the choice of executor depends on the scaler
+        self._replace_executor()  # the choice of executor depends on the scaler
 
     def close(self) -> None:
         """Remove all hooks from the model and free what was captured."""

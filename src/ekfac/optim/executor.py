@@ -39,7 +39,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=Part)
 
 
-class Answer:
+class Readback:
     """A tensor that the host will read."""
 
     #: Whether the value may not have arrived yet.
@@ -64,13 +64,13 @@ class Executor:
     #: Whether whole steps can be replayed as CUDA graphs.
     can_replay = False
     #: Whether there are static buffers for what backward leaves.
-    keeps = False
+    has_static_buffers = False
     #: Whether to process captured tensors in the step, all at once, because launches cost more than the arithmetic.
-    waits = False
+    defers_statistics = False
     #: On the device, 0 if the last step was skipped, else 1; None if the host knows.
     last_mask: Tensor | None = None
     #: Whether the last update has left the weight average in the parameters.
-    shown = False
+    average_shown = False
     #: The largest magnitude of all gradients of a step, if the host knows it.
     largest = math.inf
 
@@ -79,7 +79,7 @@ class Executor:
         self.whole_steps = whole_steps
         self._exact = options.refresh.deterministic
         #: What the static buffers hold now, by the key of whoever filled them.
-        self.kept: dict[Hashable, Any] = {}
+        self.static_samples: dict[Hashable, Any] = {}
 
     def replay(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> bool:
         """Replay a recorded step; return False if the step has to be computed instead."""
@@ -109,11 +109,11 @@ class Executor:
             offsets: z - x of parameters whose average includes this step.
             weight: The weight of the newest parameters in the average.
             spared: Parameters that the default decay spares.
-            shows: Leave the average in the parameters and set :attr:`shown`.
+            shows: Leave the average in the parameters and set :attr:`average_shown`.
         """
         return False
 
-    def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+    def static_buffers_for(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
         """Return static buffers for copies of tensors that a replay will read; None if there is no room."""
         return None
 
@@ -155,7 +155,7 @@ class Executor:
         """
         return function(*tensors)
 
-    def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
+    def overlapped(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
         """Overlap the work inside, on tensors of this many numbers, with the next forward and backward pass."""
         return nullcontext()
 
@@ -180,9 +180,9 @@ class Executor:
         self.largest = max(numbers, default=0.0) if good else math.inf
         return good, None
 
-    def answer(self, value: Tensor) -> Answer:
+    def read_back(self, value: Tensor) -> Readback:
         """Return a handle by which the host can read a tensor later."""
-        return Answer(value)
+        return Readback(value)
 
     def close(self) -> None:
         """Free all recorded graphs and buffers."""

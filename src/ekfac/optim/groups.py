@@ -19,7 +19,7 @@ from ekfac.optim import options
 from ekfac.optim.base import copied
 from ekfac.optim.engine import Engine
 from ekfac.optim.options import FLAT, GROUPS, LARGEST, RULE_OPTIONS
-from ekfac.optim.statistics import ownership
+from ekfac.optim.statistics import takeover
 from ekfac.optim.step_size.adaptive_damping import Adaptation, AdaptiveDamping
 
 Groups = Iterable[dict[str, Any]] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -100,14 +100,14 @@ class Grouped(torch.optim.Optimizer):
         group["params"] = [(names[p], p) for p in parameters]
         return group
 
-    def _suit_derivatives(self, groups: Iterable[dict[str, Any]]) -> None:
+    def _use_derivative_defaults(self, groups: Iterable[dict[str, Any]]) -> None:
         """Switch to the defaults for losses with derivatives, where the user set none: no decay, and the rule's betas.
 
         Weight decay would pull the solution of the equation towards zero.
         """
         rule, changed = self.engine.elementwise.rule, set[nn.Parameter]()
         old: Any = self.defaults.get("betas")
-        new = rule.of_derivatives
+        new = rule.derivative_betas
         for group in groups:
             if group["cautious_decay"] and group["weight_decay"] == self.defaults["weight_decay"]:
                 group["weight_decay"] = 0.0
@@ -135,7 +135,7 @@ class Grouped(torch.optim.Optimizer):
         return self._adaptation
 
     @staticmethod
-    def _follow(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
+    def _follow_replacements(me: weakref.ref[Grouped]) -> Callable[[dict[nn.Parameter, nn.Parameter]], None]:
         """Return a callback that puts the model's replaced parameters, and their names, into the groups."""
 
         def replace(new: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -165,9 +165,9 @@ class Grouped(torch.optim.Optimizer):
             self._adaptation = self._adapts()
             raise
         self.engine.collector.set_parameters(self._all_parameters())
-        ownership.register(self.engine.collector)
+        takeover.register(self.engine.collector)
         if self.engine.schedule.derivatives:
-            self._suit_derivatives(self.param_groups[index:])
+            self._use_derivative_defaults(self.param_groups[index:])
 
     def _saved_groups(self, given: Any) -> list[dict[str, Any]]:
         """Check the groups of a checkpoint, and add options that older versions did not have."""

@@ -28,7 +28,7 @@ from ekfac.optim.options import (
     with_old_names,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
-from ekfac.optim.step_size.rate import course_of
+from ekfac.optim.step_size.lr_schedule import make_lr_schedule
 
 
 class KFAC(Optimizer):
@@ -119,7 +119,7 @@ class KFAC(Optimizer):
 
         step_size = arguments.pop("step_size")
         check_group("step_size", step_size)
-        course = course_of(step_size.decay_steps, None, None)
+        lr_schedule = make_lr_schedule(step_size.decay_steps, None, None)
         everything = {**update, "pi_correction": pi_correction, **arguments}
         super().__init__(
             model,
@@ -128,5 +128,5 @@ class KFAC(Optimizer):
             make_engine,
             everything,
             step_size,
-            course,
+            lr_schedule,
         )

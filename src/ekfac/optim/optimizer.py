@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.curvature.factors import no_autocast
-from ekfac.optim.base import Base, asked_by
+from ekfac.optim.base import Base, read_by_method_of
 from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
@@ -24,12 +24,12 @@ from ekfac.optim.state.average import load_average, save_average
 from ekfac.optim.state.outline import drop_outline, outline, outline_average
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.state.validation import check_number
-from ekfac.optim.statistics import ownership
-from ekfac.optim.step_size.adaptive_damping import Adaptation, Comparison
+from ekfac.optim.statistics import takeover
+from ekfac.optim.step_size.adaptive_damping import begin_comparison
 from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
+from ekfac.optim.step_size.lr_schedule import LRSchedule
 from ekfac.optim.step_size.max_change import bound_change
-from ekfac.optim.step_size.rate import RateCourse
 from ekfac.optim.step_size.weight_average import WeightAverage
 from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
 
@@ -47,7 +47,7 @@ class Optimizer(Base, Joinable, Grouped):
         make_engine: Makes the engine from the parameters and ``optimizer.state``.
         arguments: All arguments as given, for copies.
         step_size: What bounds the length of a step.
-        course: The built-in schedule of lr, for groups without a torch scheduler.
+        lr_schedule: The built-in schedule of lr, for groups without a torch scheduler.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Optimizer(Base, Joinable, Grouped):
         make_engine: Callable[[list[nn.Parameter], Any], Engine],
         arguments: dict[str, Any],
         step_size: StepSize,
-        course: RateCourse,
+        lr_schedule: LRSchedule,
     ) -> None:
         checks.model(model)
         self._arguments = {**arguments, "step_size": step_size}
         self.step_size = step_size
-        self.course = course
+        self.lr_schedule = lr_schedule
         self.kl_clip = KLClip(step_size.kl_clip)
         Grouped.__init__(self, model, params, defaults)
         self.state = states = States()
         self.engine = make_engine(self._all_parameters(), states)
         states.follow(self.engine)
-        self.engine.collector.on_changed = self._follow(weakref.ref(self))
+        self.engine.collector.on_changed = self._follow_replacements(weakref.ref(self))
         engine = weakref.proxy(self.engine)
-        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.answer(value))
+        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.read_back(value))
         forwards = self.engine.collector.capture.forwards
         forwards.on_begin, forwards.on_frozen = self.average.before_forward, self.average.before_frozen
         compares = self.engine.method.compares_gradients
@@ -81,7 +81,7 @@ class Optimizer(Base, Joinable, Grouped):
         except ValueError:
             self.close()
             raise
-        ownership.register(self.engine.collector)
+        takeover.register(self.engine.collector)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,11 +98,12 @@ class Optimizer(Base, Joinable, Grouped):
         if engine.outlined:
             drop_outline(engine)
         if self._join_config is not None:
-            self._not_joined_yet()
+            self._notify_join()
         adaptation = None if self._adaptation is None else self._adapts()
         if adaptation is not None:
             engine.settle()
-            comparison = self._comparison(adaptation, closure)
+            maximize = self.param_groups[0]["maximize"]
+            comparison = begin_comparison(adaptation, engine, closure, maximize, self.average)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -117,8 +118,10 @@ class Optimizer(Base, Joinable, Grouped):
             if comparison is not None:
                 comparison.before(loss)
             try:
-                rates, engine.executor.shown = self._rates(), False
-                ok = engine.executor.last_mask if (done := engine.step(rates, self._apply)) else None
+                rates = self._rates()
+                engine.executor.average_shown = False
+                done = engine.step(rates, self._apply)
+                ok = engine.executor.last_mask if done else None
                 if rates.called is not None:  # other processes contribute to the update; it is complete only here
                     self.average.after_update(self.average.in_update, self.average.weight, ok)
             except BaseException:
@@ -126,13 +129,13 @@ class Optimizer(Base, Joinable, Grouped):
                 raise
         if done and comparison is not None:
             comparison.after()
-        self.average.end_step(done, ok, engine.executor.shown)
+        self.average.end_step(done, ok, engine.executor.average_shown)
         if done:
             known = engine.schedule.derivatives
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
             if engine.schedule.derivatives and not known:
-                self._suit_derivatives(self.param_groups)
+                self._use_derivative_defaults(self.param_groups)
         return loss
 
     def _only_to_initialise(self) -> bool:
@@ -148,29 +151,13 @@ class Optimizer(Base, Joinable, Grouped):
         with_momentum = {p for g in self.param_groups if g["momentum"] for p in g["params"]}
         outline(self.engine, Rates(groups, self._group_of), with_momentum)
 
-    def _comparison(self, adaptation: Adaptation, closure: Callable[[], Any] | None) -> Comparison | None:
-        """Prepare to compare the actual with the predicted decrease of the loss; None if damping does not adapt now."""
-        if closure is None:
-            raise ValueError(
-                "step() with AdaptiveDamping needs a closure, because it evaluates the loss after the update too: "
-                "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
-            )
-        if self.engine.partition.sharded:
-            raise ValueError(
-                "damping=AdaptiveDamping(...) with parameters that are sharded over ranks. Allowed: a number, a "
-                "function of the step, or whole parameters on every rank"
-            )
-        if not adaptation.due(self.engine.schedule.applied_steps):
-            return None
-        return Comparison(adaptation, self.engine, closure, self.param_groups[0]["maximize"], self.average)
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # If this is True, a GradScaler passes its findings to step() in attributes. This reveals a scaler that was not
         # passed to us (s would be too large by the square of its scale), and lets processes skip a step together.
         # Other callers, such as Lightning, take True to mean that gradients cannot be clipped; for them it is False.
         options = self.engine.options
-        return asked_by(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
+        return read_by_method_of(torch.amp.GradScaler) and (options.grad_scaler is None or options.processes.size > 1)
 
     def _apply_scaler(self) -> None:
         """Unscale the gradients if the scaler leaves that to the step; refuse a scaler that was not passed."""
@@ -189,75 +176,90 @@ class Optimizer(Base, Joinable, Grouped):
         )
 
     def _rates(self) -> Rates:
-        """Return the scheduled lr, damping, L2 penalty and sign of every group in this step.
+        """Return lr, damping, L2 penalty and sign of every group in this step, and begin the weight average's step.
 
-        The schedule applies to groups without a torch scheduler. The built-in one, with its weight averaging, does not
-        apply to groups with an lr of their own; averaging that was requested explicitly applies to all groups.
+        The built-in schedule and its weight average apply to groups with neither a torch scheduler nor an lr of their
+        own. Averaging that was requested explicitly applies to all groups.
         """
-        t, automatic, average = self.engine.schedule.applied_steps, self.course.automatic, self.average
-        factor, factor_of_named = self.course.factor(t, self.engine.schedule.derivatives), self.course.named.factor(t)
+        schedule, average, t = self.lr_schedule, self.average, self.engine.schedule.applied_steps
+        default_factor = schedule.factor(t, self.engine.schedule.derivatives)
+        explicit_factor, automatic = schedule.explicit.factor(t), schedule.automatic
         groups, fixed, compares = [], [], self.lr_fraction.start is not None
         averaged: list[nn.Parameter] = []
-        for index, g in enumerate(self.param_groups):
-            lr, tensor = g["lr"], isinstance(g["lr"], Tensor)
-            if tensor or index in self._damping_functions or self._checked.get(index) != (lr, g["damping"]):
+        for index, group in enumerate(self.param_groups):
+            lr, tensor = group["lr"], isinstance(group["lr"], Tensor)
+            if tensor or index in self._damping_functions or self._checked.get(index) != (lr, group["damping"]):
                 self._check_group(index)
             lr = lr.reshape(()) if tensor else lr
-            l2 = 0.0 if g["decoupled_weight_decay"] else float(g["weight_decay"])
-            named = automatic and (g["lr_named"] or (tensor and lr.is_cuda) or bool(lr != self.defaults["lr"]))
-            scheduled = "initial_lr" in g  # written by all torch schedulers
-            times = 1.0 if scheduled else factor_of_named if named else factor
-            lr = lr if times == 1.0 else lr * times
-            if average.wanted or (average.wanted is None and automatic and not (named or scheduled)):
-                averaged += g["params"]
-            groups.append(GroupRates(lr, g["damping"], l2, bool(g["maximize"]), g.get("betas"), compares))
-            fixed.append((*(g[name] for name in BUILT_IN), len(g["params"]), *g.get("betas", ())[1:]))
-        at = self.engine.partition.generation, *[len(g["params"]) for g in self.param_groups]
-        if at != self._indexed:
+            # A tensor on a GPU was set by the user; comparing it would make the host wait.
+            explicit = automatic and (group["lr_named"] or (tensor and lr.is_cuda) or bool(lr != self.defaults["lr"]))
+            by_torch = "initial_lr" in group  # written by all torch schedulers
+            factor = 1.0 if by_torch else explicit_factor if explicit else default_factor
+            lr = lr if factor == 1.0 else lr * factor
+            if average.wanted or (average.wanted is None and automatic and not (explicit or by_torch)):
+                averaged += group["params"]
+            l2, betas = 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"]), group.get("betas")
+            groups.append(GroupRates(lr, group["damping"], l2, bool(group["maximize"]), betas, compares))
+            fixed.append((*(group[name] for name in BUILT_IN), len(group["params"]), *(betas or ())[1:]))
+        indexed = self.engine.partition.generation, *[len(group["params"]) for group in self.param_groups]
+        if indexed != self._indexed:
             self._index()
-            self._indexed = at
+            self._indexed = indexed
         clips = self.kl_clip.bound is not None
-        if self.engine.shares():
+        if self.engine.shares():  # what to average is decided with the other processes, in _apply
             average.enter_step()
-            own = average.called, average.mended.found
-            return Rates(groups, self._group_of, (), (), 0.0, *own, tuple(averaged), clips)
+            return Rates(
+                groups,
+                self._group_of,
+                called=average.called,
+                weights_edited=average.edits.systematic,
+                candidates=tuple(averaged),
+                keeps_gradients=clips,
+            )
         average.begin_step(averaged, self._group_of, t)
-        at_once, shows = tuple(average.averaged), average.takes_all and self._adaptation is None  # which needs z
-        everything = tuple(fixed), self.step_size, shows, tuple(map(ADDRESS, (*at_once, *average.in_step)))
-        return Rates(groups, self._group_of, everything, at_once, average.weight, keeps_gradients=clips, shows=shows)
+        shows = average.takes_all and self._adaptation is None  # adaptive damping needs z after the update
+        addresses = tuple(map(ADDRESS, (*average.averaged, *average.in_step)))
+        return Rates(
+            groups,
+            self._group_of,
+            fixed=(tuple(fixed), self.step_size, shows, addresses),
+            averaged=tuple(average.averaged),
+            average_weight=average.weight,
+            keeps_gradients=clips,
+            shows=shows,
+        )
 
     def _apply(self, inputs: StepInputs, directions: list[Direction], rates: Rates) -> None:
-        """Bound the directions' length and update the parameters."""
-        lrs, adapts = [group.lr for group in rates.groups], self.lr_fraction.start is not None
-        if adapts:
+        """Bound the length of the step, update the parameters, and include them in the weight average."""
+        processes, lrs = self.engine.options.processes, [group.lr for group in rates.groups]
+        steps, shortened = {p: step for d in directions for p, step in d.steps.items()}, None
+        max_change, clips, adapts = self.step_size.max_change, self.kl_clip.bound is not None, self.lr_fraction.start
+        if adapts is not None:
             fraction = self.lr_fraction.take(directions, inputs.ok)
             lrs = [lr * fraction for lr in lrs]
-        steps, factors = {p: step for d in directions for p, step in d.steps.items()}, None
-        most, clips = self.step_size.max_change, self.kl_clip.bound is not None
-        bounded = most is not None or clips
-        lr_of = {p: lrs[index] for p, index in rates.group_of.items()} if bounded else {}
-        if most is not None:
-            processes = self.engine.options.processes
-            steps, factors = bound_change(directions, lr_of, most, inputs.gradients, processes, inputs.weights)
-        if adapts:
-            self.lr_fraction.follow(directions, factors, inputs.ok)
+        lr_of = {p: lrs[index] for p, index in rates.group_of.items()} if clips or max_change is not None else {}
+        if max_change is not None:
+            steps, shortened = bound_change(directions, lr_of, max_change, inputs.gradients, processes, inputs.weights)
+        if adapts is not None:
+            self.lr_fraction.follow(directions, shortened, inputs.ok)
         if clips:
-            steps = self.kl_clip(steps, directions, lr_of, inputs, self.engine.options.processes)
-        averaged = rates.averaged
-        if rates.called is not None:
-            shared = Shared(inputs.gradients, inputs.called, inputs.mended)
-            self.average.begin_step(rates.candidates, (), self.engine.schedule.applied_steps, shared)
-            averaged = tuple(self.average.averaged)
+            steps = self.kl_clip(steps, directions, lr_of, inputs, processes)
+
+        average, averaged, together = self.average, rates.averaged, rates.called is not None
+        if together:
+            agreed = Shared(inputs.gradients, inputs.called, inputs.weights_edited)
+            average.begin_step(rates.candidates, (), self.engine.schedule.applied_steps, agreed)
+            averaged = tuple(average.averaged)
         elif self.engine.executor.can_replay:
-            offsets = {p: self.average.offsets[p] for p in averaged}
+            offsets = {p: average.offsets[p] for p in averaged}
             kept = offsets, rates.average_weight, self._spared, rates.shows
             if self.engine.executor.update(self.param_groups, lrs, steps, inputs, *kept):
                 return
-        self.average.before_update(averaged)
+        average.before_update(averaged)
         for group, lr in zip(self.param_groups, lrs, strict=True):
             self._update_parameters(group, steps, lr, inputs)
-        if rates.called is None:
-            self.average.after_update(averaged, rates.average_weight, inputs.ok)
+        if not together:  # else step() does this, after the other processes' parameters have arrived
+            average.after_update(averaged, rates.average_weight, inputs.ok)
 
     def _update_parameters(
         self, group: dict[str, Any], steps: dict[nn.Parameter, Tensor], lr: float | Tensor, inputs: StepInputs
@@ -322,8 +324,8 @@ class Optimizer(Base, Joinable, Grouped):
         extra["pace"] = self.lr_fraction.save()
         names, processes = self.engine.partition.names, self.engine.options.processes
         if self.engine.outlined:
-            usual_lr = self.defaults["lr"] if self.course.automatic else None
-            extra["average"] = outline_average(self.average, self.param_groups, usual_lr, names)
+            default_lr = self.defaults["lr"] if self.lr_schedule.automatic else None
+            extra["average"] = outline_average(self.average, self.param_groups, default_lr, names)
         else:
             extra["average"] = save_average(self.average, names, processes)
         extra["adaptive_damping"] = None if self._adaptation is None else self._adaptation.save()
@@ -348,12 +350,8 @@ class Optimizer(Base, Joinable, Grouped):
         found = state_dict.get("state")
         if not isinstance(found, Mapping):
             raise ValueError(f"state_dict, 'state': is of type {type(found).__name__}. Allowed: a dict")
-        places = [
-            (i, p)
-            for g, own in zip(groups, self.param_groups, strict=True)
-            for i, p in zip(g["params"], own["params"], strict=True)
-        ]
-        loaded = checkpoint.prepare(self.engine, saved, {p: found[index] for index, p in places if index in found})
+        places = zip((i for group in groups for i in group["params"]), self._all_parameters(), strict=True)
+        loaded = checkpoint.prepare(self.engine, saved, {p: found[i] for i, p in places if i in found})
         check_number("'kl_clip_hits'", saved.get("kl_clip_hits"), least=0)
         self.lr_fraction.check(saved.get("pace"))
         if self._adaptation is not None:

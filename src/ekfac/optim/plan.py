@@ -21,6 +21,7 @@ from ekfac.curvature.summary import Row, Summary, human, summarise
 from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
 from ekfac.optim.options import Coverage, Refresh, check_group
+from ekfac.optim.statistics.fingerprints import is_strict
 from ekfac.optim.statistics.partition import blocks_under
 from ekfac.optim.statistics.schedule import BATCHES, INTERVAL, LATER, LATER_BATCHES, stretches
 
@@ -178,7 +179,7 @@ def plan(
     check_group("coverage", coverage)
     parameters = [p for p in model.parameters() if p.requires_grad]
     covered, rest = eigen_methods(take_rule({"scaling": scaling}), "spectral")
-    blocks = blocks_under(coverage, model, parameters)
+    blocks = blocks_under(coverage, model, parameters, through=not is_strict(covered, coverage))
     summary = summarise(blocks, lambda b: (covered if b.covered else rest).numbers(b))
     calls, own, n = ({}, None, None) if batch is None else watched(model, blocks, batch)
     kind = torch.device(device).type if device is not None else parameters[0].device.type

@@ -22,7 +22,7 @@ from ekfac.optim.methods.rules import Rule
 from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, with_old_names
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
-from ekfac.optim.statistics import ownership
+from ekfac.optim.statistics import takeover
 from ekfac.optim.types import Direction, GroupRates, Rates, StepInputs
 
 
@@ -105,7 +105,7 @@ class Preconditioner(Base):
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         parameters, methods = list(model.parameters()), eigen_methods(rule, mode)
         self.engine = Engine(model, parameters, EngineOptions(**arguments), *methods, self.state, whole_steps=False)
-        ownership.register(self.engine.collector)
+        takeover.register(self.engine.collector)
 
     def step(self) -> bool:
         """Replace every ``.grad`` by its preconditioned form, in place.

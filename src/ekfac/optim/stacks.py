@@ -6,7 +6,7 @@ reads, saves or changes the state of one block need not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim.statistics.partition import Partition
-from ekfac.optim.types import BlockStep, Direction
+from ekfac.optim.types import BlockStep, Direction, Rates, StepInputs
 
 #: State that belongs to a parameter rather than the block, and is not stacked.
 APART = frozenset({"momentum_buffer"})
@@ -73,10 +73,10 @@ class Stack:
             self.state[name] = torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)
         for name in tensors_in(self.state) - names:
             del self.state[name]
-        self.hand_down(states)
+        self.update_views(states)
         return True
 
-    def hand_down(self, states: list[Any]) -> None:
+    def update_views(self, states: list[Any]) -> None:
         """Give each block a view of its part of every new stacked tensor."""
         for name in tensors_in(self.state):
             stacked = self.state.__dict__[name]
@@ -127,9 +127,9 @@ class Stacks:
             found.append(stack)
         return found
 
-    def hand_down(self, stack: Stack) -> None:
+    def update_views(self, stack: Stack) -> None:
         """Give each block of a stack a view of its part of every new stacked tensor."""
-        stack.hand_down(self.states(stack))
+        stack.update_views(self.states(stack))
 
     def states(self, stack: Stack) -> list[Any]:
         """Return the states of a stack's blocks."""
@@ -149,6 +149,85 @@ class Stacks:
         self._of = {block: stack for stack in stacks for block in stack.blocks}
 
 
+def block_step(
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool, bounded: bool = False
+) -> BlockStep:
+    """Return the gradient to precondition, ``[G, O, C]`` of each block, and how to recover what backward left.
+
+    The gradient is the current ``.grad``, normalised to a mean over examples, with L2 penalty and sign. If it was
+    rescaled as a whole, ``ratio`` undoes that; if it differs in other ways, ``left`` is the gradient as backward left
+    it, which updates the scaling. So clipping never enlarges an update. torch's own rules square the penalty too
+    (``squares_penalty``). If the step is skipped, all are zero, unless the method tolerates non-finite gradients
+    (``bounded``).
+    """
+    G, ratio, left = _gradient_of(blocks, inputs, rates, squares_penalty)
+    if inputs.bad is not None and not bounded:
+        G = G.masked_fill(inputs.bad, 0.0)
+        ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
+    own = rates.groups[rates.group_of[blocks[0].key]]
+    small = inputs.small and ratio is None and left is None
+    return BlockStep(G, inputs.n, own, inputs.ok, ratio, left, blocks=len(blocks), small=small)
+
+
+def _gradient_of(
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the blocks' gradients, and the factor that undoes a rescaling or the gradients as backward left them."""
+    rescaled, mean, dtype, penalised = inputs.rescaled, inputs.mean, blocks[0].dtype, False
+    each: list[dict[str, Tensor]] = []
+    for block in blocks:
+        each.append(gradients := {})
+        for role, p in block.parameters.items():
+            given, group = inputs.gradients.get(p), rates.groups[rates.group_of[p]]
+            g = torch.zeros(p.shape, device=p.device) if given is None else given
+            if g.dtype != dtype:
+                g = g.to(dtype)
+            if isinstance(mean, Tensor) or mean != 1:
+                g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
+            gradients[role] = g
+            penalised |= group.maximize or bool(group.l2)
+    if len(blocks) > 1:
+        if not (rescaled or penalised):
+            return blocks[0].layer.stack_all([block.layer for block in blocks], each), None, None
+        return _one_by_one(blocks, inputs, rates, squares_penalty)
+    parameters, stack = blocks[0].parameters, blocks[0].layer.stack
+    G, ratio, left = stack(gradients), None, None
+    if rescaled:
+        own = {role: rescaled[p] for role, p in parameters.items() if p in rescaled}
+        if own and len(parameters) == 1:
+            ratio = next(iter(own.values())).to(dtype)
+        elif own:
+            left = stack({role: g * own.get(role, 1.0) for role, g in gradients.items()})
+    if penalised:
+        groups = {role: rates.of(p) for role, p in parameters.items()}
+        whole = left if left is not None else G if ratio is None else G * ratio
+        weights = {role: inputs.weights.get(p, p).to(dtype) for role, p in parameters.items()}
+        penalty = stack({role: groups[role].l2 * weight for role, weight in weights.items()})
+        sign = stack(
+            {role: torch.full_like(g, -1.0 if groups[role].maximize else 1.0) for role, g in gradients.items()}
+        )
+        G = sign * G + penalty
+        left, ratio = (sign * whole + penalty if squares_penalty else whole), None
+    return G, ratio, left
+
+
+def _one_by_one(
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
+) -> tuple[Tensor, None, Tensor | None]:
+    found = [_gradient_of((block,), inputs, rates, squares_penalty) for block in blocks]
+    gradients, ratios, lefts = zip(*found, strict=True)
+    if all(r is None for r in (*ratios, *lefts)):
+        return torch.cat(gradients), None, None
+    whole = [g if r is None else g * r for g, r, _ in found]
+    left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
+    return torch.cat(gradients), None, left
+
+
 def tensors_in(state: Any) -> set[str]:
     """Return the names of a state's tensors that can be stacked."""
     return {name for name, value in state.__dict__.items() if isinstance(value, Tensor)} - APART
+
+
+def concatenated(tensors: list[Tensor]) -> Tensor:
+    """Concatenate tensors; return a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

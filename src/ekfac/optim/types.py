@@ -32,7 +32,7 @@ UNKNOWN = -1
 ALWAYS = {"near": UNKNOWN, "failed_refreshes": 0, "strayed": 0}
 
 
-def filled(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_empty(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without its empty entries, which torch's flattening of state dicts adds."""
     return {
         name: value
@@ -68,7 +68,7 @@ class BlockState(MutableMapping[str, Any]):
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         known = {f.name for f in fields(self)}
-        self.__dict__.update({name: v for name, v in filled(values or {}).items() if name in known})
+        self.__dict__.update({name: v for name, v in without_empty(values or {}).items() if name in known})
 
     def __getitem__(self, name: str) -> Any:
         known = self.__dict__
@@ -177,7 +177,7 @@ class Rates:
         averaged: Parameters whose running average includes this step.
         average_weight: The weight of the newest parameters in the average.
         called: How the model was called since the last step; set only if processes have yet to agree on it.
-        mended: In that case, whether this process saw weights change between steps.
+        weights_edited: In that case, whether this process saw weights change between steps.
         candidates: In that case, parameters whose average includes this step if any process has their gradient.
         keeps_gradients: Whether the update reads the gradients behind the directions.
         shows: Whether ``averaged`` are all parameters with an average, so that the update may swap the average in.
@@ -189,7 +189,7 @@ class Rates:
     averaged: tuple[nn.Parameter, ...] = ()
     average_weight: float | Tensor = 0.0
     called: int | None = None
-    mended: bool = False
+    weights_edited: bool = False
     candidates: tuple[nn.Parameter, ...] = ()
     keeps_gradients: bool = True
     shows: bool = False
@@ -206,12 +206,12 @@ class Shared:
     Attributes:
         gradients: Parameters with a gradient on any process.
         called: The maximum of how the model was called, over processes.
-        mended: Whether any process saw weights change between steps.
+        weights_edited: Whether any process saw weights change between steps.
     """
 
     gradients: Collection[nn.Parameter]
     called: int
-    mended: bool = False
+    weights_edited: bool = False
 
 
 @dataclass
@@ -241,7 +241,7 @@ class StepInputs:
         weights: The tensors that the update changes if not the parameters themselves: real views of complex parameters,
             and the full tensors of sharded parameters that this process owns.
         called: How the model was called since the last step, the maximum over processes.
-        mended: Whether any process saw weights change between steps.
+        weights_edited: Whether any process saw weights change between steps.
         unseen: With several processes, covered blocks of which none has statistics.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
     """
@@ -267,7 +267,7 @@ class StepInputs:
     bad: Tensor | None = None
     weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     called: int = 0
-    mended: bool = False
+    weights_edited: bool = False
     unseen: set[Block] = field(default_factory=set)
     small: bool = False
 

@@ -270,8 +270,21 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.hidden, h, use_reentrant=False))
 
 
+class Sloped(nn.Module):
+    """A PReLU, of whose slope torch's nested vmap makes a wrong gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.act = nn.PReLU(3)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.act(self.embedding(tokens).transpose(1, 2)).mean(2))
+
+
 @pytest.mark.filterwarnings("ignore:torch.func.vmap cannot trace:RuntimeWarning")
-@pytest.mark.parametrize("make", [Twice, Attention, Recurrent, Branching, Checkpointed])
+@pytest.mark.parametrize("make", [Twice, Attention, Recurrent, Branching, Checkpointed, Sloped])
 @pytest.mark.parametrize("estimate", ["empirical", "exact"])
 def test_any_module(make: type[nn.Module], estimate: str) -> None:
     """The full matrix, whatever route it took, against backward passes of one example at a time."""
@@ -304,6 +317,15 @@ def test_vmap_that_fails_is_reported() -> None:
     model = Branching().double()
     with pytest.warns(RuntimeWarning, match="one example at a time"):
         fisher(model, [(torch.randint(4, (3, 2)), torch.randint(5, (3,)))], "categorical", approximation="full")
+
+
+def test_a_loss_goes_where_the_copy_of_the_model_goes() -> None:
+    torch.manual_seed(0)
+    loss = nn.CrossEntropyLoss(weight=torch.rand(4), reduction="none")
+    model, data = mlp().float(), [(x.float(), y) for x, y in batches()]
+    G = fisher(model, data, loss, approximation="diagonal", dtype=DOUBLE)
+    close(fisher(model, data, loss, approximation="diagonal").diagonal().double(), G.diagonal(), 1e-4)
+    assert loss.weight is not None and loss.weight.dtype == torch.float32
 
 
 class Elsewhere(nn.Module):

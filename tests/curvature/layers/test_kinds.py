@@ -692,7 +692,6 @@ class DroppedState(nn.Module):
         (lambda: nn.LSTM(3, 4, num_layers=2, dropout=0.1), (5, 2, 3), "LSTM has .* dropout between its layers"),
         (lambda: nn.GRU(3, 4, num_layers=3, dropout=0.5), (5, 2, 3), "GRU has .* dropout between its layers"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (5, 3), "a parametrization computes"),
-        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), (5, 3), "a parametrization computes"),
         (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 4)), (5, 3), "a parametrization computes"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), (5, 3, 6), "a parametrization computes"),
         (lambda: weight_norm(nn.LSTM(3, 4), "weight_hh_l0"), (5, 2, 3), "LSTM has derived weights"),

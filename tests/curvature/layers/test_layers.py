@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ekfac import summary
+import ekfac
 from helpers import (
     LOSSES,
     assert_same_weights,
@@ -42,6 +42,8 @@ RULES: dict[str, dict[str, Any]] = {
     "KFAC": {"optimizer": "KFAC"},
     "KFAC without pi": {"optimizer": "KFAC", "pi_correction": False},
 }
+#: torch's own parametrizations.
+WAYS = nn.utils.parametrizations
 COMMON: dict[str, Any] = {"lr": 0.1, "damping": 0.03, "refresh_every": 2, "factor_decay": 0.6}
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -564,19 +566,68 @@ def test_layers_that_cannot_be_read_are_diagonal_and_say_why(kind: str, rule: st
     model = Sequence(kind).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.warns(UserWarning, match=r"% of the parameters have no Kronecker or exact block.*inner"):
-        compare_with_oracle(
+        opt: Any = compare_with_oracle(
             model,
             LOSSES["mean"],
             batches_for(model, (3, 4), steps=4),
             oracle_model=copy.deepcopy(model),
             **COMMON,
             **RULES[rule],
-        )
+        )[0]
     for name, p in model.named_parameters():
         assert not torch.equal(p, before[name]), name
-    for line in str(summary(model)).splitlines():
+    for line in str(opt.summary()).splitlines():
         if "inner" in line:
             assert "diagonal (" in line, line
+
+
+NORMED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "weight norm": (lambda: WAYS.weight_norm(nn.Linear(4, 4)), (3, 4)),
+    "weight norm, no bias": (lambda: WAYS.weight_norm(nn.Linear(4, 4, bias=False)), (3, 4)),
+    "weight norm of columns": (lambda: WAYS.weight_norm(nn.Linear(4, 4), dim=1), (3, 4)),
+    "spectral norm": (lambda: WAYS.spectral_norm(nn.Linear(4, 4)).eval(), (3, 4)),
+    "convolution": (lambda: WAYS.weight_norm(nn.Conv1d(4, 4, 2, padding="same")), (4, 3)),
+    "transposed convolution": (lambda: WAYS.spectral_norm(nn.ConvTranspose1d(4, 4, 1)).eval(), (4, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+@pytest.mark.parametrize("scaling", ["belief", "adam", "rmsprop", "adagrad"])
+def test_weights_that_a_norm_makes_are_trained_in_the_basis_of_their_layers_calls(kind: str, scaling: str) -> None:
+    """Rules that take no more than a basis from the calls; the gradient is that of what is trained."""
+    torch.manual_seed(0)
+    build, shape = NORMED[kind]
+    model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), nn.Tanh(), build(), nn.Flatten(), nn.Linear(12, 2)).double()
+    steps = batches_for(model, shape, n=40, steps=5)
+    own: dict[str, Any] = {"betas": (0.95, 0.95), "weight_decay": 0.0} if scaling == "belief" else {}
+    own |= {"scaling": scaling, "eps": 1e-5, "lr": 0.01, "refresh_every": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # the weight is not said to be used elsewhere
+        opt, _ = compare_with_oracle(model, LOSSES["mean"], steps, tolerance=1e-8, **own)
+    (row,) = [row for row in opt.summary().rows if row.name == "2"]
+    assert row.block.startswith("kronecker") and "computed from it" in row.block
+
+
+@pytest.mark.parametrize("kind", ["weight norm", "spectral norm"])
+def test_a_basis_helps_weights_that_a_norm_makes(kind: str) -> None:
+    def after(steps: int, seed: int, **coverage: Any) -> float:
+        torch.manual_seed(seed)
+        norm = getattr(WAYS, kind.replace(" ", "_"))
+        layers = [norm(nn.Linear(24, 24)), norm(nn.Linear(24, 6)), norm(nn.Linear(6, 24)), nn.Linear(24, 24)]
+        model = nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
+        opt = ekfac.EKFAC(model, total_steps=steps, coverage=ekfac.Coverage(**coverage))
+        mix, losses = torch.randn(4, 24), []
+        for _ in range(steps):
+            x = (torch.randn(32, 4) @ mix).tanh()
+            opt.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+        return sum(losses[-20:])
+
+    found, without = (sum(after(150, seed, **own) for seed in range(3)) for own in ({}, {"exclude": ["0", "2", "4"]}))
+    assert found < 0.92 * without
 
 
 # ------------------------------------------------------- gradients that do not pass through the layers' calls

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ekfac import Curvature, fisher
+from ekfac import Curvature, correlation, fisher, relative_error
 from ekfac.curvature.operators.dense import RowsPart
 from fisher_cases import Case, cases
 
@@ -170,3 +170,36 @@ def test_restricted_to_a_layer(case: Case) -> None:
         close(one.dense(), full.dense()[places][:, places])
         close(three.dense(), kronecker.dense()[places][:, places])
         close(full.power(0.5, 0.1).restrict(layer).dense(), full.power(0.5, 0.1).dense()[places][:, places])
+
+
+@approximation
+def test_autocast_changes_no_operator(approximation: str) -> None:
+    """Each operator begins inside autocast, as a basis that is computed when first needed would keep its rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    data = [(torch.randn(20, 6), torch.randint(3, (20,))) for _ in range(2)]
+    v = torch.randn(53)
+
+    def all_of_it() -> list[Tensor]:
+        G = fisher(model, data, "categorical", approximation=approximation)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            found = [G @ v, G.solve(v, 0.1), G.power(-0.5, 0.1) @ v, G.project(v), G.dense(), G.diagonal()]
+            pair = [G.restrict("0").eigenvalues(), relative_error(G, G.power(2)), correlation(G, range(9), basis=G)]
+            return [*found, *pair, G.sample(2, 0.1, generator=torch.Generator().manual_seed(0))["0.weight"]]
+
+    half = True
+    inside = all_of_it()
+    half = False
+    assert all(torch.equal(one, two) for one, two in zip(inside, all_of_it(), strict=True))
+
+
+@approximation
+def test_fisher_under_autocast(approximation: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    data = [(torch.randn(20, 6), torch.randint(3, (20,)))]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = fisher(model, data, "categorical", approximation=approximation, estimate="exact")
+    assert half.dtype == torch.float32
+    whole = fisher(model, data, "categorical", approximation=approximation, estimate="exact")
+    assert float(relative_error(whole, half)) < 0.02

@@ -242,7 +242,7 @@ def test_the_update_leaves_the_average_in_the_parameters(model: str, monkeypatch
                     next(training.model.parameters()).grad.view(-1)[0] = float("nan")
                 training.opt.step()
                 training.look()
-                told.append(training.opt.engine.executor.shown)
+                told.append(training.opt.engine.executor.average_shown)
             assert training.replays > 3
             assert sum(told) >= 10 if shows else not any(told)
             found.append(training)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import ekfac
 from ekfac.curvature import factors
-from ekfac.optim.cuda.nonfinite import PinnedAnswer
+from ekfac.optim.cuda.nonfinite import PinnedReadback
 from emulated_cuda import emulated
 from emulated_trainings import MODELS, SMOOTH, Training, poisons
 
@@ -128,7 +128,7 @@ def test_an_answer_is_awaited_on_the_device_that_gives_it(monkeypatch: pytest.Mo
         asked: list[Any] = []
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: (asked.append(of), device.stream)[1])
         value = torch.ones(3, device="cuda")
-        assert PinnedAnswer(value).ready(wait=True) and asked == [value.device]
+        assert PinnedReadback(value).ready(wait=True) and asked == [value.device]
 
 
 def test_products_on_a_gpu_ask_nothing_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

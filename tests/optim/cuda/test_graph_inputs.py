@@ -224,7 +224,8 @@ def test_batches_of_all_sizes_are_one_step_where_nothing_is_taken_in_of_them(rec
 def test_batches_of_which_too_much_would_be_kept_have_no_place(recording: Torch) -> None:
     model, opt = small(refresh_every=16, numerics=ekfac.Numerics(memory_limit=16 * 6 * 8 * 15 // 2))
     assert replayed(model, opt, 40) == 40 - 1 - REPEATS
-    assert opt.engine.executor.waits and not (opt.engine.executor.keeps or opt.engine.executor.kept)
+    executor = opt.engine.executor
+    assert executor.defers_statistics and not (executor.has_static_buffers or executor.static_samples)
     recorded = opt.engine.executor.step_graphs._recorded.values()
     assert len(recorded) == 1 and not any(step.inputs.samples for step in recorded)
 

@@ -16,10 +16,10 @@ pytestmark = [
 ]
 
 ON_TWO = (
-    "fsdp", "fsdp_in_other_ways", "tensor_parallel", "other_kinds_of_layers", "preconditioner", "mixed_precision",
-    "refusals", "scaler_skips_on_one_rank", "bytes_and_messages",
+    "ddp", "fsdp", "fsdp_in_other_ways", "tensor_parallel", "other_kinds_of_layers", "preconditioner",
+    "mixed_precision", "refusals", "scaler_skips_on_one_rank", "bytes_and_messages",
 )  # fmt: skip
-ON_FOUR = ("fsdp", "hsdp", "tensor_parallel", "bytes_and_messages")
+ON_FOUR = ("ddp", "fsdp", "hsdp", "tensor_parallel", "bytes_and_messages")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,9 @@ def assert_as_one(ends: list[Any], method: str) -> None:
 @pytest.mark.parametrize(
     ("world", "layout", "method"),
     [
+        *((2, "ddp", method) for method in worker.HYBRID),
         *((2, "fsdp", method) for method in worker.base.TRAJECTORIES),
-        *((4, layout, method) for layout in ("fsdp", "hsdp") for method in worker.ON_FOUR[layout]),
+        *((4, layout, method) for layout in ("ddp", "fsdp", "hsdp") for method in worker.ON_FOUR[layout]),
     ],
 )
 def test_ranks_train_as_one_process_does(world: int, layout: str, method: str, request: pytest.FixtureRequest) -> None:
@@ -75,6 +76,7 @@ def test_it_does_not_matter_what_is_sharded_when(layout: str, method: str, two: 
 def test_ranks_compute_layers_together(layout: str, method: str, world: int, request: pytest.FixtureRequest) -> None:
     expected = worker.spread(method, layout)
     for end in of(request.getfixturevalue({2: "two", 4: "four"}[world]), "tensor_parallel"):
+        assert end[f"{layout}: {method}"]["skipped"] == expected["skipped"] == 1
         assert_near(end[f"{layout}: {method}"]["model"], expected["model"])
 
 
@@ -83,6 +85,7 @@ def test_ranks_compute_layers_together(layout: str, method: str, world: int, req
 def test_more_ranks_compute_layers_together(layout: str, method: str, world: int, more: Ends) -> None:
     expected = worker.spread(method, layout)
     for end in of(more, "more_on_four"):
+        assert end[f"{layout}: {method}"]["skipped"] == expected["skipped"] == 1
         assert_near(end[f"{layout}: {method}"]["model"], expected["model"])
 
 

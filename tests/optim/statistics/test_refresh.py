@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ekfac
-from ekfac.optim.executor import Answer
+from ekfac.optim.executor import Readback
 from ekfac.optim.methods.rules import PerExample
 from ekfac.optim.statistics import schedule
 from ekfac.optim.statistics.refresh import Renewal
@@ -97,7 +97,7 @@ def test_one_stray_turn_costs_no_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = trained(12, refresh_every=1000)
     before = opt.stats()
     block = opt.engine.partition.blocks[0]
-    opt.engine.schedule.pending.append(([block], Answer(torch.tensor([0.9]))))
+    opt.engine.schedule.pending.append(([block], Readback(torch.tensor([0.9]))))
     model = opt.model
     for _ in range(2):
         opt.zero_grad()

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import ekfac
 from ekfac.optim.optimizer import decay
-from ekfac.optim.step_size.rate import course_of
-from ekfac.optim.step_size.usual import usual_rate, usual_warmup, width_of
+from ekfac.optim.step_size.default_lr import default_lr, default_warmup, depth_of, width_of
+from ekfac.optim.step_size.lr_schedule import make_lr_schedule
 from helpers import assert_same_weights, backward, batches_for, compare_with_oracle, mean_loss, mlp, parameters_of
 
 STEPS = 14
@@ -148,8 +148,8 @@ def test_nothing_set_has_a_warm_up_and_a_slow_fall_of_its_own() -> None:
 def test_the_rate_falls_and_the_warm_up_grows_with_the_width(width: int, rate: float, warmup: int) -> None:
     layers = nn.Linear(width, width, device="meta"), nn.Conv1d(width, 3, 5, device="meta")
     model = nn.Sequential(*layers, nn.LayerNorm(3, device="meta"))
-    assert usual_rate(width_of(model)) == pytest.approx(rate)
-    assert usual_warmup(width_of(model)) == warmup
+    assert default_lr(width_of(model)) == pytest.approx(rate)
+    assert default_warmup(width_of(model)) == warmup
 
 
 def test_frozen_weights_count_as_width_and_what_is_no_matrix_does_not() -> None:
@@ -158,13 +158,33 @@ def test_frozen_weights_count_as_width_and_what_is_no_matrix_does_not() -> None:
     )
     vector = nn.ParameterList([torch.zeros(5)])
     assert width_of(nn.ModuleList([lora, vector])) == pytest.approx(4096)
-    assert usual_rate(width_of(vector)) == RATE
+    assert default_lr(width_of(vector)) == RATE
 
 
 def test_taps_count_as_width_where_nothing_is_normalised() -> None:
     plain = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3))
     assert width_of(plain) == pytest.approx(9 * 32)
     assert width_of(nn.Sequential(*plain, nn.BatchNorm2d(8))) == pytest.approx(32)
+
+
+def test_the_rate_falls_with_the_depth_where_nothing_is_normalised() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(32)]
+    assert ekfac.EKFAC(nn.Sequential(*layers)).defaults["lr"] == pytest.approx(RATE / 2)
+    assert ekfac.EKFAC(nn.Sequential(*layers, nn.LayerNorm(64))).defaults["lr"] == RATE
+    assert ekfac.EKFAC(nn.Sequential(*layers[:8])).defaults["lr"] == RATE
+    assert ekfac.EKFAC(nn.Sequential(*layers), lr=0.004).defaults["lr"] == 0.004
+
+
+def test_layers_that_may_be_side_by_side_lookups_and_frozen_ones_are_no_depth() -> None:
+    def expert() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    experts, heads = nn.ModuleList(expert() for _ in range(16)), nn.ModuleDict({"a": nn.Linear(4, 1), "b": expert()})
+    tables = nn.Sequential(*[nn.Embedding(3, 4) for _ in range(9)])
+    frozen = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]).requires_grad_(False)
+    model = nn.Sequential(tables, frozen, nn.Conv1d(4, 4, 1), nn.LSTM(4, 4), experts, heads)
+    assert depth_of(model) == 1 + 1 + 2 + 2
+    assert depth_of(nn.Flatten()) == 1
 
 
 def test_a_known_end_adds_a_fall_to_zero_over_the_last_fifth() -> None:
@@ -179,12 +199,14 @@ def test_a_known_end_adds_a_fall_to_zero_over_the_last_fifth() -> None:
 
 @pytest.mark.parametrize("derivatives", [False, True])
 def test_before_its_last_fifth_a_known_end_changes_nothing_but_a_long_warm_up(derivatives: bool) -> None:
-    unknown, known = course_of("auto", None, 32), course_of("auto", 1000, 32)
+    unknown, known = make_lr_schedule("auto", None, 32), make_lr_schedule("auto", 1000, 32)
     ends = {0: 1.0, 500: 1.0, 800: 1.0, 850: 0.75, 900: 0.5, 999: 0.005, 1000: 0.0, 2000: 0.0}
     for t, end in ends.items():
         assert known.factor(t, derivatives) == pytest.approx(end * unknown.factor(t, derivatives), rel=1e-9)
-    assert course_of("auto", 100, 32).factor(0, derivatives) == pytest.approx(3.2 * unknown.factor(0, derivatives))
-    assert course_of("auto", 1, 32).factor(0, derivatives) == pytest.approx(32 * unknown.factor(0, derivatives))
+    assert make_lr_schedule("auto", 100, 32).factor(0, derivatives) == pytest.approx(
+        3.2 * unknown.factor(0, derivatives)
+    )
+    assert make_lr_schedule("auto", 1, 32).factor(0, derivatives) == pytest.approx(32 * unknown.factor(0, derivatives))
 
 
 def test_a_known_end_and_a_rate_or_no_decay_is_a_warm_up_and_a_cosine() -> None:

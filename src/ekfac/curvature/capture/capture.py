@@ -88,8 +88,9 @@ class Capture:
         self.mesh = Mesh()
         #: Whether N must be exact in every step; for losses with derivatives, this needs the layers' hooks.
         self.exact_count = True
-        #: Called when a forward is quiet (False), and when a backward pass reaches its output (True).
-        self.on_quiet: Callable[[bool], None] = lambda come: None
+        #: Called when a forward is quiet, and when a backward pass reaches its output.
+        self.on_quiet_forward: Callable[[], None] = lambda: None
+        self.on_quiet_backward: Callable[[], None] = lambda: None
         #: Called with each output whose gradient is awaited.
         self.on_output: Callable[[Tensor], None] | None = None
         #: Whether inside ``statistics()``, whose backward passes are not the training loss's.
@@ -197,10 +198,10 @@ class Capture:
             record.quiet = quiet
         self._layer_hooks.mute(quiet and not self.compiled)
         if quiet and self.by_outputs:
-            self.on_quiet(False)
+            self.on_quiet_forward()
 
-    def passed(self) -> None:
-        """Handle a finished backward pass: if it reached no record, it started inside the last forward."""
+    def backward_ended(self) -> None:
+        """Count the examples of the last forward if the pass has reached no record: it started inside that forward."""
         record = self.forwards.here.latest or self.forwards.latest
         if record is not None and record.quiet and not record.reached and not self.separate:
             self.by_outputs = False
@@ -335,7 +336,7 @@ class Capture:
             record.by_output = True
             self.reach(record)
             if record.quiet and self.by_outputs:
-                self.on_quiet(True)
+                self.on_quiet_backward()
 
     def reach(self, record: Record) -> None:
         """Count the examples of a record that a backward pass has reached, once."""
@@ -360,8 +361,7 @@ class Capture:
             return
         self.reach(record)
         self.fired.add(block)
-        x = given.x
-        if x is None:
+        if (x := given.x) is None:
             return
         if given.changed:
             refuse_changed(block)

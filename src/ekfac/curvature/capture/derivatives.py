@@ -42,7 +42,7 @@ def follow(
     The product cannot be observed, but it is a summand of the input's gradient, so the gradients with respect to both
     are equal. A pass that does not reach the input computes the weight's gradient, as for an inner batch (MAML).
     """
-    if not _comes_to(origin):
+    if not _is_reached(origin):
         record.inner |= not (capture.separate or capture.reaches_parameters(block))
         return
     source = given.source
@@ -63,7 +63,7 @@ def follow(
     handle = source.register_hook(hook)
 
 
-def _comes_to(origin: Origin) -> bool:
+def _is_reached(origin: Origin) -> bool:
     """Return whether the current pass will reach the origin of an input."""
     if origin is None:
         return False

@@ -79,7 +79,7 @@ class Input:
         self.arrange = arrange
         #: The input within autograd's graph, if a differentiated pass may reach it.
         self.source: Tensor | None = None
-        #: What the layer reads gradients of the source by, where these are of another form.
+        #: Converts gradients of the source to the form that the layer reads, if theirs differs.
         self.read: Callable[[Tensor], Tensor] | None = None
         self._version = self._current_version()
 

@@ -65,13 +65,13 @@ def watch_whole(
                 given = capture.checked(block, layer, x, record.examples())
             capture.arrived(record, block, layer, given, d, numbers[block])
 
-    once_all_come(outputs, hook)
+    when_all_arrive(outputs, hook)
 
 
-def once_all_come(tensors: Sequence[Tensor], hook: Callable[[Sequence[Tensor | None]], None]) -> None:
-    """Call a function with the gradients of some tensors, once a backward pass has brought all that it will bring.
+def when_all_arrive(tensors: Sequence[Tensor], hook: Callable[[Sequence[Tensor | None]], None]) -> None:
+    """Call a function with the gradients of some tensors, once a backward pass has computed all that it reaches.
 
-    Torch's own function for this waits in vain where a pass begins at one of them, which it does not expect then.
+    Torch's own ``register_multi_grad_hook`` never fires if the pass begins at one of the tensors.
     """
     anchors = [anchor(t) for t in tensors]
     nodes = [get_gradient_edge(t).node for t, _ in anchors]

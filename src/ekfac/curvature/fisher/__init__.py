@@ -119,6 +119,8 @@ def fisher(
             "a list of batches"
         )
     with unseen(model), evaluation_copy(model, dtype, device) as (inner, cast):
+        if inner is not model and isinstance(loss, nn.Module):
+            how.loss = copy.deepcopy(loss).to(device=device, dtype=dtype)  # it may have weights of classes
         data = Data(inner, batches, how, cast, bar)
 
         def blocks_of(silent: Collection[nn.Parameter] = ()) -> list[Block]:

@@ -18,7 +18,8 @@ from ekfac.curvature.fisher.estimates import Cotangents
 class ExampleGradients:
     """Rows ``[examples x passes, P]``: each example's gradient in each backward pass, parameters concatenated.
 
-    ``torch.func.vmap`` processes several examples at once; a module that it cannot trace is called with one at a time.
+    ``torch.func.vmap`` processes several examples at once. A module that it cannot trace is called with one at a time,
+    and so is one whose gradients it gets wrong, as it does a PReLU's slope's.
 
     Args:
         model: The model.
@@ -46,6 +47,14 @@ class ExampleGradients:
         """Bytes per row, including vmap's temporaries."""
         return 3 * self.size * max(p.element_size() for p in self.parameters.values())
 
+    @property
+    def _tolerance(self) -> float:
+        """Relative differences explained by precision: that of the parameters, or of autocast."""
+        dtypes = {p.dtype for p in self.parameters.values()}
+        if torch.is_autocast_enabled(self.device.type):
+            dtypes.add(torch.get_autocast_dtype(self.device.type))
+        return min(0.1, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
+
     def rows(self, batch: Batch, passes: Sequence[Cotangents]) -> Iterator[Tensor]:
         """Yield all rows of a batch for some backward passes, in pieces."""
         at_once = max(1, min(batch.n, self.memory // max(1, len(passes) * self._each)))
@@ -70,15 +79,19 @@ class ExampleGradients:
         ]
         if not self.one_at_a_time:
             try:
-                return self._by_vmap(inputs, dims, cotangents)
+                rows = self._by_vmap(inputs, dims, cotangents)
+                if self._checked or self._agrees(rows, inputs, dims, cotangents, stop - start):
+                    return rows
+                why = "it gives other gradients than a backward pass of one example"
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                warnings.warn(
-                    "torch.func.vmap cannot trace this model, so its per-example gradients are computed one example at "
-                    f"a time, which is slow: {str(error).splitlines()[0]}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                self.one_at_a_time = True
+                why = str(error).partition("\n")[0] or type(error).__name__
+            warnings.warn(
+                "torch.func.vmap cannot trace this model, so its per-example gradients are computed one example at a "
+                f"time, which is slow: {why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.one_at_a_time = True
         return self._by_loop(inputs, dims, cotangents, stop - start)
 
     def _by_vmap(self, inputs: Any, dims: Any, cotangents: list[Tensor | None]) -> Tensor:
@@ -98,6 +111,12 @@ class ExampleGradients:
 
         together: Callable[..., Tensor] = vmap(of_one, in_dims=(dims[0], dims[1], 0), randomness="different")
         return together(*inputs, live).flatten(0, 1).detach()
+
+    def _agrees(self, rows: Tensor, inputs: Any, dims: Any, cotangents: list[Tensor | None], n: int) -> bool:
+        """Return whether n examples have as many rows as the first, and its rows are those of its backward passes."""
+        first = self._by_loop(inputs, dims, cotangents, 1).double()
+        error = float((rows[: len(first)] - first).norm())
+        return len(rows) == n * len(first) and error <= self._tolerance * float(first.norm())
 
     def _by_loop(self, inputs: Any, dims: Any, cotangents: list[Tensor | None], n: int) -> Tensor:
         wanted = list(self.parameters.values())
@@ -130,8 +149,7 @@ class ExampleGradients:
         ]
         pairs = [(leaf, c) for leaf, c in zip(leaves, sums, strict=True) if c is not None]
         found = torch.autograd.grad([leaf for leaf, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
-        finest = max(torch.finfo(p.dtype).eps for p in wanted)
-        if float((total - _flat(wanted, found).double()).norm()) > 1e3 * finest * length:
+        if float((total - _flat(wanted, found).double()).norm()) > self._tolerance * length:
             raise ValueError(
                 "per-example gradients do not sum to the gradient of their batch: examples interact within the model "
                 "(as in batch normalisation without running statistics), so there is no Fisher of this kind"

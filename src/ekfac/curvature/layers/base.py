@@ -163,7 +163,7 @@ class Layer(ABC):
         """Undo :meth:`stack`."""
 
     def stack_all(self, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Bring the tensors of several layers of this one's shape into that form, one below the other."""
+        """Lay out the tensors of several layers of this one's shape, concatenated along G."""
         return torch.cat([layer.stack(own) for layer, own in zip(layers, tensors, strict=True)])
 
     def unstack_all(self, layers: Sequence[Layer], matrix: Tensor) -> list[dict[str, Tensor]]:
@@ -203,9 +203,9 @@ class Layer(ABC):
         """Return a stride and every stride-th example of a call that is not splittable; None to use all of them."""
         return None
 
-    def inputs_of_alike(self, x: Tensor) -> Tensor:
+    def batched_input_sums(self, x: Tensor) -> Tensor:
         """Sum h h^T over the rows of several layers' inputs, ``[layers, rows, in]``."""
-        raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have inputs_of_alike")
+        raise NotImplementedError(f"{type(self).__name__} reads_whole_inputs, so it must have batched_input_sums")
 
     def input_sum(self, h: Tensor, sharing: str, diagonal: bool, into: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum h h^T over examples (and positions and taps), added to ``into``; return the number of terms too."""

@@ -101,7 +101,7 @@ class LinearLayer(Layer):
         A.as_strided((b, b), stride, w * d + w).fill_(len(rows))
         return A, len(rows)
 
-    def inputs_of_alike(self, x: Tensor) -> Tensor:
+    def batched_input_sums(self, x: Tensor) -> Tensor:
         products = factors.outer_sum(x.transpose(0, 1))
         if not self.biases:
             return products
@@ -146,14 +146,14 @@ class LinearLayer(Layer):
         return out | {role: pieces[len(self.widths) + i][:, 0] for i, role in enumerate(self.biases)}
 
     def stack_all(self, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        if not self._all_alike(layers):
+        if not self._all_stored_alike(layers):
             return super().stack_all(layers, tensors)
         parts = [torch.stack([self.matrix(own[role]) for own in tensors]) for role in self.widths]
         parts += [torch.stack([own[role] for own in tensors])[..., None] for role in self.biases]
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
     def unstack_all(self, layers: Sequence[Layer], matrix: Tensor) -> list[dict[str, Tensor]]:
-        if not self._all_alike(layers):
+        if not self._all_stored_alike(layers):
             return super().unstack_all(layers, matrix)
         roles, pieces = (
             [*self.widths, *self.biases],
@@ -168,8 +168,8 @@ class LinearLayer(Layer):
             for parts in zip(*each, strict=True)
         ]
 
-    def _all_alike(self, layers: Sequence[Layer]) -> bool:
-        """Return whether layers have their parameters under the names and in the places that this one's are in."""
+    def _all_stored_alike(self, layers: Sequence[Layer]) -> bool:
+        """Return whether layers store their parameters as this one does, under the same names."""
         kind, widths, biases = type(self), self.widths, self.biases
         own = kind.stack is not LinearLayer.stack or kind.unstack is not LinearLayer.unstack
         return not own and all(

@@ -17,6 +17,7 @@ from ekfac.curvature.eigenbasis import carry_second_moment
 from ekfac.curvature.operators.dense import DensePart, RowsPart
 from ekfac.curvature.operators.operator import Curvature
 from ekfac.curvature.operators.parts import DiagonalPart, EigenPart, Part
+from ekfac.curvature.operators.precision import exactly
 
 #: The number of vectors multiplied at once.
 WIDTH = 256
@@ -26,6 +27,7 @@ WIDTH = 256
 def relative_error(G: Curvature, H: Curvature, *, by_layer: Literal[False] = False) -> Tensor: ...
 @overload
 def relative_error(G: Curvature, H: Curvature, *, by_layer: Literal[True]) -> dict[str, Tensor]: ...
+@exactly
 def relative_error(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Tensor | dict[str, Tensor]:
     """Return ||G - H||_F / ||G||_F, where G is the reference.
 
@@ -49,6 +51,7 @@ def relative_error(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Ten
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: Literal[False] = False) -> Tensor: ...
 @overload
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: Literal[True]) -> dict[str, Tensor]: ...
+@exactly
 def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: bool = False) -> Tensor | dict[str, Tensor]:
     """Return the l2 distance of two matrices' sorted eigenvalues, block by block if they have the same blocks.
 
@@ -70,6 +73,7 @@ def spectrum_distance(G: Curvature, H: Curvature, *, by_layer: bool = False) -> 
     return torch.stack(list(distances.values())).square().sum().sqrt()
 
 
+@exactly
 def correlation(
     G: Curvature, coordinates: Tensor | Iterable[int] | Mapping[str, Tensor], basis: Curvature | None = None
 ) -> Tensor:

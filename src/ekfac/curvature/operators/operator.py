@@ -14,6 +14,7 @@ from ekfac import checks
 from ekfac.curvature.blocks import matches
 from ekfac.curvature.operators import storage
 from ekfac.curvature.operators.parts import Function, Part
+from ekfac.curvature.operators.precision import exactly
 from ekfac.curvature.operators.vectors import Layout, Vector
 
 
@@ -102,6 +103,7 @@ class Curvature:
     def __matmul__(self, v: Tensor) -> Tensor: ...
     @overload
     def __matmul__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    @exactly
     def __matmul__(self, v: Vector) -> Tensor | dict[str, Tensor]:
         """Return G v, for one vector or a stack."""
         return self._transformed(v, lambda part, rows: part.matmul(rows))  # type: ignore[no-any-return]
@@ -110,11 +112,13 @@ class Curvature:
     def solve(self, v: Tensor, damping: float = 0.0) -> Tensor: ...
     @overload
     def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
+    @exactly
     def solve(self, v: Vector, damping: float = 0.0) -> Tensor | dict[str, Tensor]:
         """Return (G + damping)^-1 v, for one vector or a stack."""
         damping = self._checked(damping, inverse=True)
         return self._transformed(v, lambda part, rows: part.apply(rows, lambda s: rows.new_ones(()) / (s + damping)))  # type: ignore[no-any-return]
 
+    @exactly
     def power(self, p: float, damping: float = 0.0) -> Curvature:
         """Return (G + damping)^p as an operator."""
         checks.number("p", p)
@@ -124,6 +128,7 @@ class Curvature:
     def _mapped(self, f: Function) -> Curvature:
         return type(self)(self.approximation, self.layout, [part.mapped(f) for part in self.parts], self.examples)
 
+    @exactly
     def quadratic(self, v: Vector) -> Tensor:
         """Return v^T G v; for a stack, one number per vector."""
         rows, _ = self.layout.read(v, self.dtype, self.device)
@@ -133,14 +138,17 @@ class Curvature:
 
     # --- numbers --------------------------------------------------------------------------------------------------
 
+    @exactly
     def trace(self) -> Tensor:
         """Sum the eigenvalues."""
         return self._sum(lambda part: part.trace())
 
+    @exactly
     def norm(self) -> Tensor:
         """Return the Frobenius norm."""
         return self._sum(lambda part: part.square_norm()).sqrt()
 
+    @exactly
     def logdet(self, damping: float = 0.0) -> Tensor:
         """Return log det(G + damping)."""
         damping = self._checked(damping, inverse=True)
@@ -168,10 +176,12 @@ class Curvature:
 
     # --- spectrum -------------------------------------------------------------------------------------------------
 
+    @exactly
     def eigenvalues(self) -> Tensor:
         """Return all P eigenvalues, in ascending order."""
         return torch.cat([part.values() for part in self.parts]).sort().values
 
+    @exactly
     def spectrum(self) -> dict[str, Tensor]:
         """Return the eigenvalues by block, in the order and shape of the coordinates from :meth:`project`."""
         return {part.name: part.values().reshape(part.coordinate_shape()) for part in self.parts}
@@ -180,6 +190,7 @@ class Curvature:
     def project(self, v: Tensor) -> Tensor: ...
     @overload
     def project(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    @exactly
     def project(self, v: Vector) -> Tensor | dict[str, Tensor]:
         """Return U^T v: coordinates in the eigenbasis.
 
@@ -199,6 +210,7 @@ class Curvature:
     def unproject(self, x: Tensor) -> Tensor: ...
     @overload
     def unproject(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    @exactly
     def unproject(self, x: Vector) -> Tensor | dict[str, Tensor]:
         """Return U x: undo :meth:`project`."""
         shapes = tuple(part.coordinate_shape() for part in self.parts)
@@ -214,6 +226,7 @@ class Curvature:
 
     # --- matrices and samples -----------------------------------------------------------------------------------------
 
+    @exactly
     def diagonal(self) -> Tensor:
         """Return the P diagonal entries, flat."""
         out = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
@@ -221,6 +234,7 @@ class Curvature:
             out[places] = part.diagonal()
         return out
 
+    @exactly
     def dense(self) -> Tensor:
         """Return the matrix ``[P, P]``, for tests and small networks."""
         out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -231,6 +245,7 @@ class Curvature:
                 out[places[:, None], places] = part.dense()
         return out
 
+    @exactly
     def sample(
         self, n: int | None = None, damping: float = 0.0, scale: float = 1.0, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
@@ -260,6 +275,7 @@ class Curvature:
 
     # --- pieces, places, files ----------------------------------------------------------------------------------------
 
+    @exactly
     def restrict(self, layers: str | Sequence[str]) -> Curvature:
         """Return the matrix restricted to the parameters of some layers.
 

@@ -17,12 +17,12 @@ from ekfac.curvature.factors import no_autocast, tensor_cores
 from ekfac.optim.cuda import update
 from ekfac.optim.cuda.ahead import compile_ahead
 from ekfac.optim.cuda.fused import fused
-from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedAnswer
-from ekfac.optim.cuda.replay import Places, Replays
+from ekfac.optim.cuda.nonfinite import NonFiniteMask, PinnedReadback
+from ekfac.optim.cuda.replay import Replays, StaticBuffers
 from ekfac.optim.cuda.step_graphs import StepGraphs
 from ekfac.optim.cuda.streams import ParallelStreams, SideStream
 from ekfac.optim.cuda.update import Table, rows_of, runs_on
-from ekfac.optim.executor import Answer, Executor, Part
+from ekfac.optim.executor import Executor, Part, Readback
 from ekfac.optim.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: about eight float64 copies of its factors, which are a quarter of what it reads.)
 LARGE = {"a refresh": 2**25, "taking statistics": 2**25}
 #: Refreshes of more factor entries than this do not overlap with the next step: its copies would add to peak memory.
-BESIDE = 2**22
+OVERLAPPED = 2**22
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Part)
@@ -64,7 +64,7 @@ class CudaExecutor(Executor):
         self.table = Table(0, device)
         self._methods: dict[Method[Any], Method[Any]] = {}
         n = options.numerics
-        self.places = Places(2 * n.memory_limit)
+        self.static_buffers = StaticBuffers(2 * n.memory_limit)
         self.replays = {
             "a refresh": Replays("a refresh", n.cuda_graphs),
             "taking statistics": Replays("taking statistics", n.cuda_graphs, n.memory_limit),
@@ -122,31 +122,31 @@ class CudaExecutor(Executor):
         if not rows or not runs_on(self._device) or (torch.cuda.is_current_stream_capturing() and not self.records):
             return False
         update.launch(rows, lrs, inputs.ok, weight, self.table.of(rows) if self.records else None)
-        self.shown = shows
+        self.average_shown = shows
         return True
 
     def fast_products(self, multiplications: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     @property
-    def keeps(self) -> bool:  # type: ignore[override]
+    def has_static_buffers(self) -> bool:  # type: ignore[override]
         """Whether there are static buffers for what backward leaves."""
-        return self.waits and self.places.open
+        return self.defers_statistics and self.static_buffers.open
 
     @property
-    def waits(self) -> bool:  # type: ignore[override]
+    def defers_statistics(self) -> bool:  # type: ignore[override]
         return self.whole_steps and self.graphs_possible(self._device)
 
-    def places_of(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
-        found = self.places.of(tensors, dtypes)
+    def static_buffers_for(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor] | None:
+        found = self.static_buffers.of(tensors, dtypes)
         if found is None:
-            self.kept.clear()
+            self.static_samples.clear()
         return found
 
-    def forget_kept(self) -> None:
+    def free_static_buffers(self) -> None:
         """Free all static buffers."""
-        self.places.clear()
-        self.kept.clear()
+        self.static_buffers.clear()
+        self.static_samples.clear()
 
     def call(
         self,
@@ -162,8 +162,8 @@ class CudaExecutor(Executor):
             return function(*tensors)
         return self.replays[what](key, function, *tensors, fixed=fixed)
 
-    def beside(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
-        return nullcontext() if numbers > BESIDE else self.side.work(device)
+    def overlapped(self, device: torch.device, numbers: int) -> AbstractContextManager[None]:
+        return nullcontext() if numbers > OVERLAPPED else self.side.work(device)
 
     def join(self) -> None:
         self.side.join()
@@ -185,12 +185,12 @@ class CudaExecutor(Executor):
         self.join()
         return self.mask.was_skipped()
 
-    def answer(self, value: Tensor) -> Answer:
-        return PinnedAnswer(value) if value.is_cuda else super().answer(value)
+    def read_back(self, value: Tensor) -> Readback:
+        return PinnedReadback(value) if value.is_cuda else super().read_back(value)
 
     def close(self) -> None:
         self.step_graphs.forget()
-        self.forget_kept()
+        self.free_static_buffers()
         for replays in self.replays.values():
             replays.clear()
 

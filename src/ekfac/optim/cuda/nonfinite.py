@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ekfac.optim.executor import Answer
+from ekfac.optim.executor import Readback
 
 
-class PinnedAnswer(Answer):
+class PinnedReadback(Readback):
     """A tensor on its way to the host."""
 
     late = True
@@ -33,7 +33,7 @@ class NonFiniteMask:
     """Masks steps with non-finite gradients, and holds the mask that the host has not read yet."""
 
     def __init__(self) -> None:
-        self._pending: Answer | None = None
+        self._pending: Readback | None = None
         #: The mask of the last step.
         self.last: Tensor | None = None
 
@@ -44,9 +44,9 @@ class NonFiniteMask:
     def expect(self, ok: Tensor) -> None:
         """Start copying a mask to the host, which reads it one step later."""
         self.last = ok
-        self._pending = PinnedAnswer(ok)
+        self._pending = PinnedReadback(ok)
 
     def was_skipped(self) -> bool:
         """Return whether the last step was masked; waits for the mask, which has long arrived."""
-        answer, self._pending = self._pending, None
-        return answer is not None and answer.ready(wait=True) and bool(answer.value == 0)
+        readback, self._pending = self._pending, None
+        return readback is not None and readback.ready(wait=True) and bool(readback.value == 0)

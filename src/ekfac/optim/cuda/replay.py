@@ -49,7 +49,7 @@ def form(tensor: Tensor) -> Hashable:
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
-class Places:
+class StaticBuffers:
     """Static buffers, with fixed addresses for a graph to read, in which captured tensors wait for the step.
 
     Args:

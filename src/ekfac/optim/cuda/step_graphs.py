@@ -78,7 +78,7 @@ class StepGraphs:
         if engine.partition.generation != self._generation:
             # Tensors that recorded steps refer to were replaced.
             self.forget()
-            self._executor.forget_kept()
+            self._executor.free_static_buffers()
             self._seen.clear()
             self._refused.clear()
             self._generation = engine.partition.generation
@@ -116,12 +116,12 @@ class StepGraphs:
         """Run the second half of a step; this is what a graph records."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
-        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # copies, as take_calls adds to them
+        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # sum_kept_calls adds to these
         if inputs.calls:
-            engine.collector.take_calls(inputs)
+            engine.collector.sum_kept_calls(inputs)
         sums = {**inputs.sums, **sums_of_samples(self._executor, engine.options, inputs.samples)}
         if any(of.factors for of in sums.values()):
-            engine.collector.update_factors(inputs, sums)
+            engine.update_factors(inputs, sums)
         apply(inputs, engine.precondition(engine.partition.blocks, inputs, rates), rates)  # all blocks have gradients
 
     @torch.no_grad()
@@ -140,16 +140,16 @@ class StepGraphs:
                 self._executor.recording(device),
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
-                working, self._executor.shown = replace(placed), False
+                working, self._executor.average_shown = replace(placed), False
                 self.run(engine, working, placed_rates, apply)
             self._places, placed.ok = known, working.ok
             table.fill()
-            return RecordedStep(graph, placed, numbers, table, self._executor.shown)
+            return RecordedStep(graph, placed, numbers, table, self._executor.average_shown)
         except Exception as error:  # any failure falls back to running eagerly
             warnings.warn(f"cuda_graphs: this step cannot be recorded and runs eagerly: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             self.forget()
-            self._executor.shown = False
+            self._executor.average_shown = False
             return None
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class StepGraphs:
         recorded.graph.replay()
         assert recorded.inputs.ok is not None
         self._executor.mask.expect(recorded.inputs.ok)
-        self._executor.shown = recorded.shows
+        self._executor.average_shown = recorded.shows
         self.replays += 1
 
 

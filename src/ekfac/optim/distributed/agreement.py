@@ -82,8 +82,45 @@ def checksum(parameter: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What one process knows about a step before taking it. Lists have one entry per parameter.
+
+    Attributes:
+        failed: Whether it has an error.
+        at: Plain data that must be the same on all processes, such as the step number.
+        finite: Whether its gradients are finite.
+        examples: Whether it has captured examples.
+        called: How the model was called since the last step.
+        weights_edited: Whether it saw weights change between steps.
+        sent: The number of buckets it sent during the backward pass.
+        passes: The number of backward passes that brought statistics.
+        gradients: Whether it has a gradient.
+        touched: Whether it has changed the gradient after backward.
+        near: The outcome of the last warm refresh of the block whose key the parameter is; None if unknown.
+        seen: Whether it has statistics of that block.
+        places: The position of that block in the order of arrival of statistics.
+        largest: Numbers to take the maximum of; not NaN if gradients are finite.
+    """
+
+    failed: bool
+    at: Any
+    finite: bool
+    examples: bool
+    called: int
+    weights_edited: bool
+    sent: int
+    passes: int
+    gradients: list[bool]
+    touched: list[bool]
+    near: list[bool | None]
+    seen: list[bool]
+    places: list[float]
+    largest: list[float]
+
+
+@dataclass(frozen=True)
 class RollCall:
-    """What all processes know about a step before taking it. Lists have one entry per parameter.
+    """What all processes know about a step once they have exchanged their reports.
 
     Attributes:
         failed: The first rank with an error; the number of ranks if there is none.
@@ -91,7 +128,7 @@ class RollCall:
         finite: Whether all gradients are finite.
         examples: Whether any rank has captured examples.
         called: How the model was called, the maximum over ranks.
-        mended: Whether any rank saw weights change between steps.
+        weights_edited: Whether any rank saw weights change between steps.
         sent: The number of buckets sent during the backward pass, the maximum over ranks.
         passes: The number of backward passes that brought statistics, the maximum over ranks.
         holders: The first rank with a gradient; None if there is none.
@@ -108,7 +145,7 @@ class RollCall:
     finite: bool
     examples: bool
     called: int
-    mended: bool
+    weights_edited: bool
     sent: int
     passes: int
     holders: list[int | None]
@@ -120,85 +157,42 @@ class RollCall:
     largest: list[float]
 
 
-def roll_call(
-    processes: Processes,
-    device: torch.device,
-    *,
-    failed: bool,
-    at: Any,
-    finite: bool,
-    examples: bool,
-    gradients: list[bool],
-    touched: list[bool],
-    near: list[bool | None],
-    seen: list[bool],
-    places: list[float],
-    largest: list[float],
-    called: int,
-    mended: bool,
-    sent: int,
-    passes: int,
-) -> RollCall:
+def roll_call(processes: Processes, device: torch.device, mine: Report) -> RollCall:
     """Exchange what each process knows about its step, in a single reduction for which the host waits.
-
-    Lists have one entry per parameter.
 
     Args:
         processes: The processes.
         device: The device of the reduction.
-        failed: Whether this process has an error.
-        at: Plain data that must be the same on all processes, such as the step number.
-        finite: Whether its gradients are finite.
-        examples: Whether it has captured examples.
-        gradients: Whether it has a gradient.
-        touched: Whether it has changed the gradient after backward.
-        near: The outcome of the last warm refresh of the block whose key the parameter is; None if unknown.
-        seen: Whether it has statistics of that block.
-        places: The position of that block in the order of arrival of statistics.
-        largest: Numbers to take the maximum of; not NaN if gradients are finite.
-        called: How the model was called here since the last step.
-        mended: Whether this process saw weights change between steps.
-        sent: The number of buckets this process sent during the backward pass.
-        passes: The number of backward passes that brought statistics here.
+        mine: This process's report.
     """
-    rank, size, state = processes.rank, processes.size, digest(at)
-    mine = [
-        rank if failed else size,
-        state,
-        -state,
-        float(finite),
-        -float(examples),
-        -float(called),
-        -float(mended),
-        -float(sent),
-        -float(passes),
-    ]
-    mine += [rank if there else size for there in gradients]
-    mine += [float(there) for there in gradients]
-    mine += [-float(was) for was in touched]
-    mine += [UNKNOWN if n is None else float(n) for n in near]
-    mine += [-float(was) for was in seen]
-    mine += [-place for place in places]
-    mine += [-x if finite else 0.0 for x in largest]
-    found = processes.minimum(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
-    count, known = len(gradients), 9
-    holders, complete, changed, near, somewhere, when = (
-        found[known + i * count : known + (i + 1) * count] for i in range(6)
-    )
+    rank, size, at, count = processes.rank, processes.size, digest(mine.at), len(mine.gradients)
+    holders = [rank if there else size for there in mine.gradients]
+    near = [UNKNOWN if n is None else n for n in mine.near]
+    largest = mine.largest if mine.finite else [0.0] * len(mine.largest)
+    # Numbers of which all need the minimum, and numbers of which all need the maximum: the negated minimum of -x.
+    low = [rank if mine.failed else size, at, mine.finite, *holders, *mine.gradients, *near]
+    high = [at, mine.examples, mine.called, mine.weights_edited, mine.sent, mine.passes]
+    high += [*mine.touched, *mine.seen, *mine.places, *largest]
+    numbers = torch.tensor([*map(float, low), *(-float(x) for x in high)], dtype=torch.float64, device=device)
+    found = processes.minimum(numbers).tolist()
+    failed, least_at, finite, *lowest = found[: len(low)]
+    most_at, examples, called, weights_edited, sent, passes, *highest = (-x for x in found[len(low) :])
+    holders, complete, near = (lowest[i * count : (i + 1) * count] for i in range(3))
+    touched, seen, places = (highest[i * count : (i + 1) * count] for i in range(3))
     return RollCall(
-        failed=int(found[0]),
-        diverged=found[1] != -found[2],
-        finite=bool(found[3]),
-        examples=bool(found[4]),
-        called=-int(found[5]),
-        mended=bool(found[6]),
-        sent=-int(found[7]),
-        passes=-int(found[8]),
+        failed=int(failed),
+        diverged=least_at != most_at,
+        finite=bool(finite),
+        examples=bool(examples),
+        called=int(called),
+        weights_edited=bool(weights_edited),
+        sent=int(sent),
+        passes=int(passes),
         holders=[int(h) if h < size else None for h in holders],
         complete=[bool(c) for c in complete],
-        touched=[bool(t) for t in changed],
+        touched=[bool(t) for t in touched],
         near=[None if n == UNKNOWN else bool(n) for n in near],
-        seen=[bool(s) for s in somewhere],
-        places=[-place for place in when],
-        largest=[-x for x in found[known + 6 * count :]],
+        seen=[bool(s) for s in seen],
+        places=places,
+        largest=highest[3 * count :],
     )

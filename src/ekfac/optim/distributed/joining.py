@@ -35,12 +35,11 @@ class Joinable:
         processes: Processes = self.engine.options.processes
         return dist.group.WORLD if processes.group is None else processes.group
 
-    def _not_joined_yet(self) -> None:
+    def _notify_join(self) -> None:
         """Notify ranks that have run out of batches that this one takes another step."""
-        if self._join_config is not None:
-            from torch.distributed.algorithms.join import Join
+        from torch.distributed.algorithms.join import Join
 
-            Join.notify_join_context(self)  # type: ignore[arg-type]
+        Join.notify_join_context(self)  # type: ignore[arg-type]
 
 
 class OwnerHook:

@@ -22,7 +22,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.buckets import Bucket, Sent, layout, reduce_statistics
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.processes import Twin
-from ekfac.optim.statistics.partition import members
+from ekfac.optim.statistics.partition import identity
 from ekfac.optim.statistics.sums import BlockSums, Expected
 
 if TYPE_CHECKING:
@@ -125,22 +125,22 @@ class Overlap:
     def _place(self, block: Block) -> float:
         return self._places.get(block.key, LATE)
 
-    def share(self, inputs: StepInputs, expected: Mapping[Block, Expected], speaks: bool, partition: Partition) -> None:
+    def share(self, inputs: StepInputs, expected: Mapping[Block, Expected], counts: bool, partition: Partition) -> None:
         """Sum a step's statistics over processes.
 
         Args:
             inputs: The step's inputs.
             expected: What every process has gathered for each block.
-            speaks: Whether this process counts the examples, of all that have the same ones.
+            counts: Whether this process counts its examples; of several with the same batch, only one does.
             partition: Records which blocks have factors on other processes.
         """
         self._usual.update((b, self._place(b)) for b, what in expected.items() if what.factors or what.scaling)
-        counts = [int(inputs.n) * speaks, int(inputs.n_statistics) * speaks]
+        numbers = [int(inputs.n) * counts, int(inputs.n_statistics) * counts]
         inputs.n, inputs.n_statistics = reduce_statistics(
-            self._owners, inputs.sums, expected, inputs.unseen, self.drop(), counts, partition.device
+            self._owners, inputs.sums, expected, inputs.unseen, self.drop(), numbers, partition.device
         )
         there = [b for b, what in expected.items() if what.factors and b not in inputs.unseen]
-        partition.factors_elsewhere.update(members(b) for b in there if not self._owners.mine(b))
+        partition.factors_elsewhere.update(identity(b) for b in there if not self._owners.mine(b))
 
     def look_ahead(self, expected: Mapping[Block, Expected]) -> None:
         """Make the next plan: buckets whose blocks arrived during the last backward pass, in that order.

@@ -22,6 +22,7 @@ from ekfac.curvature.statistics import scaling_sum
 from ekfac.optim.distributed.agreement import (
     COMPARE_EVERY,
     REMEDY,
+    Report,
     RollCall,
     check_structure,
     compare_parameters,
@@ -31,7 +32,7 @@ from ekfac.optim.distributed.agreement import (
 from ekfac.optim.distributed.shards import Shards, is_sharded, local
 from ekfac.optim.distributed.states import keep_own, make_contiguous
 from ekfac.optim.statistics.gradients import largest_magnitudes, made_real
-from ekfac.optim.statistics.partition import members
+from ekfac.optim.statistics.partition import identity
 from ekfac.optim.statistics.refresh import iterated_numbers
 from ekfac.optim.statistics.refused import refuse_unless_used
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
@@ -79,21 +80,22 @@ class Replicas:
         try:
             inputs = collector.inputs()
             if inputs is not None:
-                collector.watch.sizes(inputs)
+                collector.watch.measure(inputs)
                 finite = engine.executor.check_finite(list(inputs.sizes.values()), wait=True)[0]
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            due, size = engine.schedule.due(), self.processes.size
-            batches = size // collector.capture.mesh.size
-            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.apart), 0.0, *due, size, batches)
+            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.apart))
+            inputs.processes = self.processes.size
+            inputs.batches = inputs.processes // collector.capture.mesh.size
+            inputs.solves, inputs.warm = engine.schedule.due()
             made_real(inputs, engine.partition.complex)
         call = self._call(inputs, finite, rates)
         if not any(holder is not None for holder in call.holders):
             collector.drop()
             return None
         if not call.examples:
-            refuse_unless_used(self.processes, collector.watch.used_before(inputs.gradients), partition.device)
+            refuse_unless_used(self.processes, collector.watch.used_by_last_step(inputs.gradients), partition.device)
             collector.drop()
             return None
         if not call.finite:
@@ -111,7 +113,7 @@ class Replicas:
         self._verify(inputs, call)
         inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
         self._fetch_rescaling(inputs, call)
-        engine.collector.update_factors(inputs, inputs.sums)
+        engine.update_factors(inputs, inputs.sums)
         apply(inputs, self.directions(inputs.blocks, inputs, rates), rates)
         whole_steps = engine.executor.whole_steps
         whole = {p: g for p, g in inputs.gradients.items() if p not in self.shards}
@@ -148,39 +150,33 @@ class Replicas:
         seen = {block.key for found in (inputs.calls, inputs.sums, inputs.samples) for block in found}
         overlap, sums = engine.collector.overlap, engine.collector.sums
         places = {block.key: overlap.place(block, sums) for block in partition.covered}
-        call = roll_call(
-            self.processes,
-            partition.device,
+        steps, trains = engine.schedule.applied_steps, [p.requires_grad for p in partition.offered]
+        report = Report(
             failed=self.failure is not None,
-            at=(
-                engine.schedule.applied_steps,
-                [p.requires_grad for p in partition.offered],
-                silent,
-                overlap.described(),
-            ),
+            at=(steps, trains, silent, overlap.described()),
             finite=finite,
             examples=bool(inputs.n > 0),
+            called=rates.called or 0,
+            weights_edited=rates.weights_edited,
+            sent=len(overlap.sent),
+            passes=overlap.passes,
             gradients=[p in inputs.gradients for p in partition.offered],
             touched=[p in touched for p in partition.offered],
             near=near,
             seen=[p in seen for p in partition.offered],
             places=[places.get(p, 0.0) for p in partition.offered],
             largest=self.shards.largest(inputs, partition.device),
-            called=rates.called or 0,
-            mended=rates.mended,
-            sent=len(overlap.sent),
-            passes=overlap.passes,
         )
+        call = roll_call(self.processes, partition.device, report)
         if not call.diverged:  # even if the step fails, as other processes may be waiting
             overlap.catch_up(call, partition.offered, sums)
         self._raise_together(call.failed)
         if call.diverged:
             raise RuntimeError(
                 "process_group: ranks are at different steps, or train (freeze) different parameters: this one has "
-                f"taken {engine.schedule.applied_steps} steps and trains {len(partition.parameters)} parameters. "
-                + REMEDY
+                f"taken {steps} steps and trains {len(partition.parameters)} parameters. " + REMEDY
             )
-        inputs.called, inputs.mended = call.called, call.mended
+        inputs.called, inputs.weights_edited = call.called, call.weights_edited
         somewhere = {p for p, was in zip(partition.offered, call.seen, strict=True) if was}
         inputs.unseen = {block for block in partition.covered if block.key not in somewhere}
         known = dict(zip(partition.offered, call.near, strict=True))
@@ -269,7 +265,7 @@ class Replicas:
                     state = partition.state(block)
                     state.strayed = 0
                     state.pop("near", None)
-                partition.note_elsewhere(members(block), ready=True)
+                partition.note_elsewhere(identity(block), ready=True)
         if engine.method.needs_examples and renewed:
             self.broadcast_bases(renewed)
             self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
@@ -350,7 +346,7 @@ class Replicas:
             engine.warm_refresh({block: due[block]}, rates)
             make_contiguous(engine.partition.state(block))
 
-        with engine.executor.beside(engine.partition.device, iterated_numbers(due)):
+        with engine.executor.overlapped(engine.partition.device, iterated_numbers(due)):
             self._run(renew, list(filter(self.owners.mine, due)))
         if engine.method.needs_examples:
             engine.executor.join()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ekfac.optim.statistics.partition import Members, members
+from ekfac.optim.statistics.partition import Identity, identity
 from ekfac.optim.types import BlockState
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class WholeState:
     """
 
     states: dict[nn.Parameter, dict[str, Any]]
-    put_away: dict[Members, dict[str, Any]]
+    put_away: dict[Identity, dict[str, Any]]
     counters: Counter[str]
     drift: float
     lengths_wanted: bool
@@ -136,7 +136,7 @@ def keep_own(engine: Engine) -> None:
             block = blocks[p]
             state = partition.state(block)
             ready = block.covered and hasattr(state, engine.method.derived)
-            partition.note_elsewhere(members(block), factors="A" in state, ready=ready)
+            partition.note_elsewhere(identity(block), factors="A" in state, ready=ready)
             partition.states[p] = type(state)({name: state[name] for name in kept if name in state})
         else:
             partition.states.pop(p, None)

@@ -33,8 +33,8 @@ class Belief(TorchRule):
     r"""AdaBelief (Zhuang et al., 2020) on the coordinates of the eigenbasis, with a floor and two bounds.
 
     .. math::
-        &s \leftarrow \beta_2 s + (1 - \beta_2) \left(\tfrac{1 + \beta_1}{2} (g - \hat m)^2 + \kappa \hat m^2\right),
-            \quad m \leftarrow \beta_1 m + (1 - \beta_1) g \\
+        &d = g - \hat m, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+            s \leftarrow \beta_2 s + (1 - \beta_2) \left(\tfrac{1 + \beta_1}{2} d^2 + \kappa \hat m^2\right) \\
         &x = \hat m / (\sqrt{\hat s} + \epsilon), \quad x_{ij} \leftarrow 0 \text{ where } x_{ij} g_{ij} < 0
             \text{ at equal length}, \quad
             x \leftarrow x / \max(1, \mathrm{rms}(x))
@@ -63,7 +63,7 @@ class Belief(TorchRule):
 
     weight_decay = 0.3
     warms_up = True
-    of_derivatives = (0.98, 0.95)
+    derivative_betas = (0.98, 0.95)
     moments = ("m",)
     bounds_gradients = True
 
@@ -81,22 +81,22 @@ class Belief(TorchRule):
         g, seen, m, s, ok = step.g, step.seen, state.m, state.s, step.ok
         count = step.count = counted(state, g, ok, step.blocks)
 
-        def weights(count: Number, length: Number, known: Number, deviations: Number) -> tuple[Number, ...]:
-            before = remaining(beta1, count - 1)
-            known = known / before
-            usual = known * known + deviations / remaining(beta2, count - 1)
-            factor = shortening(rounded(length * length, seen), self.spike**2 * usual)
-            # sqrt((1 + beta_1) / 2) (g - m), with m from before this step; zero in the first, where there is no m yet.
-            weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5
-            return -weight / before, weight * factor, factor, self.floor**0.5 / remaining(beta1, count)
+        def weights(count: Number, length: Number, length_of_m: Number, sum_of_s: Number) -> tuple[Number, ...]:
+            bias = remaining(beta1, count - 1)  # of m from before this step
+            mean = length_of_m / bias
+            usual = mean * mean + sum_of_s / remaining(beta2, count - 1)
+            clip = shortening(rounded(length * length, seen), self.spike**2 * usual)
+            weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5  # 0 in the first step, where there is no m yet
+            return -weight / bias, weight * clip, clip, self.floor**0.5 / remaining(beta1, count)
 
         lengths = norms(seen, step.blocks), norms(m, step.blocks), norms(s, step.blocks, 1)
-        of_m, of_g, factor, of_mean = by_block(weights, count, *lengths)
-        noise = add_product(m * spread(of_m, m), seen, of_g)
+        of_m, of_g, clip, of_mean = by_block(weights, count, *lengths)
+        d = add_product(m * spread(of_m, m), seen, of_g)  # sqrt((1 + beta_1) / 2) (g - m)
         # m <- beta_1 m + (1 - beta_1) g
         fresh = 1 - beta1 if ok is None else (1 - beta1) * ok
-        add_product(m.mul_(spread(1 - fresh, m)), g, fresh * factor)
-        square = add_product(noise.square_(), m, of_mean * of_mean, m)
+        add_product(m.mul_(spread(1 - fresh, m)), g, fresh * clip)
+        # s <- beta_2 s + (1 - beta_2) (d^2 + kappa m^2)
+        square = add_product(d.square_(), m, of_mean * of_mean, m)
         blend(s, square if step.small else bounded(square), 1 - beta2, ok)
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
@@ -129,7 +129,7 @@ class Belief(TorchRule):
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
-    """Return the norm of each block's part of x; of order 1 the sum of what has no negative numbers."""
+    """Return the norm of each block's part of x; for order 1, x must have no negative entries."""
     rows = x.reshape(-1) if blocks == 1 else x.reshape(blocks, -1)
     # Torch's norm of order 1 takes 15 times as long as the sum.
     lengths = rows.sum(-1) if order == 1 else torch.linalg.vector_norm(rows, dim=-1)
@@ -137,7 +137,7 @@ def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
 
 
 def by_block(function: Callable[..., tuple[Number, ...]], *numbers: Number) -> Sequence[Number]:
-    """Call a function of numbers; on a CPU of each block's apart, as a small tensor takes longer than a float."""
+    """Call a function of numbers; on a CPU block by block, because floats are faster than small tensors."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if not (tensors and tensors[0].is_cpu):
         return function(*numbers)
@@ -148,7 +148,7 @@ def by_block(function: Callable[..., tuple[Number, ...]], *numbers: Number) -> S
 
 
 def add_product(target: Tensor, x: Tensor, number: Number, y: Tensor | None = None) -> Tensor:
-    """Add a number, or one a block, times x, or x y, in place."""
+    """Add ``number`` (one for all blocks, or one per block) times x, or times x y, in place."""
     factor = spread(number, x)
     if isinstance(factor, Tensor):
         return target.addcmul_(x if y is None else x * y, factor)

@@ -54,7 +54,7 @@ class Rule(ABC):
     weight_decay: ClassVar[float] = 0.0
     warms_up: ClassVar[bool] = False
     #: Default betas for losses with derivatives of the network inside; None for no change.
-    of_derivatives: ClassVar[tuple[float, float] | None] = None
+    derivative_betas: ClassVar[tuple[float, float] | None] = None
     #: Names of running means kept in the basis, which are carried over to the next one.
     moments: ClassVar[tuple[str, ...]] = ()
     #: Whether the step uses S_A and S_B.

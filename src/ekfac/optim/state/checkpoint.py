@@ -23,8 +23,8 @@ from ekfac.optim.state.validation import (
     refuse,
 )
 from ekfac.optim.state.wrapped import named_as_here, saved_in
-from ekfac.optim.statistics.partition import COUNTS, Members, members
-from ekfac.optim.types import filled
+from ekfac.optim.statistics.partition import COUNTS, Identity, identity
+from ekfac.optim.types import without_empty
 
 VERSION = 4
 
@@ -48,7 +48,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "derivatives": engine.schedule.derivatives,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
-        "entries": 0 if engine.outlined else sum(len(filled(state)) for state in whole.states.values()),
+        "entries": 0 if engine.outlined else sum(len(without_empty(state)) for state in whole.states.values()),
         "silent": [n for p, n in engine.partition.names.items() if p in engine.partition.silent],
     }
 
@@ -98,7 +98,7 @@ class Loaded:
     saved: dict[str, Any]
     silent: set[nn.Parameter]
     states: dict[Tensor, dict[str, Any]]
-    put_away: dict[Members, dict[str, Any]]
+    put_away: dict[Identity, dict[str, Any]]
 
 
 def check(engine: Engine, state_dict: Any) -> dict[str, Any]:
@@ -182,15 +182,15 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
     names = engine.partition.offered_names()
     if is_blank(saved):
         state_of = {}
-    state_of = {p: filled(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
+    state_of = {p: without_empty(_mapping(f"parameter '{names[p]}'", state)) for p, state in state_of.items()}
     check_complete(saved, state_of)
     listed = saved.get("silent")
     if not isinstance(listed, (list, tuple)) or not all(n in names.values() for n in listed if isinstance(n, str)):
         refuse("'silent'", f"is {listed!r}. Allowed: names of parameters")
     partition = engine.partition
     silent = {p for p, name in names.items() if name in listed}
-    now = {members(b): b for b in partition.blocks_of(partition.offered, silent=silent)}
-    found: dict[Members, tuple[Block, Mapping[str, Any]]] = {}
+    now = {identity(b): b for b in partition.blocks_of(partition.offered, silent=silent)}
+    found: dict[Identity, tuple[Block, Mapping[str, Any]]] = {}
     momenta: dict[Tensor, dict[str, Any]] = {}
     for p, state in state_of.items():
         if (buffer := state.get("momentum_buffer")) is not None:
@@ -200,16 +200,16 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
     for block in _saved_blocks(engine, saved, now, silent):
         own = {n: v for n, v in state_of.get(block.key, {}).items() if n != "momentum_buffer" and v is not None}
         if own:
-            found[members(block)] = block, own
+            found[identity(block)] = block, own
     for place, entry in enumerate(_listed("'put_away'", saved.get("put_away"))):
         block = _block_named(engine, f"'put_away', entry {place}", entry, now)
         away = _mapping(f"'put_away', block '{block.name}'", entry.get("state"))
-        found.setdefault(members(block), (block, filled(away)))
+        found.setdefault(identity(block), (block, without_empty(away)))
     firsts = {block.key for block, _ in found.values()} | (names.keys() - partition.names.keys())
     for p, state in state_of.items():
         if p not in firsts and (more := [str(n) for n, v in state.items() if n != "momentum_buffer" and v is not None]):
             refuse(f"parameter '{names[p]}'", f"has {', '.join(more)}, but no block has it first; {LAYOUT}")
-    states, put_away = momenta, dict[Members, dict[str, Any]]()
+    states, put_away = momenta, dict[Identity, dict[str, Any]]()
     for who, (block, state) in found.items():
         check_state(block, state, {f.name for f in fields(engine.method_of(block).state_class)})
         if who in now:
@@ -220,7 +220,7 @@ def prepare(engine: Engine, saved: dict[str, Any], state_of: Mapping[nn.Paramete
 
 
 def _saved_blocks(
-    engine: Engine, saved: Mapping[str, Any], now: Mapping[Members, Block], silent: set[nn.Parameter]
+    engine: Engine, saved: Mapping[str, Any], now: Mapping[Identity, Block], silent: set[nn.Parameter]
 ) -> list[Block]:
     """Return the blocks that were trained when the checkpoint was saved."""
     if "blocks" in saved:
@@ -238,7 +238,7 @@ def _listed(where: str, value: Any) -> list[Mapping[str, Any]]:
     return value
 
 
-def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapping[Members, Block]) -> Block:
+def _block_named(engine: Engine, where: str, entry: Mapping[str, Any], now: Mapping[Identity, Block]) -> Block:
     """Return the block of these parameters, trained now or frozen."""
     partition = engine.partition
     names = {name: p for p, name in partition.names.items()}

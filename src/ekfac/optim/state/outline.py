@@ -42,7 +42,7 @@ def outline(engine: Engine, rates: Rates, with_momentum: Collection[nn.Parameter
         sums = {block: BlockSums(_factors(block), no_scaling(block))} if block.covered else {}
         solves = {block} if block.covered else set()
         inputs = StepInputs(gradients, {}, sums, 1.0, 1.0, solves, blocks=[block])
-        engine.collector.update_factors(inputs, sums)
+        engine.update_factors(inputs, sums)
         engine.compute_eigenbases([block], inputs, rates)
         (direction,) = engine.precondition([block], inputs, rates)
         for p, step in direction.steps.items():
@@ -79,20 +79,20 @@ def drop_outline(engine: Engine) -> None:
 
 
 def outline_average(
-    average: WeightAverage, groups: list[dict[str, Any]], usual_lr: Any, names: Mapping[nn.Parameter, str]
+    average: WeightAverage, groups: list[dict[str, Any]], default_lr: Any, names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any] | None:
     """Return the average's entry in a checkpoint, with zeros for everything; None if nothing will be averaged.
 
     Args:
         average: The average.
         groups: torch's parameter groups.
-        usual_lr: The default lr if groups with it follow the built-in schedule, else None.
+        default_lr: The default lr if groups with it follow the built-in schedule, else None.
         names: The names of the parameters.
     """
     offsets = {}
     for group in groups:
-        on_course = not group["lr_named"] and group["lr"] == usual_lr and "initial_lr" not in group
-        for p in group["params"] if average.wanted or (average.wanted is None and on_course) else ():
+        on_schedule = not group["lr_named"] and group["lr"] == default_lr and "initial_lr" not in group
+        for p in group["params"] if average.wanted or (average.wanted is None and on_schedule) else ():
             if p in names and p.requires_grad and p.dtype.to_real() in (torch.float32, torch.float64):
                 offsets[names[p]] = _zeros(p)
     if not offsets:

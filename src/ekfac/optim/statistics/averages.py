@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.statistics import FactorSums
-from ekfac.optim.stacks import Stack, Stacks
+from ekfac.optim.stacks import Stack, Stacks, concatenated
 
 #: The largest ratio of a batch's trace to the average's; larger batches are scaled down.
 OUTLIER = 100.0
 
 
-def take_in(
+def update_averages(
     stacks: Stacks,
     sums: Mapping[Block, FactorSums],
     n: float | Tensor,
@@ -44,7 +44,7 @@ def take_in(
         return
     found = stacks.of(sums, lambda block: isinstance(sums[block].terms, Tensor))
     additions = [Addition(stack, [sums[block] for block in stack.blocks]) for stack in found]
-    for of in alike(additions):
+    for of in group_additions(additions):
         weigh(of, n, square, None if ok is None else ok == 0, bounded)
     known = [a for a in additions if a.old is not None]
     if shrinks:
@@ -58,7 +58,7 @@ def take_in(
         if a.old is None:
             a.stack.state.A, a.stack.state.B, a.stack.state.factor_weight = a.A, a.B, a.weight.clone()
             if len(a.stack.blocks) > 1:
-                stacks.hand_down(a.stack)
+                stacks.update_views(a.stack)
 
 
 class Addition:
@@ -86,7 +86,7 @@ class Addition:
         return self.old.A, self.old.B, self.old.factor_weight
 
 
-def alike(additions: list[Addition]) -> list[list[Addition]]:
+def group_additions(additions: list[Addition]) -> list[list[Addition]]:
     """Group additions that can be weighed together: same device, same dtype, all with existing factors or none."""
     found: dict[Any, list[Addition]] = {}
     for a in additions:
@@ -100,7 +100,7 @@ def weigh(
     """Scale the sums to N times the batch's averages, in place; the factors of all blocks are computed at once.
 
     Args:
-        additions: Additions that are :func:`alike`.
+        additions: Additions that are grouped by :func:`group_additions`.
         n: The number of examples.
         square: The factor for squared output gradients.
         bad: True on the device if the step is to be skipped.
@@ -119,7 +119,7 @@ def weigh(
         weights, each = (each > 0) * as_number(n, first), each.clamp(min=1)
     else:
         runs = [(float(t), len(list(same))) for t, same in itertools.groupby(terms)]
-        each = joined([first.new_full((length,), t) for t, length in runs])  # avoids a copy from the host
+        each = concatenated([first.new_full((length,), t) for t, length in runs])  # avoids a copy from the host
         weights = torch.ones_like(each) * as_number(n, first)
     by = torch.stack([weights / each, weights * as_number(square, first)])
     new = torch.stack([torch.cat([traces(x, a.weight) for a, x in side]) for side in sides(additions)]) * by
@@ -181,11 +181,6 @@ def sides(additions: list[Addition], old: bool = False) -> tuple[list[tuple[Addi
     """Pair each addition with its A, and each with its B (or with the running sums, if ``old``)."""
     of = [(a, a.old if old else a) for a in additions]
     return [(a, x.A) for a, x in of], [(a, x.B) for a, x in of]
-
-
-def joined(tensors: list[Tensor]) -> Tensor:
-    """Concatenate tensors; return a single one as it is."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:

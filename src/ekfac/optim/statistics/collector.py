@@ -7,7 +7,7 @@ make better use of the calls, they are kept for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,17 +23,15 @@ from ekfac.optim.distributed.overlap import Overlap
 from ekfac.optim.executor import Executor
 from ekfac.optim.methods.base import Method
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.stacks import Stacks
-from ekfac.optim.statistics import ownership
-from ekfac.optim.statistics.averages import take_in
+from ekfac.optim.statistics import takeover
 from ekfac.optim.statistics.factored_gradient import may_use_rows, rows_are_cheaper
 from ekfac.optim.statistics.fingerprints import Fingerprints
+from ekfac.optim.statistics.first_step import warn_in_first_step
 from ekfac.optim.statistics.gradients import GradientWatch, made_real
-from ekfac.optim.statistics.partition import Partition, members, only
+from ekfac.optim.statistics.partition import Partition, identity, only
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
-from ekfac.optim.statistics.roster import warn_at_first
-from ekfac.optim.statistics.samples import Room, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
+from ekfac.optim.statistics.samples import Budget, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import KeptCalls, StepInputs
@@ -46,10 +44,9 @@ class Collector:
         options: Checked options.
         method: The method for blocks that a layer covers.
         partition: The blocks.
-        stacks: Blocks of one shape together.
         schedule: Knows what the step will need of each block.
         executor: Computes the statistics.
-        moved: Called when the model has moved to another kind of device.
+        on_moved: Called when the model has moved to another kind of device.
     """
 
     def __init__(
@@ -57,16 +54,15 @@ class Collector:
         options: EngineOptions,
         method: Method[Any],
         partition: Partition,
-        stacks: Stacks,
         schedule: Schedule,
         executor: Executor,
-        moved: Callable[[], None],
+        on_moved: Callable[[], None],
     ) -> None:
         self.options = options
         self._method = method
         self._partition = partition
-        self._stacks, self._schedule, self.executor = stacks, schedule, executor
-        self._moved = moved
+        self._schedule, self.executor = schedule, executor
+        self._on_moved = on_moved
         #: Called when the model has changed, with the new parameter for every one that was replaced.
         self.on_changed: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda new: None
         self.fingerprints = Fingerprints(options, method)
@@ -76,9 +72,8 @@ class Collector:
         self.sums: dict[Block, BlockSums] = {}  #: Statistics gathered for this step so far.
         #: Calls to be processed by the step itself, in the order in which they came.
         self.calls: dict[Block, KeptCalls] = {}
-        self._room = Room(options.numerics.memory_limit)
-        #: Samples that the step sums, eagerly or in a replay.
-        self.samples: dict[Block, list[Sample]] = {}
+        self._budget = Budget(options.numerics.memory_limit)
+        self.samples: dict[Block, list[Sample]] = {}  #: Samples that the step sums, eagerly or in a replay.
         #: Blocks that were last called several times or with many rows, so that projecting the gradient was cheaper.
         self._by_gradient: set[Block] = set()
         self._by_rows: dict[Block, bool] = {}  # cache of may_use_rows
@@ -95,21 +90,22 @@ class Collector:
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.capture.exact_count = self.fingerprints.strict or options.batch.reduction == "sum"
-        self.watch.on_end, self.capture.on_quiet = self.capture.me, self.watch.quiet
+        self.capture.on_quiet_forward, self.capture.on_quiet_backward = self.watch.mute, self.watch.backward_runs
+        self.watch.on_end = self.capture.me
         self.capture.forwards.on_backward = partial(Collector._before_backward, me)
 
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters from now on."""
         self.executor.join()
         assigned = self._partition.assign(parameters)
-        self.fingerprints.unverified |= assigned.new
+        self.fingerprints.unverified |= {block for block in assigned.new if not block.through}
         if self._partition.problem:  # the model has changed: there is nothing to compare gradients with
             self.fingerprints.unverified.clear()
         if assigned.recast:
             self.fingerprints.forget()
             self.drop()
         if assigned.moved:
-            self._moved()
+            self._on_moved()
         if self.active:
             self.capture.attach(self._partition.blocks)
             self.watch.attach(self._partition.parameters)
@@ -170,11 +166,11 @@ class Collector:
 
     def _wanted(self, block: Block | None) -> bool:
         if block is None:
-            needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
-            return bool(needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
-        usual = self._method.needs_examples or block in self.fingerprints.unverified or self._schedule.takes_all()
-        usual = usual or self._schedule.takes_factors(block)
-        return usual or (self.may_use_rows(block) and block not in self._by_gradient)
+            any_needed = self._method.needs_examples or self.fingerprints.unverified or self._schedule.takes_any()
+            return bool(any_needed) or any(map(self.may_use_rows, self._partition.covered.keys() - self._by_gradient))
+        if self._method.needs_examples or block in self.fingerprints.unverified or self._schedule.takes_factors(block):
+            return True
+        return self.may_use_rows(block) and block not in self._by_gradient
 
     @torch.no_grad()
     def _receive(self, block: Block, calls: list[Call], n: int) -> None:
@@ -182,14 +178,15 @@ class Collector:
         if self.separate and not self.capture.separate:
             return
         if self.capture.mesh.first:
-            self._gather(block, calls, n)
+            self._keep_or_sum(block, calls, n)
         if n and self._partition.owners.size > 1:
             self.overlap.received(block, self.sums)
 
-    def _gather(self, block: Block, calls: list[Call], n: int) -> None:
+    def _keep_or_sum(self, block: Block, calls: list[Call], n: int) -> None:
+        """Keep calls for the step, or a sample of them, or add them to the block's sums."""
         if not n:  # output gradients of a double backward: they contribute to .grad, but are no batch of their own
             if block in self.fingerprints.unverified:
-                self._take_fingerprint(self.sums, block, calls, n)
+                self._add_fingerprint(self.sums, block, calls, n)
             return
         if self._keeps_for_step(block, calls, n):
             self._by_gradient.discard(block)
@@ -199,16 +196,16 @@ class Collector:
         self._by_gradient.add(block)
         if block in self.calls and self.may_use_rows(block):  # the step can use the rows of one batch only
             for earlier, count in self.calls.pop(block):
-                self._take(self.sums, block, earlier, count, hold=self._schedule.renews(block))
+                self._add_to_sums(self.sums, block, earlier, count, hold=self._schedule.renews(block))
                 self.capture.held.remove_calls(earlier)
-        if not self._keeps_sample(block, calls, n):
-            self._take(self.sums, block, calls, n, hold=self._schedule.renews(block))
+        if not self._keep_sample(block, calls, n):
+            self._add_to_sums(self.sums, block, calls, n, hold=self._schedule.renews(block))
 
-    def _keeps_sample(self, block: Block, calls: list[Call], n: int) -> bool:
+    def _keep_sample(self, block: Block, calls: list[Call], n: int) -> bool:
         """Keep what the factors need until the step, which sums all blocks at once; return whether that was done."""
         if self.separate or block in self.sums or block.layer.scattered or block in self.fingerprints.unverified:
             return False
-        if self._method.needs_examples or not self.executor.waits:
+        if self._method.needs_examples or not self.executor.defers_statistics:
             return False
         if self._schedule.renews(block) or not self._schedule.takes_factors(block):
             return False
@@ -226,14 +223,14 @@ class Collector:
         """Return whether to keep a block's calls for the step: if it makes better use of them, and they are small."""
         if self.capture.separate or block in self.sums:
             return False
-        if self._method.needs_examples and self.executor.waits:  # the step's graph includes factors and s*
-            return not self._schedule.renews(block) and self._room.takes(block, calls)
+        if self._method.needs_examples and self.executor.defers_statistics:  # the step's graph includes factors and s*
+            return not self._schedule.renews(block) and self._budget.reserve(block, calls)
         if not self.may_use_rows(block) or block in self.calls or len(calls) > 1:
             return False
         count = calls[0].d.numel() // calls[0].d.shape[-1]
         return rows_are_cheaper(block, count, self._method.needs_examples and count == n)
 
-    def _take(
+    def _add_to_sums(
         self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int, hold: bool, replay: bool = True
     ) -> None:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that this step has yet to compute."""
@@ -241,7 +238,7 @@ class Collector:
         if self._schedule.takes_factors(block):
             gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay))
         if block in self.fingerprints.unverified and not self.capture.separate:
-            self._take_fingerprint(sums, block, calls, n)
+            self._add_fingerprint(sums, block, calls, n)
         if self._method.needs_examples:
             if hold:
                 gathered.held.append((calls, n))
@@ -252,9 +249,9 @@ class Collector:
                 assert basis is not None
                 gathered.add_scaling(scaling_sum_by(self.executor, self.options, block, calls, n, basis))
 
-    def _take_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
-        own = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
-        sums.setdefault(block, BlockSums()).add_fingerprint(fingerprint.of_calls(block, calls, n, *own))
+    def _add_fingerprint(self, sums: dict[Block, BlockSums], block: Block, calls: list[Call], n: int) -> None:
+        memory, vectors = self.options.numerics.memory_limit, self.fingerprints.vectors(block)
+        sums.setdefault(block, BlockSums()).add_fingerprint(fingerprint.of_calls(block, calls, n, memory, vectors))
 
     @contextmanager
     def statistics(self) -> Iterator[None]:
@@ -270,21 +267,21 @@ class Collector:
         self.capture.drop()
         self.watch.forget()
         self.reach.accumulators = {}  # at every step, as accumulators are bound to the stream they were made on
-        self.sums, self.calls, self.samples, self.separate, self._room.taken = {}, {}, {}, False, 0
+        self.sums, self.calls, self.samples, self.separate, self._budget.taken = {}, {}, {}, False, 0
         if self._partition.owners.size > 1:
             self.overlap.forget()
 
     def close(self) -> None:
         """Remove all hooks from the model and free what was captured."""
         self.activate(False)
-        ownership.unregister(self)
+        takeover.unregister(self)
 
     # --- when the step begins -------------------------------------------------------------------------------------
 
     def inputs(self) -> StepInputs | None:
         """Return the step's inputs as far as the host knows them without computing anything; None without gradients."""
         if not self.active or torch.is_inference_mode_enabled():
-            ownership.refuse(self)
+            takeover.refuse(self)
         if self.watch.hooks.away:
             self.watch.catch_up()
         gradients = {p: g for p in self._partition.parameters if (g := p.grad) is not None}
@@ -292,7 +289,7 @@ class Collector:
         if doubtful and not self._partition.is_current():
             self.set_parameters(self.offered)  # functional_call, for example, had temporarily put others there
         if self._partition.problem:
-            ownership.refuse_changed(self._partition.problem)
+            takeover.refuse_changed(self._partition.problem)
         if not gradients:
             self.drop()
             return None
@@ -300,28 +297,38 @@ class Collector:
             refuse_sparse(self._partition.names, gradients)
         processes, covered = self._partition.owners.size, self._partition.covered
         if not self._warned:
-            warn_at_first(self._partition.blocks, self._partition.parameters)
+            warn_in_first_step(self._partition.blocks, self._partition.parameters)
         self._warned = True
         self.capture.finish()
         self.apart = self.capture.separate_examples or self.apart
-        n, mean = float(self.capture.examples or self.apart), 1.0
+        n = float(self.capture.examples or self.apart)
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
             n = 1.0  # any number will do: nothing reads it
         if n == 0 and processes == 1:
-            used = self.watch.used_before(gradients)
+            used = self.watch.used_by_last_step(gradients)
             refuse_unless_empty(self.capture.forwards.any_reached, gradients.values(), used)
             self.drop()
             return None
-        unheard = covered.keys() - self.capture.fired
-        silent = [b for b in covered if b in unheard and not gradients.keys().isdisjoint(b.parameters.values())]
+        uncalled = (b for b in covered if b not in self.capture.fired)
+        silent = [b for b in uncalled if not gradients.keys().isdisjoint(b.parameters.values())]
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
-        batches = 1 if processes == 1 else processes // self.capture.mesh.size
-        if self.options.batch.reduction == "sum" and n:
-            mean = batches / n
         solves, warm = self._schedule.due()
-        found = StepInputs(gradients, self.calls, self.sums, n, n, solves, warm, processes, batches, mean, self.samples)
+        found = StepInputs(
+            gradients,
+            self.calls,
+            self.sums,
+            n=n,
+            n_statistics=n,
+            solves=solves,
+            warm=warm,
+            processes=processes,
+            batches=1 if processes == 1 else processes // self.capture.mesh.size,
+            samples=self.samples,
+        )
+        if self.options.batch.reduction == "sum" and n:
+            found.mean = found.batches / n
         return made_real(found, self._partition.complex) if self._partition.complex else found
 
     def collect(self, inputs: StepInputs) -> None:
@@ -330,7 +337,7 @@ class Collector:
         A layer without any factors yet is skipped if its gradient is zero, and refused otherwise.
         """
         if inputs.calls:
-            self.take_calls(inputs)
+            self.sum_kept_calls(inputs)
         if inputs.samples:
             inputs.sums.update(sums_of_samples(self.executor, self.options, inputs.samples))
             inputs.samples = {}
@@ -344,7 +351,7 @@ class Collector:
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
             here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
-            if here or members(block) in self._partition.factors_elsewhere:
+            if here or identity(block) in self._partition.factors_elsewhere:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
                 raise RuntimeError(
@@ -355,12 +362,12 @@ class Collector:
         known = [block for block in self._partition.blocks if block not in inputs.unknown]
         inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
 
-    def take_calls(self, inputs: StepInputs) -> None:
+    def sum_kept_calls(self, inputs: StepInputs) -> None:
         """Compute the statistics of calls that were kept for the step."""
 
         def take(block: Block) -> None:
             for calls, n in inputs.calls[block]:
-                self._take(inputs.sums, block, calls, n, hold=True, replay=False)
+                self._add_to_sums(inputs.sums, block, calls, n, hold=True, replay=False)
 
         self.executor.parallel(take, list(inputs.calls))
 
@@ -391,10 +398,3 @@ class Collector:
         if self.options.batch.reduction == "sum":
             return 1 / (n * scale * scale)
         return n / (w * w * scale * scale)
-
-    def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
-        """Add a step's sums to A and B."""
-        n, square, bounded = inputs.n_statistics, self.delta_square(inputs), not self.options.refresh.deterministic
-        factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
-        decay, shrinks = self._schedule.factor_decay, self._schedule.derivatives
-        take_in(self._stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)

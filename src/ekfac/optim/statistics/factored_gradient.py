@@ -71,6 +71,7 @@ def may_use_rows(block: Block, options: EngineOptions) -> bool:
         and options.batch.reduction == "mean"
         and isinstance(block.layer, LinearLayer)
         and len(block.uses) == 1
+        and not block.through
         and options.processes.size == 1
     )
 
@@ -84,9 +85,9 @@ def rows_are_cheaper(block: Block, rows: int, projected_anyway: bool = False) ->
         projected_anyway: Whether the rows are projected for s* in any case.
     """
     s = block.shape
-    turned_A = 0 if block.diagonal_A else s.inputs
-    turned_B = 0 if block.diagonal_B else s.out
+    rotated_A = 0 if block.diagonal_A else s.inputs
+    rotated_B = 0 if block.diagonal_B else s.out
     by_rows = rows * s.out * s.columns
     if not projected_anyway:
-        by_rows += rows * (s.columns * turned_A + s.out * turned_B) + CALLS
-    return by_rows < s.out * s.columns * (turned_A + turned_B)
+        by_rows += rows * (s.columns * rotated_A + s.out * rotated_B) + CALLS
+    return by_rows < s.out * s.columns * (rotated_A + rotated_B)

@@ -13,7 +13,7 @@ from ekfac.curvature import fingerprint
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.shards import is_sharded
 from ekfac.optim.methods.base import Method
-from ekfac.optim.options import EngineOptions
+from ekfac.optim.options import Coverage, EngineOptions
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.types import StepInputs
 
@@ -32,8 +32,7 @@ class Fingerprints:
 
     def __init__(self, options: EngineOptions, method: Method[Any]) -> None:
         self._processes = options.processes
-        reads_more = method.needs_examples or method.reads_eigenvalues
-        self.strict = reads_more or options.coverage.unsupported == "error"
+        self.strict = is_strict(method, options.coverage)
         #: Blocks that have not been compared yet.
         self.unverified: set[Block] = set()
         #: Fingerprints of their gradients at the end of the last backward pass, before clipping or unscaling.
@@ -116,6 +115,11 @@ class Fingerprints:
         none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)
         noted = torch.stack([self.left.get(block, none) for block in blocks])
         return list(noted if processes == 1 else self._processes.sum(noted) / processes)
+
+
+def is_strict(method: Method[Any], coverage: Coverage) -> bool:
+    """Return whether ``.grad`` must be what the calls account for: the rule takes more from them than a basis."""
+    return method.needs_examples or method.reads_eigenvalues or coverage.unsupported == "error"
 
 
 def _refusal(block: Block) -> str:

@@ -8,21 +8,20 @@ largest magnitude of each gradient at the end of backward suffices to undo a res
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.capture import Capture
 from ekfac.curvature.capture.hooks import Mutable, remove_hooks
 from ekfac.curvature.real import as_real, gradient_of
 from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import any_sharded, held, is_sharded, local
 from ekfac.optim.statistics.fingerprints import Fingerprints
-from ekfac.optim.types import BlockStep, Rates, StepInputs
+from ekfac.optim.types import StepInputs
 
 #: Up to this size, torch's fused norms are the fastest way to a tensor's largest magnitude.
 FEW = 1024
@@ -90,11 +89,9 @@ class GradientWatch:
         remove_hooks(self._handles)
         self.forget()
 
-    def quiet(self, come: bool) -> None:
-        """Mute the parameters' hooks while a hook on the output reports backward passes; ``come`` reports one."""
-        if come:
-            self.backward_runs()
-        elif not self._sharded and self._processes.size == 1:
+    def mute(self) -> None:
+        """Mute the parameters' hooks, if a hook on the model's output can report the backward pass instead."""
+        if not self._sharded and self._processes.size == 1:
             self.hooks.mute(True)
 
     def catch_up(self) -> None:
@@ -179,7 +176,7 @@ class GradientWatch:
         self._task = -1
         self.hooks.restore()
         if (capture := self.on_end()) is not None:
-            capture.passed()
+            capture.backward_ended()
         self.single_pass, self.no_gradients = self.no_gradients, False
         live = [p for p in self.parameters if p.grad is not None and not p.grad.is_sparse]
         real = [gradient_of(p) if p.is_complex() else p.grad for p in live if p.grad is not None]
@@ -192,7 +189,7 @@ class GradientWatch:
         if not self._sharded:
             self._fingerprints.note()
 
-    def used_before(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+    def used_by_last_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
         """Return whether these are the gradients of the last step, perhaps clipped by a common factor; reads them."""
         parameters, before = self.used
         if not before or gradients.keys() != set(parameters):
@@ -211,7 +208,7 @@ class GradientWatch:
         """Return whether any gradient was."""
         return any(g is not p.grad or g._version != version for p, (_, g, version) in self._left.items())
 
-    def sizes(self, inputs: StepInputs) -> None:
+    def measure(self, inputs: StepInputs) -> None:
         """Find each gradient's largest magnitude now and at the end of backward, and which gradients were touched."""
         changed, pieces = [], []
         for p, gradient in inputs.gradients.items():
@@ -295,80 +292,6 @@ def _differ(left: float, now: float, left_length: float, now_length: float) -> b
 
 def _ratio(before: Tensor, now: Tensor, loss_scale: float | Tensor) -> Tensor:
     return torch.where(now > 0, before / (now * loss_scale).clamp(min=torch.finfo(now.dtype).tiny), 1.0)
-
-
-def block_step(
-    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool, bounded: bool = False
-) -> BlockStep:
-    """Return the gradient to precondition, ``[G, O, C]`` of each block, and how to recover what backward left.
-
-    The gradient is the current ``.grad``, normalised to a mean over examples, with L2 penalty and sign. If it was
-    rescaled as a whole, ``ratio`` undoes that; if it differs in other ways, ``left`` is the gradient as backward left
-    it, which updates the scaling. So clipping never enlarges an update. torch's own rules square the penalty too
-    (``squares_penalty``). If the step is skipped, all are zero, unless the method tolerates non-finite gradients
-    (``bounded``).
-    """
-    G, ratio, left = _gradient_of(blocks, inputs, rates, squares_penalty)
-    if inputs.bad is not None and not bounded:
-        G = G.masked_fill(inputs.bad, 0.0)
-        ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
-    own = rates.groups[rates.group_of[blocks[0].key]]
-    small = inputs.small and ratio is None and left is None
-    return BlockStep(G, inputs.n, own, inputs.ok, ratio, left, blocks=len(blocks), small=small)
-
-
-def _gradient_of(
-    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the blocks' gradients, and the factor that undoes a rescaling or the gradients as backward left them."""
-    rescaled, mean, dtype, penalised = inputs.rescaled, inputs.mean, blocks[0].dtype, False
-    each: list[dict[str, Tensor]] = []
-    for block in blocks:
-        each.append(gradients := {})
-        for role, p in block.parameters.items():
-            given, group = inputs.gradients.get(p), rates.groups[rates.group_of[p]]
-            g = torch.zeros(p.shape, device=p.device) if given is None else given
-            if g.dtype != dtype:
-                g = g.to(dtype)
-            if isinstance(mean, Tensor) or mean != 1:
-                g = g * (mean.to(g) if isinstance(mean, Tensor) else mean)
-            gradients[role] = g
-            penalised |= group.maximize or bool(group.l2)
-    if len(blocks) > 1:
-        if not (rescaled or penalised):
-            return blocks[0].layer.stack_all([block.layer for block in blocks], each), None, None
-        return _one_by_one(blocks, inputs, rates, squares_penalty)
-    parameters, stack = blocks[0].parameters, blocks[0].layer.stack
-    G, ratio, left = stack(gradients), None, None
-    if rescaled:
-        own = {role: rescaled[p] for role, p in parameters.items() if p in rescaled}
-        if own and len(parameters) == 1:
-            ratio = next(iter(own.values())).to(dtype)
-        elif own:
-            left = stack({role: g * own.get(role, 1.0) for role, g in gradients.items()})
-    if penalised:
-        groups = {role: rates.of(p) for role, p in parameters.items()}
-        whole = left if left is not None else G if ratio is None else G * ratio
-        weights = {role: inputs.weights.get(p, p).to(dtype) for role, p in parameters.items()}
-        penalty = stack({role: groups[role].l2 * weight for role, weight in weights.items()})
-        sign = stack(
-            {role: torch.full_like(g, -1.0 if groups[role].maximize else 1.0) for role, g in gradients.items()}
-        )
-        G = sign * G + penalty
-        left, ratio = (sign * whole + penalty if squares_penalty else whole), None
-    return G, ratio, left
-
-
-def _one_by_one(
-    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
-) -> tuple[Tensor, None, Tensor | None]:
-    found = [_gradient_of((block,), inputs, rates, squares_penalty) for block in blocks]
-    gradients, ratios, lefts = zip(*found, strict=True)
-    if all(r is None for r in (*ratios, *lefts)):
-        return torch.cat(gradients), None, None
-    whole = [g if r is None else g * r for g, r, _ in found]
-    left = torch.cat([w if given is None else given for w, given in zip(whole, lefts, strict=True)])
-    return torch.cat(gradients), None, left
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:

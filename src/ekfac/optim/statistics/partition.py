@@ -20,7 +20,7 @@ from ekfac.curvature.real import state_dtype
 from ekfac.optim.distributed.owners import Owners
 from ekfac.optim.distributed.shards import any_sharded, is_sharded, resharded, units
 from ekfac.optim.options import Coverage
-from ekfac.optim.statistics.roster import Roster
+from ekfac.optim.statistics.model_changes import ModelChanges
 from ekfac.optim.types import BlockState
 
 #: A dict's values.
@@ -29,7 +29,7 @@ VALUES = operator.methodcaller("values")
 PART = 2**21
 
 T = TypeVar("T")
-Members = tuple[bool, tuple[nn.Parameter, ...]]
+Identity = tuple[bool, tuple[nn.Parameter, ...]]
 #: State in float64, whatever the dtype of the block.
 COUNTS = ("count", "examples")
 
@@ -58,6 +58,7 @@ class Partition:
         state: torch's ``optimizer.state``: each block's state is under its first parameter.
         state_class: The class of a block's state.
         owners: Which process owns each block.
+        through: Whether weights under weight or spectral norm are covered; see :func:`find_blocks`.
     """
 
     def __init__(
@@ -67,15 +68,16 @@ class Partition:
         state: MutableMapping[Tensor, Any],
         state_class: Callable[[Block], type[BlockState]],
         owners: Owners,
+        through: bool = False,
     ) -> None:
         self.model = model
         self.states = state
-        self._coverage = coverage
+        self._coverage, self._through = coverage, through
         self._state_class = state_class
         self.owners = owners
         #: Blocks owned by other processes that have factors, and those that have a basis.
-        self.factors_elsewhere: set[Members] = set()
-        self.ready_elsewhere: set[Members] = set()
+        self.factors_elsewhere: set[Identity] = set()
+        self.ready_elsewhere: set[Identity] = set()
         #: Incremented whenever tensors that a CUDA graph may refer to are replaced.
         self.generation = 0
         #: The parameters that the optimizer was given, and those of them that are trained now (not frozen).
@@ -98,17 +100,17 @@ class Partition:
         #: Parameters whose layers are never called.
         self.silent: set[nn.Parameter] = set()
         #: All blocks that ever existed, and the state of those that are frozen now.
-        self._known: dict[Members, Block] = {}
-        self.put_away: dict[Members, BlockState] = {}
+        self._known: dict[Identity, Block] = {}
+        self.put_away: dict[Identity, BlockState] = {}
         #: Unsharded parameters, and where they are.
         self._whole: list[tuple[nn.Parameter, nn.Module, str]] = []
-        self._layout = Layout([], [])
+        self._snapshot = Snapshot([], [])
         self._modules: list[nn.Module] = []
         #: The kind of device that the parameters were on when they were assigned.
         self.kind = ""
         #: If not empty, why no step can be taken: how the model's parameters have changed since construction.
         self.problem = ""
-        self._roster = Roster(model)
+        self._changes = ModelChanges(model)
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +119,7 @@ class Partition:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what their states are kept, or the first one's where they are of several."""
+        """The dtype of the state; that of the first parameter's if there are several."""
         return state_dtype((self.parameters or self.offered)[0])
 
     # --- blocks ---------------------------------------------------------------------------------------------------
@@ -137,13 +139,13 @@ class Partition:
         """
         if silent is None:
             silent = () if frozen else self.silent
-        return blocks_under(self._coverage, self.model, parameters, silent, frozen)
+        return blocks_under(self._coverage, self.model, parameters, silent, frozen, self._through)
 
-    def block_with(self, key: Members) -> Block | None:
+    def block_with(self, key: Identity) -> Block | None:
         """Return the block that these parameters form, or would form if none were frozen."""
         covered, parameters = key
         blocks = self.blocks_of(parameters, frozen=True, silent=() if covered else parameters)
-        return {members(block): block for block in blocks}.get(key)
+        return {identity(block): block for block in blocks}.get(key)
 
     def offered_names(self) -> dict[nn.Parameter, str]:
         """Return the names of the given parameters; for those the model has lost, numbers that agree over ranks."""
@@ -158,24 +160,24 @@ class Partition:
             return self._assign(offered)
 
     def _assign(self, offered: list[nn.Parameter]) -> Assigned:
-        self.problem = self._roster.compare(offered)
-        before = {members(b): (b.dtype, b.shape) for b in self.blocks}, self.kind
+        self.problem = self._changes.compare(offered)
+        before = {identity(b): (b.dtype, b.shape) for b in self.blocks}, self.kind
         blocks, new = [], set()
         for block in self.blocks_of(offered):
-            known = self._known.get(members(block))
+            known = self._known.get(identity(block))
             # A module may have been replaced, or a parameter may have another shape.
             if known is None or known.uses.keys() != block.uses.keys() or known.shape != block.shape:
-                self._known[members(block)] = known = block
+                self._known[identity(block)] = known = block
                 new |= {block} if block.covered else set()
             blocks.append(known)
-        kept = set(map(members, blocks))
+        kept = set(map(identity, blocks))
         for block in self.blocks:
-            if members(block) not in kept:
-                self.put_away[members(block)] = self._pop(block)
+            if identity(block) not in kept:
+                self.put_away[identity(block)] = self._pop(block)
         for block in blocks:
             block.__dict__.pop("dtype", None)  # the model may have been cast since
-            if members(block) in self.put_away:
-                self.state(block).update(self.put_away.pop(members(block)))
+            if identity(block) in self.put_away:
+                self.state(block).update(self.put_away.pop(identity(block)))
             elif not fits(block, self.states.get(block.key, {})):
                 self._pop(block)
             elif self.states.get(block.key):
@@ -196,12 +198,12 @@ class Partition:
         # With fully_shard, modules hold gathered parameters during use, so their identities cannot be compared.
         modules = () if self.gathers else self.model.modules()
         self._modules = [m for m in modules if not isinstance(m, scripted)]
-        self._layout = Layout(offered, self._modules)
+        self._snapshot = Snapshot(offered, self._modules)
         self.kind = self.device.type
         self.assign_owners()
         forms, kind = before
         # A layer found never to be called gets another kind of block, but that is no cast.
-        changed = any(forms.get(members(b), (b.dtype, b.shape)) != (b.dtype, b.shape) for b in blocks)
+        changed = any(forms.get(identity(b), (b.dtype, b.shape)) != (b.dtype, b.shape) for b in blocks)
         recast = changed or kind not in ("", self.kind)
         if recast:
             self._convert()
@@ -257,7 +259,7 @@ class Partition:
             raise RuntimeError(f"parameter '{missing[0]}' is no longer part of the model: construct a new optimizer")
         self.owners.forget()
         self.states.clear()
-        self.blocks, self._known, self.silent, self._roster = [], {}, set(), Roster(self.model)
+        self.blocks, self._known, self.silent, self._changes = [], {}, set(), ModelChanges(self.model)
         return {p: now[name] for p, name in names.items()}
 
     def is_exchanged(self) -> bool:
@@ -267,7 +269,7 @@ class Partition:
 
     def is_current(self) -> bool:
         """Return whether parameters have the same modules, dtypes, devices and requires_grad as when assigned."""
-        return self._layout.holds()
+        return self._snapshot.unchanged()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -294,12 +296,12 @@ class Partition:
         """
         self.states = states
         for block in self.blocks:
-            if members(block) in self.put_away:
-                self.state(block).update(self.put_away.pop(members(block)))
+            if identity(block) in self.put_away:
+                self.state(block).update(self.put_away.pop(identity(block)))
             elif block.key in states:
                 self.state(block)
 
-    def note_elsewhere(self, block: Members, factors: bool = False, ready: bool = False) -> None:
+    def note_elsewhere(self, block: Identity, factors: bool = False, ready: bool = False) -> None:
         """Record that another process, the owner of a block, has its factors or its basis."""
         if factors:
             self.factors_elsewhere.add(block)
@@ -321,6 +323,7 @@ def blocks_under(
     parameters: Iterable[nn.Parameter],
     silent: Collection[nn.Parameter] = (),
     frozen: bool = False,
+    through: bool = False,
 ) -> list[Block]:
     """Return the blocks of a model's parameters under coverage options; see :func:`find_blocks`."""
     return find_blocks(
@@ -334,6 +337,7 @@ def blocks_under(
         unsupported="diagonal" if frozen else c.unsupported,
         silent=silent,
         frozen=frozen,
+        through=through,
     )
 
 
@@ -348,7 +352,7 @@ def in_parts(blocks: list[Block]) -> tuple[dict[Block, int], int]:
     return {b: shapes[b.form] * parts // len(shapes) for b in blocks}, parts
 
 
-class Layout:
+class Snapshot:
     """A snapshot of all that the assignment to blocks depends on; quick to compare, as every forward pass does.
 
     Args:
@@ -368,13 +372,13 @@ class Layout:
         where = [p.device for p in parameters[:1]]
         return [*forms, where], list(itertools.chain.from_iterable(map(VALUES, self._parts)))
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Return whether nothing has changed."""
         forms, inside = self._now()
         return forms == self._forms and list(map(id, inside)) == self._ids
 
 
-def members(block: Block) -> Members:
+def identity(block: Block) -> Identity:
     """Return a block's identity, by which it is recognised when blocks are assigned anew."""
     return block.covered, tuple(block.parameters.values())
 

@@ -23,7 +23,7 @@ from ekfac.curvature.eigensolvers import (
     rayleigh,
 )
 from ekfac.optim.executor import Executor
-from ekfac.optim.stacks import Stacks
+from ekfac.optim.stacks import Stacks, concatenated
 from ekfac.optim.statistics.schedule import NOTHING, START, Schedule
 from ekfac.optim.types import Rates, factors_of
 
@@ -139,7 +139,7 @@ class Refresher:
         def renew() -> tuple[Tensor]:
             widest = max(max(r.old.S_A.shape[-1], r.old.S_B.shape[-1]) for r in renewals)
             with self.executor.fast_products(widest**3):
-                new, residuals = self._turned(renewals)
+                new, residuals = self._new_bases(renewals)
                 if ok is not None:
                     residuals = torch.where(ok > 0, residuals, torch.nan)
                 for renewal, basis in zip(renewals, new, strict=True):
@@ -154,15 +154,15 @@ class Refresher:
         else:
             (residuals,) = renew()
         blocks = [block for renewal in renewals for block in renewal.blocks]
-        self._schedule.pending.append((blocks, self.executor.answer(residuals)))
+        self._schedule.pending.append((blocks, self.executor.read_back(residuals)))
         self.seconds += time.perf_counter() - started
 
-    def _turned(self, renewals: Sequence[Renewal]) -> tuple[list[Basis], Tensor]:
+    def _new_bases(self, renewals: Sequence[Renewal]) -> tuple[list[Basis], Tensor]:
         """Return new bases, and the off-diagonal residual of each block's factors in them."""
         with factors.full_precision(renewals[0].old.S_A.device):
             sides = [r.sides() for r in renewals]
-            turned = iter(self._iterate_all([side for pair in sides for side in pair if side.iterated]))
-            warm = [[next(turned) if side.iterated else None for side in pair] for pair in sides]
+            found = iter(self._iterate_all([side for pair in sides for side in pair if side.iterated]))
+            warm = [[next(found) if side.iterated else None for side in pair] for pair in sides]
             new = [renewed(r, pair, of) for r, pair, of in zip(renewals, sides, warm, strict=True)]
             return new, torch.cat([residuals_of(*pair) for pair in zip(renewals, warm, strict=True)])
 
@@ -175,11 +175,12 @@ class Refresher:
         found: dict[int, WarmBasis] = {}
         for (shape, *how, _), indices in together.items():
             lengths = [len(sides[i].matrix) for i in indices]
-            matrices, bases = joined([sides[i].matrix for i in indices]), joined([sides[i].U for i in indices])
+            matrices = concatenated([sides[i].matrix for i in indices])
+            bases = concatenated([sides[i].U for i in indices])
             most = max(1, NUMBERS // shape.numel())
             parts = zip(matrices.split(most), bases.split(most), strict=True)
             done = [self._iterate(*part, *how) for part in parts]
-            fields = [joined(list(field)).split(lengths) for field in zip(*map(fields_of, done), strict=True)]
+            fields = [concatenated(list(field)).split(lengths) for field in zip(*map(fields_of, done), strict=True)]
             found.update({i: WarmBasis(*field) for i, *field in zip(indices, *fields, strict=True)})
         return [found[i] for i in range(len(sides))]
 
@@ -256,9 +257,9 @@ def iterated_numbers(due: Mapping[Block, tuple[int, int]]) -> int:
 def renewed(renewal: Renewal, sides: Sequence[Side], warm: Sequence[WarmBasis | None]) -> Basis:
     """Return the new basis of one or several blocks."""
     found: list[tuple[Tensor | None, Tensor]] = []
-    for side, turned in zip(sides, warm, strict=True):
-        if turned is not None:
-            found.append((turned.U, turned.values))
+    for side, iterated in zip(sides, warm, strict=True):
+        if iterated is not None:
+            found.append((iterated.U, iterated.values))
         elif side.U is None:
             found.append((None, side.matrix.clamp(min=0)))
         else:
@@ -275,11 +276,6 @@ def residuals_of(renewal: Renewal, warm: Sequence[WarmBasis | None]) -> Tensor:
     count = len(renewal.blocks)
     known = [torch.where(w.good, w.residual, torch.inf).view(count, -1).amax(1) for w in warm if w is not None]
     return torch.stack(known).amax(0) if known else renewal.old.S_A.new_full((count,), NOTHING)
-
-
-def joined(tensors: list[Tensor]) -> Tensor:
-    """Concatenate tensors; return a single one as it is."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def fields_of(warm: WarmBasis) -> tuple[Tensor, ...]:

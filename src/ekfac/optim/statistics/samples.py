@@ -28,21 +28,21 @@ class Sample:
     Attributes:
         calls: The calls, restricted to some of the examples or with all of them.
         n: The number of these examples.
-        more: The factor for B that makes up for the examples left out.
+        scale_B: The factor for B that makes up for the examples left out.
         step: The stride: every ``step``-th example is used.
         placed: Whether its tensors are in static buffers.
     """
 
     calls: tuple[Call, ...]
     n: int
-    more: float = 1.0
+    scale_B: float = 1.0
     step: int = 1
     placed: bool = False
 
     @functools.cached_property
     def key(self) -> Hashable:
         """Everything that the sums depend on besides the tensors."""
-        return self.n, self.more, *((c.layer, c.layer.mode) for c in self.calls)
+        return self.n, self.scale_B, *((c.layer, c.layer.mode) for c in self.calls)
 
     @functools.cached_property
     def at_place(self) -> Hashable:
@@ -56,7 +56,7 @@ class Sample:
     def at(self, tensors: Sequence[Tensor], placed: bool = False) -> Sample:
         """Return a copy with other :meth:`tensors`."""
         calls = (Call(c.layer, *tensors[2 * i : 2 * i + 2]) for i, c in enumerate(self.calls))
-        return Sample(tuple(calls), self.n, self.more, self.step, placed)
+        return Sample(tuple(calls), self.n, self.scale_B, self.step, placed)
 
 
 def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: int) -> Sample:
@@ -83,8 +83,8 @@ def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorS
     """Sum A and B over a sample."""
     sharing, limit = options.coverage.sharing, options.numerics.memory_limit
     sums = statistics.factor_sums(block, sample.calls, sample.n, sharing, limit, half=_inexact(options, block))
-    if sample.more != 1:
-        sums.B.mul_(sample.more)
+    if sample.scale_B != 1:
+        sums.B.mul_(sample.scale_B)
     return sums
 
 
@@ -131,7 +131,7 @@ def scaling_sum_by(
     return cast(Tensor, found)
 
 
-class Room:
+class Budget:
     """A budget in bytes for calls that are kept until the step.
 
     Args:
@@ -142,7 +142,7 @@ class Room:
         self.limit = limit
         self.taken = 0
 
-    def takes(self, block: Block, calls: Sequence[Call]) -> bool:
+    def reserve(self, block: Block, calls: Sequence[Call]) -> bool:
         """Reserve room for calls of a block; return False if it is used up or the calls cannot be replayed."""
         if block.layer.scattered or not all(c.layer in block.uses.values() for c in calls):
             return False
@@ -170,7 +170,7 @@ def kept_sample(
     for c in calls:
         x, d = c.x, c.d
         key += c.layer, c.layer.mode, x.shape, x.stride(), x.dtype, d.shape, d.stride(), d.dtype
-    kept: Sample | None = executor.kept.get(key)
+    kept: Sample | None = executor.static_samples.get(key)
     if kept is not None:  # same shapes as before: overwrite the values
         if not calls[0].layer.splittable:
             calls = sample_of(options, block, calls, n).calls
@@ -184,19 +184,19 @@ def kept_sample(
     tensors = sample.tensors()
     half = _inexact(options, block) and statistics.takes_half(calls)  # keep inputs in autocast's dtype
     dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
-    places = executor.places_of(tensors, dtypes) if executor.keeps else None
+    places = executor.static_buffers_for(tensors, dtypes) if executor.has_static_buffers else None
     if places is None:
         whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and not shared with others
         copies = (t if whole else t.to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True))
         return sample.at(list(copies))
     for place, tensor in zip(places, tensors, strict=True):
         place.copy_(tensor)
-    executor.kept[key] = sample = sample.at(places, placed=True)
+    executor.static_samples[key] = sample = sample.at(places, placed=True)
     return sample
 
 
 @dataclass(frozen=True)
-class Alike:
+class SampleGroup:
     """Samples of several like blocks, to be summed at once; or all samples of a single block."""
 
     blocks: tuple[Block, ...]
@@ -208,7 +208,7 @@ class Alike:
         return self.blocks[0].multiplications
 
 
-def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> list[Alike]:
+def group_samples(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> list[SampleGroup]:
     """Group linear layers of one shape with inputs of one shape, if all positions count equally."""
     expands = options.coverage.sharing == "expand"
     found: dict[Hashable, list[Block]] = {}
@@ -216,9 +216,9 @@ def alike(options: EngineOptions, samples: Mapping[Block, Sequence[Sample]]) -> 
         (first, *others), layer = kept, block.layer
         single = not others and len(first.calls) == 1 and first.calls[0].layer is layer and layer.reads_whole_inputs
         x, d = first.calls[0].x, first.calls[0].d
-        form = block.form, type(layer), first.n, first.more, x.shape, x.dtype, d.shape, d.dtype
+        form = block.form, type(layer), first.n, first.scale_B, x.shape, x.dtype, d.shape, d.dtype
         found.setdefault(form if expands and single and not block.diagonal_A else block, []).append(block)
-    return [Alike(tuple(blocks), tuple(samples[b] for b in blocks)) for blocks in found.values()]
+    return [SampleGroup(tuple(blocks), tuple(samples[b] for b in blocks)) for blocks in found.values()]
 
 
 def sums_of_samples(
@@ -226,17 +226,19 @@ def sums_of_samples(
 ) -> dict[Block, BlockSums]:
     """Return the sums over samples that were kept."""
 
-    def taken(of: Alike) -> list[BlockSums]:
+    def taken(of: SampleGroup) -> list[BlockSums]:
         if len(of.blocks) > 1:
             calls = [sample.calls[0] for (sample,) in of.samples]
             ((first, *_), *_) = of.samples
             half = _inexact(options, of.blocks[0]) and calls[0].d.dtype in factors.HALF
-            return [BlockSums(sums) for sums in statistics.sums_of_alike(of.blocks[0], calls, first.more, half)]
+            return [
+                BlockSums(sums) for sums in statistics.batched_factor_sums(of.blocks[0], calls, first.scale_B, half)
+            ]
         sums = BlockSums()
         for sample in of.samples[0]:
             sums.add_factors(factor_sums(options, of.blocks[0], sample))
         return [sums]
 
-    groups = alike(options, {block: kept for block, kept in samples.items() if kept})
+    groups = group_samples(options, {block: kept for block, kept in samples.items() if kept})
     found = executor.parallel(taken, groups) if groups else []
     return {b: one for of, sums in zip(groups, found, strict=True) for b, one in zip(of.blocks, sums, strict=True)}

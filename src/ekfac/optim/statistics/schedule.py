@@ -9,9 +9,9 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from ekfac.curvature.blocks import Block
-from ekfac.optim.executor import Answer
+from ekfac.optim.executor import Readback
 from ekfac.optim.options import EngineOptions
-from ekfac.optim.statistics.partition import Partition, members
+from ekfac.optim.statistics.partition import Partition, identity
 from ekfac.optim.statistics.sums import Expected
 from ekfac.optim.types import BlockState
 
@@ -45,6 +45,8 @@ NOTHING = -1.0
 
 #: The state of a block that has none yet.
 NOTHING_YET = BlockState()
+#: What decides when a block is refreshed: part, number of parts, stretches, strayed; see :meth:`Intervals.warm_after`.
+Kind = tuple[int, int, tuple[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,19 @@ class Intervals:
         return applied % given == 0
 
 
+@dataclass(frozen=True)
+class Calm:
+    """Blocks of which none has strayed: nothing is due while no kind of them is.
+
+    Attributes:
+        version: The generation of the partition, and the intervals.
+        kinds: The distinct kinds of blocks.
+    """
+
+    version: tuple[int, Intervals]
+    kinds: set[Kind]
+
+
 @cache
 def early_steps(every: int, stretch: int = 1) -> frozenset[int]:
     """Return the early steps (counted by applied steps before them) that refresh a basis before using it."""
@@ -143,7 +158,7 @@ class Schedule:
         self.applied_steps = 0
         self.warm_refreshes = 0
         #: Residuals of warm refreshes, one per block, that the host has not read yet.
-        self.pending: list[tuple[list[Block], Answer]] = []
+        self.pending: list[tuple[list[Block], Readback]] = []
         self._options = options
         self._refresh = options.refresh
         self._stretches = Stretches()
@@ -151,10 +166,12 @@ class Schedule:
         self._partition = partition
         #: Whether losses are known to have derivatives of the network inside.
         self.derivatives = False
-        #: Cache of :meth:`due`, with its key.
-        self._due: tuple[tuple[int, int], set[Block], dict[Block, tuple[int, int]]] | None = None
-        #: Cache for :meth:`advance` while no block has strayed: its key, and the distinct arguments of ``warm_after``.
-        self._calm: tuple[int, Intervals, set[Any]] | None = None
+        #: What :meth:`due` has found, and for which step and partition.
+        self._solves: set[Block] = set()
+        self._warm: dict[Block, tuple[int, int]] = {}
+        self._due_at: tuple[int, int] | None = None
+        #: For :meth:`advance`, while no block has strayed.
+        self._calm: Calm | None = None
         #: Whether the host may learn late that a step with warm refreshes was skipped; not if that would have changed
         #: what the next forward pass captures.
         self.maskable = (
@@ -181,7 +198,7 @@ class Schedule:
         """Switch to the schedule for losses with derivatives, or back."""
         self.derivatives = derivatives
         self.__dict__.pop("intervals", None)
-        self._due = None
+        self._due_at = None
 
     def due(self) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
         """Find which bases this step updates before it uses them.
@@ -189,10 +206,10 @@ class Schedule:
         Returns:
             The blocks to solve in full, and those to refresh warm, with the iterations for A and B.
         """
-        known = self.applied_steps, self._partition.generation
-        if self._due is None or self._due[0] != known or self._due[1]:  # bases to solve for may exist by now
-            self._due = known, *self._find_due(self._partition.covered)
-        return self._due[1], self._due[2]
+        now = self.applied_steps, self._partition.generation
+        if self._due_at != now or self._solves:  # bases to solve for may exist by now
+            self._due_at, (self._solves, self._warm) = now, self._find_due(self._partition.covered)
+        return self._solves, self._warm
 
     def _find_due(self, blocks: Iterable[Block]) -> tuple[set[Block], dict[Block, tuple[int, int]]]:
         states, t, every = self._partition.states, self.applied_steps, self.intervals.every
@@ -215,7 +232,7 @@ class Schedule:
     def _ready_elsewhere(self, block: Block) -> bool:
         """Return whether another process has the block's basis."""
         found = self._partition.ready_elsewhere
-        return bool(found) and members(block) in found
+        return bool(found) and identity(block) in found
 
     def renews(self, block: Block) -> bool:
         """Return whether this step computes a new basis before using it."""
@@ -257,11 +274,11 @@ class Schedule:
             wait: Wait for outcomes that have not arrived, so that all processes read them at the same step.
         """
         waiting = []
-        for blocks, answer in self.pending:
-            if answer.late and not answer.ready(wait):
-                waiting.append((blocks, answer))
+        for blocks, readback in self.pending:
+            if readback.late and not readback.ready(wait):
+                waiting.append((blocks, readback))
                 continue
-            for block, residual in zip(blocks, answer.value.tolist(), strict=True):
+            for block, residual in zip(blocks, readback.value.tolist(), strict=True):
                 self.warm_refreshes += not math.isnan(residual)
                 state = self._partition.states.get(block.key, NOTHING_YET)
                 if hasattr(state, self._method.derived) and not math.isnan(residual) and residual != NOTHING:
@@ -275,25 +292,32 @@ class Schedule:
         Returns:
             The blocks to refresh warm after this step, with the iterations for A and B.
         """
-        found, states, derived, t = [], self._partition.states, self._method.derived, self.applied_steps + 1
-        known: dict[Any, tuple[int, int]] = {}  # cached, as most blocks have the same arguments
-        calm, at = self._calm, (self._partition.generation, self.intervals)
-        still = calm is not None and calm[:2] == at and not any(any(self.intervals.warm_after(t, *k)) for k in calm[2])
-        for block, index in () if still else self._partition.covered.items():
+        t, intervals, calm = self.applied_steps + 1, self.intervals, self._calm
+        due: list[tuple[Block, tuple[int, int]]] = []
+        version = self._partition.generation, intervals
+        if calm is None or calm.version != version or any(any(intervals.warm_after(t, *kind)) for kind in calm.kinds):
+            due, kinds = self._due_after(t)
+            alone = self._partition.owners.size == 1
+            self._calm = Calm(version, kinds) if alone and not any(strayed for *_, strayed in kinds) else None
+        self.applied_steps = t
+        # Not with several processes: one without a batch could not have noticed.
+        fixed = self.derivatives or self._refresh.deterministic or self._partition.owners.size > 1
+        if not fixed and any(block.layer.differentiated for block in self._partition.covered):
+            self.set_derivatives(True)
+        return due
+
+    def _due_after(self, t: int) -> tuple[list[tuple[Block, tuple[int, int]]], set[Kind]]:
+        """Count the outcomes of warm refreshes; return the blocks to refresh after t steps, and all blocks' kinds."""
+        states = self._partition.states
+        due: list[tuple[Block, tuple[int, int]]] = []
+        known: dict[Kind, tuple[int, int]] = {}  # most blocks are of one kind
+        for block, index in self._partition.covered.items():
             state: dict[str, Any] = getattr(states.get(block.key), "__dict__", {})
             if "near" in state:
                 state["strayed"] = 0 if state.pop("near") else state.get("strayed", 0) + 1
             kind = index, self._partition.parts, self._stretches[block], state.get("strayed", 0)
             if (iterations := known.get(kind)) is None:
                 iterations = known[kind] = self.intervals.warm_after(t, *kind)
-            if any(iterations) and (derived in state or self._ready_elsewhere(block)):
-                found.append((block, iterations))
-        if not still:
-            alone = self._partition.owners.size == 1
-            self._calm = (*at, set(known)) if alone and not any(strayed for *_, strayed in known) else None
-        self.applied_steps = t
-        # Not with several processes: one without a batch could not have noticed.
-        fixed = self.derivatives or self._refresh.deterministic or self._partition.owners.size > 1
-        if not fixed and any(block.layer.differentiated for block in self._partition.covered):
-            self.set_derivatives(True)
-        return found
+            if any(iterations) and (self._method.derived in state or self._ready_elsewhere(block)):
+                due.append((block, iterations))
+        return due, set(known)

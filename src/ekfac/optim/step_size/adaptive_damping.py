@@ -170,6 +170,29 @@ class Adaptation:
         self.damping = max(self.settings.least, min(self.settings.most, self.damping))
 
 
+def begin_comparison(
+    adaptation: Adaptation,
+    engine: Engine,
+    closure: Callable[[], Any] | None,
+    maximize: bool,
+    average: WeightAverage,
+) -> Comparison | None:
+    """Prepare to compare the actual with the predicted decrease of the loss; None if damping does not adapt now."""
+    if closure is None:
+        raise ValueError(
+            "step() with AdaptiveDamping needs a closure, because it evaluates the loss after the update too: "
+            "opt.step(closure), where closure() clears the gradients, computes the loss, calls backward, returns it"
+        )
+    if engine.partition.sharded:
+        raise ValueError(
+            "damping=AdaptiveDamping(...) with parameters that are sharded over ranks. Allowed: a number, a "
+            "function of the step, or whole parameters on every rank"
+        )
+    if not adaptation.due(engine.schedule.applied_steps):
+        return None
+    return Comparison(adaptation, engine, closure, maximize, average)
+
+
 class Comparison:
     """One step after which damping adapts; made before the first call of the closure, to save the random state.
 
@@ -211,7 +234,7 @@ class Comparison:
             processes=engine.options.processes.size,
             batches=engine.options.processes.size,
         )
-        watch.sizes(live)
+        watch.measure(live)
         ratios = watch.rescaling(live, loss_scale=1.0)
         self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}
         self._theta = {p: as_real(p.detach()).clone() for p in live.gradients}

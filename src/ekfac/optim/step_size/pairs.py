@@ -33,6 +33,6 @@ class Pairs:
         p = self.parameters
         return [q.requires_grad for q in p], [q.dtype for q in p], [q.shape for q in p], [q.device for q in p]
 
-    def hold(self) -> bool:
+    def unchanged(self) -> bool:
         """Return whether no parameter has been frozen, unfrozen, cast, moved or reshaped."""
         return self._now() == self._forms

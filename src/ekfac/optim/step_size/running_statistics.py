@@ -42,7 +42,7 @@ class Buffers:
         self._modules = [module for module, _ in self.places]
         self._divided_for: list[Any] = []
 
-    def hold(self) -> bool:
+    def unchanged(self) -> bool:
         """Return whether the modules still hold the same buffers; moving or casting a model replaces them."""
         return all(map(operator.is_, self.now, [module._buffers.get(name) for module, name in self.places]))
 

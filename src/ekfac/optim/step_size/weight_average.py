@@ -1,6 +1,6 @@
 """The running average of the weights, which the model holds between steps.
 
-It goes with the built-in learning rate schedule (:mod:`ekfac.optim.step_size.rate`), and has the effect of a rate that
+It goes with the built-in schedule of lr (:mod:`ekfac.optim.step_size.lr_schedule`), and has the effect of an lr that
 decays to zero, but needs no known end of training.
 """
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
-from ekfac.optim.executor import Answer
-from ekfac.optim.step_size.mended import Mended
+from ekfac.optim.executor import Readback
 from ekfac.optim.step_size.pairs import Pairs, pieces
 from ekfac.optim.step_size.running_statistics import (
     STATISTICS,
@@ -27,6 +26,7 @@ from ekfac.optim.step_size.running_statistics import (
     buffers_at,
     norms_of,
 )
+from ekfac.optim.step_size.weight_edits import WeightEdits
 from ekfac.optim.types import Shared
 
 #: k: the weights after step t count as t^k, so the average covers about the last ninth of training so far.
@@ -51,7 +51,7 @@ class WeightAverage:
     throughout; its d is kept until it is unfrozen.
 
     Some things are not averaged: models trained by other methods than their forward, since those give no moment to
-    switch to z; models whose weights are repeatedly changed by user code (see :class:`Mended`); and parameters in half
+    switch to z; models whose weights user code changes repeatedly (see :class:`WeightEdits`); and parameters in half
     precision.
 
     Running statistics of batch-norm belong to the weights that they were computed with, so x has its own: the average
@@ -63,13 +63,13 @@ class WeightAverage:
     Args:
         model: The model.
         wanted: Whether to average; None averages parameters on the built-in schedule.
-        answer: Returns a handle by which the host can read a tensor, perhaps later.
+        read_back: Returns a handle by which the host can read a tensor, perhaps later.
     """
 
-    def __init__(self, model: nn.Module, wanted: bool | None, answer: Callable[[Tensor], Answer] = Answer) -> None:
+    def __init__(self, model: nn.Module, wanted: bool | None, read_back: Callable[[Tensor], Readback]) -> None:
         self.wanted = wanted
         #: Detects changes of weights by user code; the number of consecutive steps with gradients at x.
-        self.mended, self._at_average = Mended(answer), 0
+        self.edits, self._at_average = WeightEdits(read_back), 0
         #: Whether this process trains alone; whether all processes have agreed to end averaging at the next forward.
         self._alone, self._ends = True, False
         self._model = weakref.ref(model)
@@ -148,10 +148,10 @@ class WeightAverage:
     @torch.no_grad()
     def _to_training(self, frozen: bool = False) -> None:
         self.training = True
-        self.mended.compare()
-        if self._ends or (self._alone and self.mended.found):
+        self.edits.compare()
+        if self._ends or (self._alone and self.edits.systematic):
             self._go_on_from_shown()
-        if self._pairs is None or self._sharded or not self._pairs.hold():
+        if self._pairs is None or self._sharded or not self._pairs.unchanged():
             self._pair()
         assert self._pairs is not None
         self.resting = set() if frozen else self._pairs.frozen.copy()
@@ -182,7 +182,7 @@ class WeightAverage:
         self._pairs = Pairs(self.offsets)
 
     def _buffers_at(self, places: list[Place]) -> list[Buffers]:
-        if places not in self._places or not all(buffers.hold() for buffers in self._buffers):
+        if places not in self._places or not all(buffers.unchanged() for buffers in self._buffers):
             self._buffers = buffers_at(places, self.statistics)
             self._places = places, [place for buffers in self._buffers for place in buffers.places]
         return self._buffers
@@ -242,30 +242,33 @@ class WeightAverage:
             t: The number of earlier steps.
             shared: With several processes, what they have agreed on.
         """
-        self._possible_now = self.possible
-        self._alone = shared is None
-        pairs, usual = self._pairs, shared is None and self.possible and self.training
-        usual = usual and not self.resting
+        self._possible_now, self._alone, pairs = self.possible, shared is None, self._pairs
+        usual = self._alone and self.possible and self.training and not self.resting
         usual = usual and all(p.grad is not None and p.requires_grad for p in parameters)
-        if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:
+        if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:  # the same as in the last step
             self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
             self.weight, self._at_average = (POWER + 1) / (t + POWER + 1), 0
-            return
+        else:
+            self._find_averaged(parameters, trained, t, shared)
+
+    def _find_averaged(
+        self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, shared: Shared | None
+    ) -> None:
+        """Do the same when the model, its parameters or the processes may have changed since the last step."""
         wanted = set(parameters)
         given = shared.gradients if shared else {p for p in parameters if p.grad is not None and p in trained}
         self.averaged, self.in_step, self.takes_all, self.weight = [], [], False, 0.0
         if not (wanted or self.offsets):
             return
         self.called = self.called if shared is None else shared.called
-        if self.possible is None:
-            self._possible_now = self.called != NOT_CALLED
+        self._possible_now = self.called != NOT_CALLED if self.possible is None else self.possible
         if not self._possible_now:
             return
         if self.training if shared is None else shared.called != NOT_CALLED:
             self._at_average = 0
         elif self.possible and not wanted.isdisjoint(given):
             self._at_average += 1
-        self._ends = self._at_average > PATIENCE or (shared is not None and shared.mended)
+        self._ends = self._at_average > PATIENCE or (shared is not None and shared.weights_edited)
         if not self.training:
             self._to_training()
             if self.possible is False:
@@ -275,8 +278,7 @@ class WeightAverage:
             self.offsets, self._pairs = {p: d for p, d in self.offsets.items() if p in wanted}, None
             for norm in {m for m, _ in self.statistics if not gone.isdisjoint(m.parameters(recurse=False))}:
                 self.leave(norm)
-        full = [p for p in parameters if p.dtype.to_real() in (torch.float32, torch.float64)]
-        self.averaged = [p for p in full if p in given]
+        self.averaged = [p for p in parameters if p in given and p.dtype.to_real() in (torch.float32, torch.float64)]
         self.weight = (POWER + 1) / (t + POWER + 1)
         for p in self.averaged:
             if p not in self.offsets:
@@ -314,11 +316,7 @@ class WeightAverage:
             torch._foreach_mul_(offsets, remaining.to(offsets[0]) if isinstance(remaining, Tensor) else remaining)
 
     def put_back(self, offsets: Mapping[nn.Parameter, Tensor]) -> None:
-        """Restore the offsets after a step was undone.
-
-        Args:
-            offsets: The offsets before the step.
-        """
+        """Restore the offsets from before a step that was undone."""
         for p, d in self.offsets.items():
             d.copy_(offsets[p] if p in offsets else torch.zeros_like(d))
 
@@ -359,8 +357,8 @@ class WeightAverage:
         if moved and not shown:
             torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
-        if done and self.mended.looks:
-            self.mended.look(self.averaged)
+        if done and self.edits.due:
+            self.edits.record(self.averaged)
 
     def _takes(self, norm: nn.Module) -> bool:
         """Return whether to average a norm's statistics: if its weights are averaged, or else unless others do."""
@@ -396,4 +394,4 @@ class WeightAverage:
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
         self.alternates, self.resting, self._was_frozen = alternates, resting, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
-        self.mended.forget()
+        self.edits.forget()

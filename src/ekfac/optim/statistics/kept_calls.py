@@ -35,8 +35,8 @@ def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates:
     return rows if collector.fingerprints.agree(block, rows, [inputs.gradients[p] for p in parameters]) else None
 
 
-def scaling_of_examples(collector: Collector, block: Block, inputs: StepInputs, step: BlockStep) -> Tensor | None:
-    """Run Algorithm 1's ComputeScalings: s* of this step's examples, in the current basis."""
+def compute_scalings(collector: Collector, block: Block, inputs: StepInputs, step: BlockStep) -> Tensor | None:
+    """Run ComputeScalings of Algorithm 1: s* of this step's examples, in the current basis."""
     sums = inputs.sums.setdefault(block, BlockSums())
     if sums.held:
         assert step.basis is not None

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from ekfac import checks
-from ekfac.curvature.blocks import Block
-from ekfac.curvature.summary import low_coverage
 
 
-class Roster:
+class ModelChanges:
     """Detects and names changes in a model's parameters.
 
     Args:
@@ -52,21 +49,3 @@ class Roster:
                 stacklevel=3,
             )
         self._gone = gone
-
-
-def warn_at_first(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) -> None:
-    """Give warnings in the first step: low coverage, and no differential privacy."""
-    for text in (low_coverage(blocks), not_private(parameters)):
-        if text:
-            warnings.warn(text, UserWarning, stacklevel=3)
-
-
-def not_private(parameters: Iterable[nn.Parameter]) -> str | None:
-    """Return a warning if opacus is in use (it sets ``grad_sample`` on parameters): steps are not private."""
-    if not any(hasattr(p, "grad_sample") for p in parameters):
-        return None
-    return (
-        "opacus computes per-example gradients of this model. Its clipping and noise affect only .grad, but this "
-        "optimizer's statistics come from the examples themselves, so its steps are not differentially private. If "
-        "they have to be, use an optimizer that reads only .grad, such as torch's AdamW"
-    )

@@ -23,14 +23,14 @@ END = 0.2
 
 
 @dataclass(frozen=True)
-class RateCourse:
+class LRSchedule:
     """The factor of lr as a function of the step t.
 
     Attributes:
         warmup: Steps of linear warm-up.
         anneal: Decay as 1 / sqrt(1 + t / anneal); None for no decay.
         total_steps: Decay to zero over this many steps: along a cosine or, if automatic, linearly at the end.
-        automatic: Whether this is the built-in schedule; an lr set by the user has another, :attr:`named`.
+        automatic: Whether this is the built-in schedule; an lr set by the user has another, :attr:`explicit`.
     """
 
     warmup: int = 0
@@ -46,11 +46,11 @@ class RateCourse:
             checks.integer("total_steps", self.total_steps, least=1)
 
     @functools.cached_property
-    def named(self) -> RateCourse:
+    def explicit(self) -> LRSchedule:
         """The schedule of an lr set by the user: constant, or a cosine if ``total_steps`` is known."""
         if not self.automatic:
             return self
-        return RateCourse() if self.total_steps is None else RateCourse(WARMUP, total_steps=self.total_steps)
+        return LRSchedule() if self.total_steps is None else LRSchedule(WARMUP, total_steps=self.total_steps)
 
     def factor(self, t: int, derivatives: bool = False) -> float:
         """Return the factor of the step after t applied ones."""
@@ -65,7 +65,7 @@ class RateCourse:
         return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
 
 
-def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> RateCourse:
+def make_lr_schedule(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> LRSchedule:
     """Return the schedule for these arguments: the built-in one if neither lr nor ``decay_steps`` is given.
 
     Args:
@@ -74,7 +74,7 @@ def course_of(decay_steps: float | str | None, total_steps: int | None, warmup: 
         warmup: Steps of the built-in warm-up; None if lr is given, or the rule has no warm-up.
     """
     if decay_steps == "auto" and warmup is not None:
-        return RateCourse(warmup, ANNEAL, total_steps, automatic=True)
+        return LRSchedule(warmup, ANNEAL, total_steps, automatic=True)
     if total_steps is not None:
-        return RateCourse(warmup or WARMUP, total_steps=total_steps)
-    return RateCourse(0, None if isinstance(decay_steps, str) else decay_steps)
+        return LRSchedule(warmup or WARMUP, total_steps=total_steps)
+    return LRSchedule(0, None if isinstance(decay_steps, str) else decay_steps)

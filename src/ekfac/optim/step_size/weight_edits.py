@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ekfac.optim.distributed.shards import held
-from ekfac.optim.executor import Answer
+from ekfac.optim.executor import Readback
 
 #: Check the first FIRST steps, AFTER steps after each change, and then multiples of two primes, so that a change made
 #: every few steps is soon noticed.
@@ -18,7 +18,7 @@ EVERY = 7, 17
 ENOUGH = 2
 
 
-class Mended:
+class WeightEdits:
     """Compares weights' norms after a step with those at the start of the next forward pass.
 
     Weights that user code changes cannot be averaged, nor can those trained with them: only the average x would be
@@ -26,11 +26,11 @@ class Mended:
     as unchanged, and a single change may be an exception.
 
     Args:
-        answer: Returns a handle by which the host can read a tensor, perhaps later.
+        read_back: Returns a handle by which the host can read a tensor, perhaps later.
     """
 
-    def __init__(self, answer: Callable[[Tensor], Answer]) -> None:
-        self._answer = answer
+    def __init__(self, read_back: Callable[[Tensor], Readback]) -> None:
+        self._read_back = read_back
         self._forwards = 0
         self.forget()
 
@@ -38,16 +38,16 @@ class Mended:
         """Reset, after weights were loaded from a checkpoint."""
         self._changes, self._closely = 0, FIRST
         #: Whether to record norms after the current step.
-        self.looks = True
+        self.due = True
         self._shown: tuple[list[nn.Parameter], list[Tensor]] | None = None
-        self._pending: list[Answer] = []
+        self._pending: list[Readback] = []
 
     @property
-    def found(self) -> bool:
+    def systematic(self) -> bool:
         """Whether weights are changed systematically."""
         return self._changes >= ENOUGH
 
-    def look(self, parameters: Iterable[nn.Parameter]) -> None:
+    def record(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the norms after a step."""
         self._closely -= 1
         if shown := list(parameters):
@@ -57,16 +57,16 @@ class Mended:
         """Compare with the norms at the start of the next forward; on a GPU the result arrives a few steps later."""
         seen, self._shown = self._shown, None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self.looks = False  # the host cannot read anything while a graph is recorded
+            self.due = False  # the host cannot read anything while a graph is recorded
             return
         if seen is not None:
             parameters, norms = seen
             now = torch._foreach_norm(list(map(held, parameters)))
             if all((a.device, a.dtype) == (b.device, b.dtype) for a, b in zip(norms, now, strict=True)):
                 before, after = (torch.stack([n.to(norms[0].device) for n in of]) for of in (norms, now))
-                self._pending.append(self._answer(((after - before).abs() > 0).any()))
+                self._pending.append(self._read_back(((after - before).abs() > 0).any()))
         while self._pending and self._pending[0].ready(wait=False):
             if bool(self._pending.pop(0).value):
                 self._changes, self._closely = self._changes + 1, AFTER
         self._forwards += 1
-        self.looks = self._closely > 0 or self._forwards % EVERY[0] == 0 or self._forwards % EVERY[1] == 0
+        self.due = self._closely > 0 or self._forwards % EVERY[0] == 0 or self._forwards % EVERY[1] == 0
