@@ -1052,7 +1052,7 @@ class OracleEKFAC:
         mean = state.m / (1 - beta_1**t)
         state.s = beta_2 * state.s + (1 - beta_2) * ((1 + beta_1) / 2 * noise**2 + self.floor * mean**2)
         size = ((usual**2 + float(raw.square().sum())) / raw.numel()) ** 0.5
-        eps = self.eps * min(1.0, max(size / 1e-4, 1e-10))  # less where gradients are faint
+        eps = self.eps * min(1.0, max(size / 1e-6, 1e-10))  # less where gradients are faint
         x = mean / ((state.s / (1 - beta_2**t)).sqrt() + eps)
         # Of a coordinate of the gradient that is zero but for rounding no sign is defined.
         self.noise |= bool(((g != 0) & (g.abs() < 1e-12 * g.abs().max()) & (x.abs() > 1e-8)).any())

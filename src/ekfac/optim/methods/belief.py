@@ -29,7 +29,7 @@ LARGEST = 2.0
 #: In blocks whose gradients have a smaller root mean square than this, eps is reduced in proportion, down to the
 #: fraction ``LEAST``. Otherwise layers that get almost no gradient would stand still: in a network of twenty plain
 #: layers with torch's initial weights it is 1e-12.
-FAINT, LEAST = 1e-4, 1e-10
+FAINT, LEAST = 1e-6, 1e-10
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Belief(TorchRule):
 
     Attributes:
         betas: Decays of m and s; those of a parameter group take precedence.
-        eps: Added to the square root; less for blocks whose gradients are below 1e-4.
+        eps: Added to the square root; less for blocks whose gradients are below 1e-6.
         floor: kappa, the weight of the mean gradient in s; 1 is close to Adam.
         spike: Clip a gradient to this many times its usual length.
         cautious: Skip coordinates in which the mean and the latest gradient differ in sign.
