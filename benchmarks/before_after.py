@@ -1,10 +1,11 @@
 """Steps of two versions of the package on one process, in turns: the default and the paper's rules, eager.
 
     git worktree add ../before COMMIT
-    python benchmarks/before_after.py ../before/src src [--device cuda] [--turns 20] [--out FILE.json]
+    python benchmarks/before_after.py ../before/src src [--device cuda] [--turns 20] [--passes] [--out FILE.json]
 
 Each version runs in a process of its own. All start at once; one at a time has its turn. The ratio is the median over
-turns of after / before, by the wall clock on a GPU and by CPU time on a CPU.
+turns of after / before, by the wall clock on a GPU and by CPU time on a CPU. With --passes only the forward and the
+backward pass are timed, in which hooks are called; the steps between them are taken all the same.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ RULES: dict[str, dict[str, Any]] = {
     "per_example": {"scaling": "per_example", "lr": 1e-3, "damping": 1e-3},
     "kfac": {"lr": 1e-2, "damping": 0.1},
 }
-NETWORKS = {"layers": 50, "convolutions": 50, "autoencoder": 20}
+NETWORKS = {"layers": 50, "convolutions": 50, "autoencoder": 20, "deep": 50}
 
 
-def train(network: str, rule: str, device: str) -> None:
+def train(network: str, rule: str, device: str, passes: bool) -> None:
     """Take as many steps as each line of the input says, and print the seconds of one."""
     import torch
     from torch import nn
@@ -38,6 +39,7 @@ def train(network: str, rule: str, device: str) -> None:
 
     torch.manual_seed(0)
     widths = {"layers": (64, 128, 128, 10), "autoencoder": (784, 1000, 500, 250, 30, 250, 500, 1000, 784)}
+    widths["deep"] = (32,) * 25
     if network == "convolutions":
         layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4608, 10)]
         x = torch.randn(64, 3, 16, 16)
@@ -51,21 +53,25 @@ def train(network: str, rule: str, device: str) -> None:
     opt = kind(model, **RULES[rule])
     print(ekfac.__file__, flush=True)
     clock = time.process_time if device == "cpu" else time.perf_counter
+    wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
     for line in sys.stdin:
-        begun = clock()
+        begun, inside = clock(), 0.0
         for _ in range(int(line)):
             opt.zero_grad()
+            entered = clock()
             model(x).square().mean().backward()
+            if passes:
+                wait()
+                inside += clock() - entered
             opt.step()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        print((clock() - begun) / int(line), flush=True)
+        wait()
+        print((inside if passes else clock() - begun) / int(line), flush=True)
 
 
-def start(source: Path, network: str, rule: str, device: str) -> subprocess.Popen[str]:
+def start(source: Path, network: str, rule: str, device: str, passes: bool) -> subprocess.Popen[str]:
     """Start one version."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
-    words = [sys.executable, "-P", __file__, "--worker", network, rule, device]
+    words = [sys.executable, "-P", __file__, "--worker", network, rule, device, *["passes"] * passes]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -92,7 +98,8 @@ def turn(process: subprocess.Popen[str], steps: int) -> float:
 def main() -> None:
     """Measure, print and record."""
     if sys.argv[1:2] == ["--worker"]:
-        train(*sys.argv[2:])
+        network, rule, device, *passes = sys.argv[2:]
+        train(network, rule, device, bool(passes))
         return
     parse = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parse.add_argument("before", type=Path)
@@ -102,10 +109,11 @@ def main() -> None:
     parse.add_argument("--warm-up", type=int, default=310)
     parse.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parse.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    parse.add_argument("--passes", action="store_true", help="time forward and backward alone")
     parse.add_argument("--out", type=Path)
     given = parse.parse_args()
     sources, kinds = (given.before, given.after), list(itertools.product(given.networks, given.rules))
-    started = {kind: [start(source, *kind, given.device) for source in sources] for kind in kinds}
+    started = {kind: [start(source, *kind, given.device, given.passes) for source in sources] for kind in kinds}
     rows = []
     for versions in started.values():
         for version, source in zip(versions, sources, strict=True):

@@ -1041,7 +1041,7 @@ class OracleEKFAC:
         A gradient counts as a spike when its length is more than ``spike`` times sqrt(|m|^2 + sum of s).
         """
         t = state.observed
-        noise, factor = torch.zeros_like(g), 1.0
+        noise, factor, usual = torch.zeros_like(g), 1.0, 0.0
         if t > 1:
             mean, square = state.m / (1 - beta_1 ** (t - 1)), state.s / (1 - beta_2 ** (t - 1))
             usual = float(mean.square().sum() + square.sum()) ** 0.5
@@ -1051,7 +1051,9 @@ class OracleEKFAC:
         state.m = beta_1 * state.m + (1 - beta_1) * factor * g
         mean = state.m / (1 - beta_1**t)
         state.s = beta_2 * state.s + (1 - beta_2) * ((1 + beta_1) / 2 * noise**2 + self.floor * mean**2)
-        x = mean / ((state.s / (1 - beta_2**t)).sqrt() + self.eps)
+        size = ((usual**2 + float(raw.square().sum())) / raw.numel()) ** 0.5
+        eps = self.eps * min(1.0, max(size / 1e-4, 1e-10))  # less where gradients are faint
+        x = mean / ((state.s / (1 - beta_2**t)).sqrt() + eps)
         # Of a coordinate of the gradient that is zero but for rounding no sign is defined.
         self.noise |= bool(((g != 0) & (g.abs() < 1e-12 * g.abs().max()) & (x.abs() > 1e-8)).any())
         agrees = torch.where(x * g < 0, 0.0, x)

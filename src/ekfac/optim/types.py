@@ -295,6 +295,7 @@ class BlockStep:
         products: Inner products of g and the last direction, ``[2, 3]``, from rules that compare them.
         blocks: The number of blocks of one shape that are stacked along G.
         count: The number of steps in the averages, including this one; set by rules that count.
+        eps: What is added to the square root of s; set by rules whose eps depends on the block.
         small: See :class:`StepInputs`.
     """
 
@@ -310,6 +311,7 @@ class BlockStep:
     seen: Tensor = field(init=False)
     damped: Callable[[Tensor], Tensor] = field(init=False)
     count: float | Tensor = field(init=False)
+    eps: float | Tensor = field(init=False)
     products: Tensor | None = None
     blocks: int = 1
     small: bool = False

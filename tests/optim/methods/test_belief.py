@@ -60,6 +60,31 @@ def test_it_is_the_oracles_with_every_option_of_the_update(own: dict[str, Any]) 
     compare_with_oracle(model, loss, steps, tolerance=1e-8, **{**BELIEF, "refresh_every": 2, **own})
 
 
+@pytest.mark.parametrize("scale", [1e-7, 1e-25])
+def test_it_is_the_oracles_where_gradients_are_faint(scale: float) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return scale * mean_loss(output, target)
+
+    model = mlp(4, 5, 3)
+    compare_with_oracle(model, loss, batches_for(model, (4,), n=40, steps=6), tolerance=1e-8, refresh_every=3, **BELIEF)
+
+
+def test_a_loss_far_smaller_trains_as_well() -> None:
+    """eps goes with a block's gradients where these are below 1e-4; with 1e-8 whatever they are, nothing moved here."""
+    torch.manual_seed(0)
+    x, model = torch.randn(256, 4), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    y, twin = x[:, :1] * x[:, 1:2], copy.deepcopy(model)
+    ends = []
+    for network, scale in ((model, 1.0), (twin, 1e-12)):
+        opt = ekfac.EKFAC(network)
+        for _ in range(100):
+            opt.zero_grad()
+            (scale * (network(x) - y).square().mean()).backward()
+            opt.step()
+        ends.append(float((network(x) - y).square().mean()))
+    assert max(ends) < 0.2 < float(y.square().mean())
+
+
 @pytest.mark.parametrize("size", [30.0, 1e6])
 def test_a_spike_is_shortened_as_the_oracle_shortens_it(size: float) -> None:
     model = mlp(4, 5, 3)

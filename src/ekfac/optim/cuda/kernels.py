@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ekfac.optim.methods.belief import LARGEST
+from ekfac.optim.methods.belief import FAINT, LARGEST, LEAST
 
 #: Numbers per tile, and the largest number of programs per block.
 TILE, PARTS = 1024, 512
 
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST, _FAINT, _LEAST = tl.constexpr(LARGEST), tl.constexpr(FAINT), tl.constexpr(LEAST)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # The limits of ``within_range`` and ``bounded``.
 _RANGE = tl.constexpr(torch.finfo(torch.float32).max ** 0.375)
@@ -86,7 +86,8 @@ def update(
     noise_m, noise_g = (-weight / before).to(tl.float32), (weight * factor).to(tl.float32)
     old, new, take = beta_1.to(tl.float32), ((1.0 - beta_1) * factor).to(tl.float32), (1.0 - beta_2).to(tl.float32)
     floor = (tl.sqrt(tl.full((), FLOOR, tl.float64)) / _remaining(beta_1, t)).to(tl.float32)
-    eps = (tl.sqrt(_remaining(beta_2, t)) * EPS).to(tl.float32)
+    root = tl.sqrt((usual + square) / size.to(tl.float64))
+    eps = (tl.sqrt(_remaining(beta_2, t)) * tl.minimum(tl.maximum(root / _FAINT, _LEAST), 1.0) * EPS).to(tl.float32)
     whole, left = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for tile in range(tiles):
         at = (part * tiles + tile) * TILE + tl.arange(0, TILE)

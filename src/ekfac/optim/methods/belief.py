@@ -26,6 +26,10 @@ from ekfac.optim.types import BlockStep, EigenState
 
 #: The largest factor by which the remaining coordinates are enlarged to make up for skipped ones.
 LARGEST = 2.0
+#: In blocks whose gradients have a smaller root mean square than this, eps is reduced in proportion, down to the
+#: fraction ``LEAST``. Otherwise layers that get almost no gradient would stand still: in a network of twenty plain
+#: layers with torch's initial weights it is 1e-12.
+FAINT, LEAST = 1e-4, 1e-10
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Belief(TorchRule):
 
     Attributes:
         betas: Decays of m and s; those of a parameter group take precedence.
-        eps: Added to the square root.
+        eps: Added to the square root; less for blocks whose gradients are below 1e-4.
         floor: kappa, the weight of the mean gradient in s; 1 is close to Adam.
         spike: Clip a gradient to this many times its usual length.
         cautious: Skip coordinates in which the mean and the latest gradient differ in sign.
@@ -81,16 +85,19 @@ class Belief(TorchRule):
         g, seen, m, s, ok = step.g, step.seen, state.m, state.s, step.ok
         count = step.count = counted(state, g, ok, step.blocks)
 
+        size = seen.numel() // step.blocks
+
         def weights(count: Number, length: Number, length_of_m: Number, sum_of_s: Number) -> tuple[Number, ...]:
             bias = remaining(beta1, count - 1)  # of m from before this step
             mean = length_of_m / bias
             usual = mean * mean + sum_of_s / remaining(beta2, count - 1)
             clip = shortening(rounded(length * length, seen), self.spike**2 * usual)
             weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5  # 0 in the first step, where there is no m yet
-            return -weight / bias, weight * clip, clip, self.floor**0.5 / remaining(beta1, count)
+            eps = self.eps * faintness((usual + length * length) / size)
+            return -weight / bias, weight * clip, clip, self.floor**0.5 / remaining(beta1, count), eps
 
         lengths = norms(seen, step.blocks), norms(m, step.blocks), norms(s, step.blocks, 1)
-        of_m, of_g, clip, of_mean = by_block(weights, count, *lengths)
+        of_m, of_g, clip, of_mean, step.eps = by_block(weights, count, *lengths)
         d = add_product(m * spread(of_m, m), seen, of_g)  # sqrt((1 + beta_1) / 2) (g - m)
         # m <- beta_1 m + (1 - beta_1) g
         fresh = 1 - beta1 if ok is None else (1 - beta1) * ok
@@ -104,7 +111,7 @@ class Belief(TorchRule):
         m, s = state.m, state.s
         count = step.count
         root = remaining(beta2, count, root=True)
-        x = m / s.sqrt().add_(spread(self.eps * root, s))
+        x = m / s.sqrt().add_(spread(step.eps * root, s))
         length = left = norms(x, step.blocks)
         if self.cautious:
             against = (x * step.g).lt_(0)  # 1 where the signs differ; masked_fill would be ten times slower on a CPU
@@ -126,6 +133,12 @@ class Belief(TorchRule):
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
         return s / spread(remaining(self.betas[1], state.count), s) if hasattr(state, "count") else s
+
+
+def faintness(square: Number) -> Number:
+    """Return what eps is multiplied by in a block with this mean square of gradients: 1 unless they are faint."""
+    root = square.sqrt() if isinstance(square, Tensor) else square**0.5
+    return clipped(root / FAINT, LEAST, 1.0)
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:

@@ -26,7 +26,7 @@ def coverage(record: Record) -> str:
         answers = [claim.judge(fresh).partition(" | ")[0].strip("* ") for claim in entry.claims] if known else []
         agrees = ", ".join(dict.fromkeys(answers)) or "–"
         rows.append([name, entry.where, status, f"`ekfac reproduce {name}`", cost, agrees])
-    return table(["figure or table", "where", "status", "command", "recorded cost", "verdicts"], rows, words=4)
+    return table(["figure or table", "where", "status", "command", "recorded cost", "verdicts"], rows, words=6)
 
 
 def _recorded(record: Record, name: str) -> list[Run]:
