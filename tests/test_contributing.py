@@ -87,7 +87,7 @@ def test_the_picture_names_what_there_is() -> None:
         found = ROOT / "src" / "ekfac" / place
         assert found.exists() or found.with_suffix(".py").exists(), place
     lines = re.findall(r"`(\w+)`", picture.split("The lines of Algorithm 1")[1].split("What a block keeps")[0])
-    assert len(lines) == 6
+    assert len(lines) == 7
     for name in lines:
         assert hasattr(Engine, name) or hasattr(EigenMethod, name), name
 

@@ -52,8 +52,8 @@ def stand_in():
     torch.cuda.Stream, torch.cuda.current_stream = lambda *a, **k: Stream(), lambda *a: Stream()
     torch.cuda.set_stream, torch.cuda.synchronize = lambda s: None, lambda *a: None
     step_graphs.StepGraphs.run = run
-    nonfinite.PinnedAnswer = Pinned
-    executor.PinnedAnswer = Pinned
+    nonfinite.PinnedReadback = Pinned
+    executor.PinnedReadback = Pinned
     import ekfac.optim.statistics.collector as collector
 
     collector.may_use_rows = lambda block, options: False
