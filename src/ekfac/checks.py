@@ -148,21 +148,28 @@ def constructs(who: str, args: tuple[Any, ...], given: Iterable[str]) -> None:
         raise TypeError(f"{who}(model, {second}): only the model is positional, name the rest: params=, lr=")
 
 
-def model(value: Any, there: bool = True) -> None:
-    """Require a module with trainable parameters; with ``there``, none on the meta device."""
+def trainable(value: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return a module's trainable parameters by name; require that it is a module and that they have shapes."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"model={shown(value)} must be a torch.nn.Module. {THE_MODEL}")
+    found = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
+    for name, p in found:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
+            )
+    return found
+
+
+def model(value: Any, there: bool = True) -> None:
+    """Require a module with trainable parameters; with ``there``, none on the meta device."""
+    found = trainable(value)
     if isinstance(value, torch.jit.ScriptModule):
         raise TypeError(
             "model is a ScriptModule, whose layers' inputs cannot be captured: train the original module, and script "
             "that after training and opt.close(). Or wrap it, as nn.Sequential(model), to train it without bases"
         )
-    trainable = [(name, p) for name, p in value.named_parameters() if p.requires_grad]
-    for name, p in trainable:
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"parameter '{name}' has no shape yet: call the model once on a batch, then construct this"
-            )
+    for name, p in found:
         if p.is_meta and there:
             raise ValueError(
                 f"parameter '{name}' is on the device 'meta', where it has no values: materialize it first"
@@ -172,7 +179,7 @@ def model(value: Any, there: bool = True) -> None:
                 f"parameter '{name}' is the conjugate of another tensor, whose memory it shares: make it from "
                 "tensor.resolve_conj()"
             )
-    if not any(p.numel() for _, p in trainable):
+    if not any(p.numel() for _, p in found):
         raise ValueError("model has no trainable parameter: nothing to precondition")
 
 

@@ -1,5 +1,6 @@
 """The command: each verb end to end on tiny settings; every bad option is one clear line and exit status 2."""
 
+import errno
 import io
 import json
 import os
@@ -15,8 +16,9 @@ import started
 from ekfac.cli import main as cli
 from ekfac.cli.train import signature
 from ekfac.lab import train
-from ekfac.lab.boundary import outermost
+from ekfac.lab.boundary import outermost, writing
 from ekfac.lab.optimizers import OPTIMIZERS
+from ekfac.lab.registry import LabError
 from ekfac.lab.show import demo
 from ekfac.lab.training.run import load_run
 from lab.conftest import mnist_bytes
@@ -415,3 +417,10 @@ def test_train_says_its_settings_and_shows_losses_above_their_floor(tmp_path, ca
     assert f"losses are above their floor: {floor:.2f} train" in text
     assert f"{found.history[-1]['train_loss'] - floor:.4g}" in text
     assert f"{found.history[-1]['train_loss']:.4g}" not in text
+
+
+def test_a_file_beside_its_place_is_named_as_the_option(tmp_path: Path) -> None:
+    """A file is written beside its place first; the error names what was asked for."""
+    page = tmp_path / "page.html"
+    with pytest.raises(LabError, match=f"--out '{page}' cannot be written: No such file"), writing({"out": str(page)}):
+        raise OSError(errno.ENOENT, "No such file", f"{page}.{os.getpid()}.part")

@@ -58,9 +58,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     usual(opt.model, opt)
 
 
-def test_a_lazy_layer_is_refused() -> None:
+@pytest.mark.parametrize("look", [EKFAC, ekfac.summary, ekfac.plan])
+def test_a_lazy_layer_is_refused(look: Callable[[nn.Module], object]) -> None:
     with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet"):
-        EKFAC(nn.Sequential(nn.LazyLinear(3)))
+        look(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_curvature_in_inference_mode_is_refused() -> None:

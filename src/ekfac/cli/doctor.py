@@ -76,7 +76,7 @@ def _batches(trainer: Trainer, steps: int) -> list[Any]:
 
 
 def _loss(trainer: Trainer) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]:
-    return lambda output, target: trainer.task.losses(output, *target)
+    return lambda output, target: trainer.losses(output, *target)
 
 
 def doctor(

@@ -29,9 +29,9 @@ from ekfac.cli import train as commands_train
 from ekfac.cli.train import complete
 from ekfac.lab.boundary import UNREAD, exit_code, interrupted, is_unread, outermost, plainly, stoppable, writing
 from ekfac.lab.data import files
-from ekfac.lab.registry import LabError, load_plugin
+from ekfac.lab.registry import LabError, load_plugin, plugin_fault
 from ekfac.lab.show import display
-from ekfac.lab.tasks import TASKS
+from ekfac.lab.tasks import TASKS, build_network
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,7 +91,7 @@ def summary(
     chosen = TASKS.get(task)
     if width is not None and width < 1:
         raise LabError(f"width must be at least 1, not {width}")
-    model = chosen.build(width or chosen.width, batch_norm)
+    model = build_network(task, width, batch_norm)
     parameters = sum(p.numel() for p in model.parameters())
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     table = ekfac.summary(model, sua=sua)
@@ -169,9 +169,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     except Exception as error:
         # Recognise the parser's own errors by their interface, as typer has moved their class between versions.
-        if not hasattr(error, "format_message"):
+        message = _complaint(error) if hasattr(error, "format_message") else plugin_fault(error)
+        if not message and not hasattr(error, "format_message"):
             raise
-        message = _complaint(error)
     if message:  # empty if the help was shown instead
         print(f"error: {message}", file=sys.stderr)
     return 2

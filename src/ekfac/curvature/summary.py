@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ekfac import checks
 from ekfac.curvature.blocks import MAX_FACTOR_DIM, Block, find_blocks
 
 # float64 matrices of a factor's size that a warm refresh holds at once: the factor, the basis, their product and its QR
@@ -180,6 +181,7 @@ def summary(
         exclude: Names or patterns of layers to leave to the diagonal method.
         max_factor_dim: A side wider than this is kept diagonal.
     """
+    checks.trainable(model)
     blocks = find_blocks(model, include=include, exclude=exclude, sua=sua, max_factor_dim=max_factor_dim, through=True)
     # s and the mean gradient, in addition to factors and basis.
     return summarise(blocks, lambda b: 2 * b.shape.numel + (b.eigen_numbers() if b.covered else 0))

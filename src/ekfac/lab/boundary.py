@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -14,10 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ekfac.lab.registry import LabError
+from ekfac.lab.registry import LabError, is_out_of_memory
 
 # The options that name a file or folder to write.
 OUTPUTS = ("out", "measures", "write_plan", "data_dir")
+_PART = re.compile(r"\.\d+\.part$")
 # A shell's exit status for a command whose reader has closed the pipe: 128 plus the number of SIGPIPE.
 UNREAD = 141
 
@@ -74,7 +76,7 @@ def writing(values: Mapping[str, Any]) -> Iterator[None]:
             raise
         raise LabError(_refusal(error, values)) from error
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise LabError(f"out of memory: {(str(error).splitlines() or ['no details'])[0]}") from error
 
@@ -84,13 +86,8 @@ def _is_text(name: object) -> bool:
     return not isinstance(name, str) or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch has an exception class for GPUs, but only a message for CPUs.
-    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error)
-
-
 def _refusal(error: OSError, values: Mapping[str, Any]) -> str:
-    file = Path(os.fsdecode(error.filename)).absolute()
+    file = Path(_PART.sub("", os.fsdecode(error.filename))).absolute()  # a file is written beside its place first
     # Creating a folder in place of a file fails with FileExistsError.
     reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
     distances = {}

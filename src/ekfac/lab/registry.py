@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import shlex
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -118,6 +120,40 @@ def require_plugins(names: Iterable[str]) -> None:
         raise LabError(f"the settings need plugins that are not loaded; if you trust them, pass {words}")
 
 
+def plugin_fault(error: BaseException) -> str:
+    """Return what went wrong in a plugin's code and on which line of it, or nothing if no plugin's code was running."""
+    files = {getattr(sys.modules.get(name), "__file__", None) or name for name in _loaded}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+    if not frames or isinstance(error, LabError):
+        return ""
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: {described(error)}"
+
+
+def described(error: BaseException) -> str:
+    """Return an error's kind and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Turn a failure of what a task or a plugin brings into one line that names it.
+
+    Raises:
+        LabError: In place of an error that bad data or a bad function causes; of files and memory, others tell.
+    """
+    try:
+        yield
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise LabError(f"{what} failed: {plugin_fault(error) or described(error)}") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory was short; torch has an exception class for GPUs, but only a message for CPUs."""
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error)
+
+
 def portable(where: str) -> str:
     """Return a plugin's name without folders of this machine: a file's absolute path becomes relative or its name."""
     path = Path(where)
@@ -135,7 +171,7 @@ def _import_file(path: Path) -> None:
     if not path.is_file():
         raise LabError(f"plugin {str(path)!r} does not exist")
     name = f"ekfac_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise LabError(f"plugin {str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)

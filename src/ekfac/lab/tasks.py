@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ekfac.lab.networks import charlm
 from ekfac.lab.networks import paper as networks
-from ekfac.lab.registry import Registry
+from ekfac.lab.registry import LabError, Registry, calling
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,20 @@ TASKS: Registry[Task] = Registry("task", plugins=True)
 def register_task(name: str, task: Task) -> Task:
     """Register a task for every command of the lab."""
     return TASKS.add(name, task)
+
+
+def build_network(name: str, width: int | None = None, batch_norm: bool = False) -> nn.Module:
+    """Build a task's network, by default of the task's own width.
+
+    Raises:
+        LabError: If the task is unknown, or a plugin's function fails or builds something else.
+    """
+    task = TASKS.get(name)
+    with calling(f"task {name}: build(width, batch_norm)"):
+        built: Any = task.build(width or task.width, batch_norm)
+    if not isinstance(built, nn.Module):
+        raise LabError(f"task {name}: build(width, batch_norm) returned a {type(built).__name__}, not an nn.Module")
+    return built
 
 
 def pixel_cross_entropy(output: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 from ekfac.lab.boundary import exit_code, interrupted, outermost, signal_name, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.labels import counted, describe
-from ekfac.lab.registry import LabError
+from ekfac.lab.registry import LabError, plugin_fault
 from ekfac.lab.tasks import TASKS
 from ekfac.lab.training.loggers import with_loggers
 from ekfac.lab.training.ranks import is_first, leave
@@ -182,6 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if not plugin_fault(error):
+            raise
+        print(f"error: {plugin_fault(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:  # before the first epoch
         print(interrupted(stop), file=sys.stderr)

@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ekfac.lab.data import files, text
 from ekfac.lab.data.files import DataError
-from ekfac.lab.registry import LabError, Registry
+from ekfac.lab.registry import LabError, Registry, calling
 
 
 class Split(NamedTuple):
@@ -81,7 +81,16 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> Dataset:
     Raises:
         LabError: If the name is unknown, or a file is missing or not the official one.
     """
-    return DATASETS.get(name)(files.data_folder(data_dir))
+    with calling(f"dataset {name}: load(folder)"):
+        found: Any = DATASETS.get(name)(files.data_folder(data_dir))
+    if not isinstance(found, Dataset) or "train" not in found.splits:
+        what = f"the splits {', '.join(found.splits)}" if isinstance(found, Dataset) else f"a {type(found).__name__}"
+        raise LabError(f"dataset {name}: load(folder) returned {what}. Allowed: a Dataset with a split 'train'")
+    for split, parts in found.splits.items():
+        for part in parts:
+            if not isinstance(part, Tensor):
+                raise LabError(f"dataset {name}, {split}: a {type(part).__name__}. Allowed: Split(x, y) of two tensors")
+    return found
 
 
 def hold_out(y: Tensor, one_in: int) -> tuple[Tensor, Tensor]:

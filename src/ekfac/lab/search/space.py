@@ -14,7 +14,7 @@ from ekfac.lab.config import TrainConfig
 from ekfac.lab.labels import has_option, key
 from ekfac.lab.optimizers import build_optimizer
 from ekfac.lab.registry import LabError
-from ekfac.lab.tasks import TASKS
+from ekfac.lab.tasks import build_network
 
 DECADES = (1e-1, 1e-2, 1e-3, 1e-4)
 RANDOM_POINTS = 20
@@ -113,7 +113,7 @@ def check_options(configs: Sequence[TrainConfig]) -> None:
         kind = (config.task, config.optimizer, config.width, config.batch_norm, json.dumps(rest, default=str))
         kinds.setdefault(kind, config)
     for config in kinds.values():
-        model = TASKS.get(config.task).build(config.width or TASKS.get(config.task).width, config.batch_norm)
+        model = build_network(config.task, config.width, config.batch_norm)
         getattr(build_optimizer(config.optimizer, model, config.optimizer_options()), "close", lambda: None)()
 
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ekfac.lab.config import DTYPES, TrainConfig
 from ekfac.lab.data.datasets import Dataset, Split
 from ekfac.lab.optimizers import build_optimizer
-from ekfac.lab.registry import LabError
-from ekfac.lab.tasks import TASKS
+from ekfac.lab.registry import LabError, calling
+from ekfac.lab.tasks import TASKS, build_network
 from ekfac.lab.training.ranks import Ranks
 
 EVALUATION_BATCH = 1000
@@ -56,14 +56,12 @@ class Trainer:
         _check_data(config, data, self.task.input_shape)
         self.floors = {}
         if self.task.floor is not None:
-            self.floors = {name: self.task.floor(split.x.double()).mean().item() for name, split in data.splits.items()}
+            with calling(f"task {config.task}: floor(x)"):
+                self.floors = {k: self.task.floor(split.x.double()).mean().item() for k, split in data.splits.items()}
         self.data = data.to(self.device, DTYPES[config.dtype])
         torch.manual_seed(config.seed)
         # Initialise on the CPU, so that the same seed gives the same weights on every device.
-        built: Any = self.task.build(given(config.width), config.batch_norm)
-        if not isinstance(built, nn.Module):
-            kind = type(built).__name__
-            raise LabError(f"task {config.task}: build(width, batch_norm) returned a {kind}, not an nn.Module")
+        built = build_network(config.task, given(config.width), config.batch_norm)
         self.model = built.to(self.device, DTYPES[config.dtype])
         self.optimizer = build_optimizer(config.optimizer, self.model, config.optimizer_options())
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
@@ -78,11 +76,30 @@ class Trainer:
     def _output(self, x: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         if self.config.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        if self.config.dtype != "bfloat16":
-            return forward(x)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        half = self.config.dtype == "bfloat16"
+        with (
+            calling(f"task {self.config.task}: its network, on examples {x.dtype} of shape {tuple(x.shape)},"),
+            torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext(),
+        ):
             output = forward(x)
-        return output.float()
+        return output.float() if half else output
+
+    def losses(self, output: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of each example.
+
+        Raises:
+            LabError: If the task's function fails, or returns anything else.
+        """
+        return self._by_example("losses(output, x, y)", self.task.losses, output, x, y)
+
+    def _by_example(self, name: str, function: Callable[..., Any], *given: Tensor) -> Tensor:
+        what = f"task {self.config.task}: {name}"
+        with calling(what):
+            found = function(*given)
+        if not isinstance(found, Tensor) or found.shape != given[-1].shape[:1]:
+            shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise LabError(f"{what} returned {shown}. Allowed: one number for each of the {len(given[-1])} examples")
+        return found
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -117,7 +134,7 @@ class Trainer:
                 self.step_in_epoch, self._sum_so_far = step + 1, total
                 if on_step is not None:
                     on_step(step + 1, steps)
-        except RuntimeError:
+        except (RuntimeError, LabError):
             # An optimizer may raise on non-finite numbers; then the run has diverged.
             if math.isfinite(total.item()):
                 raise
@@ -140,7 +157,9 @@ class Trainer:
         mean by the number of processes.
         """
         self.optimizer.zero_grad()
-        losses, size = self.task.losses(self._output(x, self._forward), x, y), self.ranks.size
+        losses, size = self.losses(self._output(x, self._forward), x, y), self.ranks.size
+        if not losses.requires_grad:
+            raise LabError(f"task {self.config.task}: its losses do not depend on the network's parameters")
         loss = losses.mean() if size == 1 else losses.sum() / given(self.config.batch_size)
         (loss if size == 1 else loss * size).backward()
         self.step_losses.append(loss.detach())
@@ -194,9 +213,9 @@ class Trainer:
         parts = (self.ranks.part(whole).split(EVALUATION_BATCH) for whole in (split.x, split.y))
         for x, y in zip(*parts, strict=True):
             output = self._output(x, self._forward if self.ranks.size == 1 else self.model)
-            loss += self.task.losses(output, x, y).sum()
+            loss += self.losses(output, x, y).sum()
             if self.task.correct is not None:
-                correct += self.task.correct(output, y).sum()
+                correct += self._by_example("correct(output, y)", self.task.correct, output, y).sum()
         loss, correct = self.ranks.sum(torch.stack([loss, correct])).unbind()
         accuracy = correct.item() / len(split.y) if self.task.correct is not None else None
         return loss.item() / len(split.y), accuracy
