@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -218,20 +219,13 @@ def find_blocks(
     chosen = set(names) if parameters is None else set(parameters)
     # An empty parameter has nothing to train, and its layer has no factors.
     trained = {p for p in names if p in chosen and (p.requires_grad or frozen) and p.numel()}
-    modules = dict(model.named_modules(remove_duplicate=True))
-    hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
-    _check_patterns(modules, include, exclude)
+    modules = dict(model.named_modules())
+    beside = _beside(modules, names)
+    _check_patterns(modules | beside, include, exclude)
 
-    users: dict[nn.Parameter, list[Use]] = {}
-    for name, module in modules.items():
-        cls = None if module in hidden or _has_no_factors(module) else layer_class(module)
-        for part, roles in ({} if cls is None else cls.parts(module)).items():
-            use = Use(f"{name}.{part}".strip("."), module, part)
-            if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
-                continue
-            for parameter in use.parameters(roles).values():
-                if parameter in trained and parameter not in silent:
-                    users.setdefault(parameter, []).append(use)
+    wanted = trained.difference(silent)
+    users = _users(modules, wanted, include, exclude)
+    users |= _users(beside, wanted - users.keys(), include, exclude)
 
     blocks: list[Block] = []
     taken: set[nn.Parameter] = set()
@@ -260,6 +254,40 @@ def find_blocks(
         blocks.append(Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}, why=why))
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
+
+
+def _beside(modules: dict[str, nn.Module], parameters: Container[Any]) -> dict[str, nn.Module]:
+    """Return modules that are plain attributes of others and hold the model's parameters, as in torchrl's losses."""
+    inside, found = set(modules.values()), {}
+    for name, module in modules.items():
+        roots = {key: m for key, m in vars(module).items() if isinstance(m, nn.Module) and m not in inside}
+        for key, root in roots.items():
+            for below, child in root.named_modules(prefix=f"{name}.{key}".strip(".")):
+                if child not in inside and any(p in parameters for p in child._parameters.values()):
+                    inside.add(child)
+                    found[below] = child
+    return found
+
+
+def _users(
+    modules: dict[str, nn.Module],
+    wanted: Collection[nn.Parameter],
+    include: Sequence[str] | None,
+    exclude: Sequence[str],
+) -> dict[nn.Parameter, list[Use]]:
+    """Return the modules of known kinds that use each of the wanted parameters."""
+    inner = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
+    users: dict[nn.Parameter, list[Use]] = {}
+    for name, module in modules.items():
+        cls = None if module in inner or _has_no_factors(module) else layer_class(module)
+        for part, roles in ({} if cls is None else cls.parts(module)).items():
+            use = Use(f"{name}.{part}".strip("."), module, part)
+            if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
+                continue
+            for parameter in use.parameters(roles).values():
+                if parameter in wanted:
+                    users.setdefault(parameter, []).append(use)
+    return users
 
 
 def _why(module: nn.Module, parameter: Tensor, tied: bool) -> str:
