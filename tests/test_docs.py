@@ -148,6 +148,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 RECIPES = blocks(DOCS / "recipes.md")
 NEEDS = {"transformers", "accelerate", "lightning", "peft", "timm", "stable_baselines3", "torch_geometric"}
+NEEDS |= {"torchrl", "tensordict", "skorch"}
 
 
 @pytest.mark.parametrize(
