@@ -17,6 +17,7 @@ import ekfac
 DOCS = Path(__file__).parents[1] / "docs"
 #: Libraries that tests/integrations has, in an environment of its own.
 NEEDS = {"transformers", "accelerate", "lightning", "peft", "timm", "stable_baselines3", "torch_geometric"}
+NEEDS |= {"torchrl", "tensordict", "skorch"}
 
 
 class Network(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,62 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from ekfac.curvature.layers.attention import ProjectionLayer
 from ekfac.curvature.layers.base import ElementwiseLayer, Layer
-from ekfac.curvature.layers.convolution import ConvolutionLayer, Convs, TransposedConvolutionLayer, TransposedConvs
-from ekfac.curvature.layers.embedding import (
-    EmbeddingBagLayer,
-    EmbeddingLayer,
-    OwnForwardEmbeddingLayer,
-    TransposedEmbedding,
-)
-from ekfac.curvature.layers.experts import ExpertsLayer
-from ekfac.curvature.layers.linear import (
-    BilinearLayer,
-    Conv1DLayer,
-    ForeignLinearLayer,
-    LinearLayer,
-    OwnForwardLinearLayer,
-)
-from ekfac.curvature.layers.norms import (
-    BatchNormLayer,
-    ForeignRMSNormLayer,
-    GroupNormLayer,
-    LayerNormLayer,
-    RMSNormLayer,
-)
-from ekfac.curvature.layers.recurrent import Cells, Recurrent, RecurrentLayer
+from ekfac.curvature.layers.convolution import Convs, TransposedConvs
+from ekfac.curvature.layers.embedding import OwnForwardEmbeddingLayer, TransposedEmbedding
+from ekfac.curvature.layers.kinds import KINDS, layer_class
 from ekfac.curvature.layers.shapes import BlockShape
 from ekfac.curvature.real import state_dtype
-
-#: Kinds of modules and the class that reads them. A subclass counts as its base if it does not override ``forward``.
-KINDS: dict[type[nn.Module], type[Layer]] = {
-    nn.Linear: LinearLayer,
-    **dict.fromkeys(Convs, ConvolutionLayer),
-    **dict.fromkeys(TransposedConvs, TransposedConvolutionLayer),
-    nn.Embedding: EmbeddingLayer,
-    nn.LayerNorm: LayerNormLayer,
-    nn.RMSNorm: RMSNormLayer,
-    nn.GroupNorm: GroupNormLayer,
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BatchNormLayer),
-    nn.MultiheadAttention: ProjectionLayer,
-    **dict.fromkeys((*Recurrent, *Cells), RecurrentLayer),
-    nn.Bilinear: BilinearLayer,
-    nn.EmbeddingBag: EmbeddingBagLayer,
-}
-#: Kinds from other libraries, by (part of) the class name; whether one really fits is tested by running its forward.
-FOREIGN_KINDS: dict[str, type[Layer]] = {
-    "Conv1D": Conv1DLayer,
-    "RMSNorm": ForeignRMSNormLayer,
-    "LayerNorm": ForeignRMSNormLayer,
-    "Experts": ExpertsLayer,
-    "Linear": ForeignLinearLayer,
-}
-#: For subclasses that override ``forward``: classes for those that still call the base's product, or an equal one.
-OWN_FORWARD: dict[type[nn.Module], tuple[type[Layer], ...]] = {
-    nn.Linear: (OwnForwardLinearLayer, ForeignLinearLayer),
-    nn.Embedding: (OwnForwardEmbeddingLayer,),
-}
 
 #: Wider sides are kept diagonal by default: a basis for 50,000 classes would take 10 GB.
 MAX_FACTOR_DIM = 4_096
@@ -180,18 +130,6 @@ class Block:
         return 2 * sum(self.factor_numbers()) + s.groups * values
 
 
-def layer_class(module: nn.Module) -> type[Layer] | None:
-    """Return the class that reads a module, or None if it cannot be read exactly."""
-    for kind, cls in KINDS.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward and cls.supports(module):
-            return cls
-    if isinstance(module, tuple(KINDS)):
-        own = (cls for kind, classes in OWN_FORWARD.items() if isinstance(module, kind) for cls in classes)
-        return next((cls for cls in own if type(module) not in KINDS and cls.supports(module)), None)
-    name = type(module).__name__
-    return next((cls for part, cls in FOREIGN_KINDS.items() if part in name and cls.supports(module)), None)
-
-
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a layer's name equals, lies below, or matches one of the patterns."""
     return any(name == p or name.startswith(p + ".") or fnmatchcase(name, p) for p in patterns)
@@ -230,20 +168,13 @@ def find_blocks(
     chosen = set(names) if parameters is None else set(parameters)
     # An empty parameter has nothing to train, and its layer has no factors.
     trained = {p for p in names if p in chosen and (p.requires_grad or frozen) and p.numel()}
-    modules = dict(model.named_modules(remove_duplicate=True))
-    hidden = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
-    _check_patterns(modules, include, exclude)
+    modules = dict(model.named_modules())
+    beside = _beside(modules, names)
+    _check_patterns(modules | beside, include, exclude)
 
-    users: dict[nn.Parameter, list[Use]] = {}
-    for name, module in modules.items():
-        cls = None if module in hidden or _has_no_factors(module) else layer_class(module)
-        for part, roles in ({} if cls is None else cls.parts(module)).items():
-            use = Use(f"{name}.{part}".strip("."), module, part, under_norm(module) if through else None)
-            if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
-                continue
-            for parameter in use.parameters(roles).values():
-                if parameter in trained and parameter not in silent:
-                    users.setdefault(parameter, []).append(use)
+    wanted = trained.difference(silent)
+    users = _users(modules, wanted, include, exclude, through)
+    users |= _users(beside, wanted - users.keys(), include, exclude, through)
 
     blocks: list[Block] = []
     taken: set[nn.Parameter] = set()
@@ -272,6 +203,41 @@ def find_blocks(
         blocks.append(Block(names[p], ElementwiseLayer(p), {}, {"parameter": p}, {"parameter": names[p]}, why=why))
     order = {p: i for i, p in enumerate(names)}
     return sorted(blocks, key=lambda b: order[b.key])
+
+
+def _beside(modules: dict[str, nn.Module], parameters: Container[Any]) -> dict[str, nn.Module]:
+    """Return modules that are plain attributes of others and hold the model's parameters, as in torchrl's losses."""
+    inside, found = set(modules.values()), {}
+    for name, module in modules.items():
+        roots = {key: m for key, m in vars(module).items() if isinstance(m, nn.Module) and m not in inside}
+        for key, root in roots.items():
+            for below, child in root.named_modules(prefix=f"{name}.{key}".strip(".")):
+                if child not in inside and any(p in parameters for p in child._parameters.values()):
+                    inside.add(child)
+                    found[below] = child
+    return found
+
+
+def _users(
+    modules: dict[str, nn.Module],
+    wanted: Collection[nn.Parameter],
+    include: Sequence[str] | None,
+    exclude: Sequence[str],
+    through: bool,
+) -> dict[nn.Parameter, list[Use]]:
+    """Return the modules of known kinds that use each of the wanted parameters."""
+    inner = {c for m in modules.values() if isinstance(m, nn.MultiheadAttention) for c in m.modules() if c is not m}
+    users: dict[nn.Parameter, list[Use]] = {}
+    for name, module in modules.items():
+        cls = None if module in inner or _has_no_factors(module) else layer_class(module)
+        for part, roles in ({} if cls is None else cls.parts(module)).items():
+            use = Use(f"{name}.{part}".strip("."), module, part, under_norm(module) if through else None)
+            if (include is not None and not matches(use.name, include)) or matches(use.name, exclude):
+                continue
+            for parameter in use.parameters(roles).values():
+                if parameter in wanted:
+                    users.setdefault(parameter, []).append(use)
+    return users
 
 
 def _why(module: nn.Module, parameter: Tensor, tied: bool) -> str:

@@ -9,7 +9,7 @@ Every covered layer is brought into one form. Its gradient is a stack of matrice
 
 An example's gradient is the sum over positions ``s`` of ``delta_s h_s^T``, with ``h`` of shape ``[N, S, G, C]`` and
 ``delta`` of shape ``[N, S, G, O]``. A new kind of layer is one subclass of :class:`Layer` and one line in
-``blocks.KINDS``. A module whose parameters form several blocks (attention, recurrent layers) has several *parts*;
+``kinds.KINDS``. A module whose parameters form several blocks (attention, recurrent layers) has several *parts*;
 :attr:`Layer.reading` and :attr:`Layer.seen_through_linear` set how their h and delta are captured.
 """
 
