@@ -358,7 +358,8 @@ def find_layers(
     for module, bias_name in own:
         joint = layers[id(module.weight)]
         if joint.bias != bias_name:
-            layers |= {id(m.bias): Layer([m], None, names.get(id(m.bias))) for m in joint.modules}
+            lines = [m for m in joint.modules if not isinstance(m, nn.Embedding)]
+            layers |= {id(m.bias): Layer([m], None, names.get(id(m.bias))) for m in lines}
             joint.bias = None
     return [layer for layer in layers.values() if layer.names] + wholes
 

@@ -260,6 +260,37 @@ def failing(*names: str) -> Iterator[None]:
             setattr(torch.linalg, name, function)
 
 
+@contextlib.contextmanager
+def failing_at_times(every: int, *names: str) -> Iterator[None]:
+    """Solvers of which every so many calls raises."""
+    calls = 0
+
+    def at_times(function: Any) -> Any:
+        def solve(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % every == 0:
+                raise torch.linalg.LinAlgError("made to fail")
+            return function(*args, **kwargs)
+
+        return solve
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(torch.linalg, name, at_times(getattr(torch.linalg, name))))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+@scenario
+def unlike_in_everything(rank: int, world: int) -> Result:
+    """Threads, the sizes of batches and failing solvers, for 200 steps of every rule."""
+    solvers = "eigh", "qr", "cholesky", "cholesky_ex"
+    with threads(1 + rank % 2), failing_at_times(7 if rank else 10**9, *solvers):
+        return {method: wide(method, 200, rank, world) for method in METHODS}
+
+
 @scenario
 def unlike_threads(rank: int, world: int) -> Result:
     with threads(1 + rank % 2):

@@ -90,6 +90,19 @@ def test_ranks_with_unlike_threads_are_equal(method: str, two: Ends) -> None:
     assert_replicas([end[method] for end in of(two, "unlike_threads")])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", worker.METHODS)
+def test_ranks_that_are_unlike_in_everything_are_equal_after_two_hundred_steps(
+    method: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    name = "unlike_in_everything"
+    ends = run_ranks("replicas_worker.py", 2, (name,), common_folder(tmp_path_factory, "replicas-unlike"))
+    found = [end[method] for end in of(ends, name)]
+    assert_replicas(found)
+    assert found[0]["state"]["ekfac"]["applied_steps"] == 200
+    assert all(bool(value.isfinite().all()) for value in found[0]["model"].values())
+
+
 @pytest.mark.parametrize("method", ["default", "running", "per_example, warm"])
 def test_solvers_that_fail_on_one_rank_leave_replicas_equal(method: str, two: Ends) -> None:
     ends = [end[method] for end in of(two, "solvers_fail_on_one_rank")]
