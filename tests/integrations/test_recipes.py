@@ -24,6 +24,8 @@ def test_every_library_has_a_recipe() -> None:
         "LoRA",
         "timm",
         "stable-baselines3",
+        "torchrl",
+        "skorch",
         "PyTorch Geometric",
     ]
     assert [recipe.id for recipe in recipes(of_libraries=True)] == headings

@@ -93,7 +93,7 @@ class Belief(TorchRule):
             usual = mean * mean + sum_of_s / remaining(beta2, count - 1)
             clip = shortening(rounded(length * length, seen), self.spike**2 * usual)
             weight = clipped(count - 1, 0, 1) * ((1 + beta1) / 2) ** 0.5  # 0 in the first step, where there is no m yet
-            eps = self.eps * faintness((usual + length * length) / size)
+            eps = self.eps * clipped(((usual + length * length) / size) ** 0.5 / FAINT, LEAST, 1)
             return -weight / bias, weight * clip, clip, self.floor**0.5 / remaining(beta1, count), eps
 
         lengths = norms(seen, step.blocks), norms(m, step.blocks), norms(s, step.blocks, 1)
@@ -133,12 +133,6 @@ class Belief(TorchRule):
     def second_moment(self, state: EigenState) -> Tensor:
         s = super().second_moment(state)
         return s / spread(remaining(self.betas[1], state.count), s) if hasattr(state, "count") else s
-
-
-def faintness(square: Number) -> Number:
-    """Return what eps is multiplied by in a block with this mean square of gradients: 1 unless they are faint."""
-    root = square.sqrt() if isinstance(square, Tensor) else square**0.5
-    return clipped(root / FAINT, LEAST, 1.0)
 
 
 def norms(x: Tensor, blocks: int, order: int = 2) -> Number:
