@@ -85,6 +85,28 @@ def test_lora_needs_nothing_set() -> None:
         assert ours <= sum(trained(model, adamw, "LoRA on Llama", 150)[-10:]) / 10
 
 
+@pytest.mark.parametrize("config", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_tuning_a_prompt_alone(config: str) -> None:
+    """Its positions belong to no example of the batch; the network itself is frozen."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        task = getattr(peft, config)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        return peft.get_peft_model(gpt2(), task)
+
+    def end(model: nn.Module, opt: torch.optim.Optimizer) -> tuple[float, float]:
+        losses = trained(model, opt, "GPT-2", 150)
+        return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+
+    model = build()
+    first, last = end(model, EKFAC(model))
+    assert last < first
+    model = build()
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    assert last <= 1.01 * end(model, adamw)[1]
+
+
 def test_a_layer_of_no_examples_is_refused_where_each_ones_gradient_is_needed() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     model = gpt2()
