@@ -132,7 +132,7 @@ def doctor(
         display.show_json({"task": task, "optimizer": optimizer, **found.to_dict()})
         return
     print(f"{task} by {optimizer}: {found}")
-    if found.settings:
+    if found.works:
         print(f"\nto paste:\n  {train_line(config, found.settings)}\n  {found.python_line()}")
 
 

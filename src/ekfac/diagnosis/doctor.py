@@ -57,7 +57,8 @@ class Diagnosis:
         trials: The short runs.
         trial_steps: The number of steps in each.
         options: The given options of EKFAC.
-        settings: The lr, damping and refresh_every to use; empty if no short run lowered the loss.
+        works: Whether a short run lowered the loss.
+        settings: The lr, damping and refresh_every to use, as far as they differ from the given ones or the defaults.
         notes: Remarks, one line each.
     """
 
@@ -76,6 +77,7 @@ class Diagnosis:
     trials: tuple[Trial, ...]
     trial_steps: int
     options: dict[str, Any]
+    works: bool
     settings: dict[str, float | int]
     notes: tuple[str, ...]
 
@@ -138,11 +140,12 @@ class Diagnosis:
         lrs = sorted({trial.lr for trial in self.trials})
         dampings = sorted({trial.damping for trial in self.trials})
         loss = {(trial.lr, trial.damping): f"{trial.loss:.4g}" for trial in self.trials}
-        lines = [f"loss after {self.trial_steps} steps" + "".join(f"{f'damping {d:.2g}':>16}" for d in dampings)]
+        heads = [f"damping {d:.2g}" for d in dampings] if len(dampings) > 1 else [""]
+        lines = [f"loss after {self.trial_steps} steps" + "".join(f"{head:>16}" for head in heads)]
         for lr in lrs:
             lines.append(f"{f'lr {lr:.2g}':>{len(lines[0]) - 16 * len(dampings)}}")
             lines[-1] += "".join(f"{loss.get((lr, d), ''):>16}" for d in dampings)
-        if self.settings:
+        if self.works:
             lines += [f"to use: {_call(self.options, self.settings)}", RULE]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -166,8 +169,8 @@ def doctor(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
         >>> batches = [(torch.randn(32, 4), torch.randint(2, (32,))) for _ in range(10)]
         >>> found = ekfac.doctor(model, batches, torch.nn.functional.cross_entropy)
-        >>> sorted(found.settings)
-        ['damping', 'lr', 'refresh_every']
+        >>> found.works, sorted(set(found.settings) - {"lr", "refresh_every"})
+        (True, [])
 
     Args:
         model: The model, on the device to train on.
@@ -175,7 +178,8 @@ def doctor(
         loss: ``loss(output, target)``, or ``loss(output)`` for batches without a target: the mean over the batch's
             examples, or one number per example.
         steps: The number of probe steps.
-        trial_steps: The number of steps in each of the nine or more short runs around the given lr and damping.
+        trial_steps: The number of steps in each of the short runs: with the given lr and others around it, and for
+            rules that read damping, with other dampings.
         say: Called with a line about each stage.
         **options: Options of EKFAC to start from.
 
@@ -202,19 +206,23 @@ def doctor(
 def _examine(probe: Probe, steps: int, trial_steps: int, say: Callable[[str], None]) -> Diagnosis:
     say("measuring the gradient's noise")
     first = probe.check()
-    every = steps // 5
+    interval = steps // 5
     noise = probe.noise_scale(probe.model)
     say(f"taking {steps} probe steps")
-    course = probe.course(steps, every)
+    course = probe.course(steps, interval)
     trials = tuple(_trials(probe, trial_steps, first, say))
     say("timing steps")
     prices = probe.prices()
     ratio = course.actual / course.predicted if course.predicted > 0 else math.nan
-    best = _chosen(trials, first, given=probe.middle())
+    lr, damping = probe.middle()
+    best = _chosen(trials, first, given=(lr, damping))
+    works = best.loss < first
     settings: dict[str, float | int] = {}
-    if best.loss < first:
-        interval = _interval(prices, probe.options.get("refresh_every") or INTERVAL)
-        settings = {"lr": best.lr, "damping": best.damping, "refresh_every": interval}
+    if works:
+        every = probe.options.get("refresh_every") or INTERVAL
+        given = {"lr": lr, "damping": damping, "refresh_every": every}
+        found = {"lr": best.lr, "damping": best.damping, "refresh_every": _interval(prices, every)}
+        settings = {name: value for name, value in found.items() if value != given[name]}
     return Diagnosis(
         summary=course.summary,
         batch_size=probe.batches[0].n,
@@ -225,30 +233,34 @@ def _examine(probe: Probe, steps: int, trial_steps: int, say: Callable[[str], No
         noise_scale_after=course.noise_after,
         reduction_ratio=ratio if math.isfinite(ratio) else None,
         drift=course.drift,
-        drift_steps=every,
+        drift_steps=interval,
         captured_bytes=course.captured_bytes,
         prices=prices,
         trials=trials,
         trial_steps=trial_steps,
         options=probe.options,
+        works=works,
         settings=settings,
         notes=tuple(_notes(trials, best, first, ratio, course.last_loss)),
     )
 
 
 def _trials(probe: Probe, steps: int, first: float, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-    """Try nine settings around the given ones in short runs, and more if the best is on the edge."""
+    """Try the given settings and those around them in short runs, and more if the best is on the edge."""
     lr, damping = probe.middle()
     done: dict[tuple[int, int], Trial] = {}
-    wanted = {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    damps = probe.damps()
+    wanted = {(i, j) for i in (-1, 0, 1) for j in ((-1, 0, 1) if damps else (0,))}
     for _ in range(1 + FURTHER):
         for i, j in sorted(wanted - set(done)):
-            one, other = lr * LR_FACTOR**i, damping * DAMPING_FACTOR**j
-            say(f"short run {len(done) + 1}: {steps} steps at lr {one:.2g}, damping {other:.2g}")
-            done[i, j] = probe.trial(one, other, steps)
+            changes = {"lr": lr * LR_FACTOR**i} if i else {}
+            changes |= {"damping": damping * DAMPING_FACTOR**j} if j else {}
+            with_what = ", ".join(f"{name} {value:.2g}" for name, value in changes.items()) or "the given settings"
+            say(f"short run {len(done) + 1}: {steps} steps with {with_what}")
+            done[i, j] = probe.trial(steps, **changes)
         best = _chosen(done.values(), first)
         i, j = next(place for place, trial in done.items() if trial is best)
-        wanted = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)}
+        wanted = {(i - 1, j), (i + 1, j), *([(i, j - 1), (i, j + 1)] if damps else [])}
     return list(done.values())
 
 

@@ -242,9 +242,16 @@ class Probe:
         sample.close()
         return float(group["lr"]), float(group["damping"])
 
-    def trial(self, lr: float, damping: float, steps: int) -> Trial:
-        """Run a few steps with this lr and damping."""
-        optimizer = self.optimizer(lr=lr, damping=damping)
+    def damps(self) -> bool:
+        """Return whether the rule reads damping."""
+        sample = self.optimizer()
+        sample.close()
+        return sample.engine.method.reads_eigenvalues
+
+    def trial(self, steps: int, **changes: float) -> Trial:
+        """Run a few steps, with another lr or damping. Without, the lr has the schedule that it has in training."""
+        optimizer = self.optimizer(**changes)
+        lr, damping = (float(optimizer.param_groups[0][name]) for name in ("lr", "damping"))
         try:
             for index in range(steps):
                 self.step(optimizer, optimizer.model, index)
