@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ekfac
 from helpers import assert_same_weights, batches_for, mean_loss, mlp, parameters_of
 from paper import EKFAC, KFAC
 
@@ -168,3 +170,59 @@ def test_half_precision_learns(build: type[nn.Module], mode: str) -> None:
     loss, opt = train(build, mode, "EKFAC-ra", steps=60)
     assert loss < 1.0, loss
     assert opt.stats()["skipped_steps"] == 0
+
+
+def steps_under_autocast(opt: Any, model: nn.Module) -> None:
+    for t in range(6):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(t))
+        opt.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        opt.step()
+
+
+def test_inputs_are_kept_in_the_dtype_that_autocast_computes_in() -> None:
+    """Two layers read one input in float32. Kept are one copy of half its size and, once, what a third layer reads."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.third((self.first(x).tanh() * self.second(x)).float())
+
+    torch.manual_seed(2)
+    model = Gated()
+    twin = copy.deepcopy(model)
+    opt, other = ekfac.EKFAC(model), ekfac.EKFAC(twin)
+    other.engine.collector.capture.may_keep_half = lambda block: False
+    steps_under_autocast(opt, model)
+    steps_under_autocast(other, twin)
+    assert_same_weights(parameters_of(model), parameters_of(twin), tolerance=0)
+    inputs = 12 * 8 + 12 * 6
+    assert other.stats()["captured_bytes"] - opt.stats()["captured_bytes"] == inputs * (4 - 2)
+
+
+def test_what_a_layer_reads_is_not_kept_alive_for_derivatives_that_no_one_takes() -> None:
+    """In float32 autograd keeps the input too; under autocast it keeps a copy, and the input itself can go."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x).float().sin().detach().requires_grad_() * 1.0
+            seen.append(weakref.ref(hidden))
+            return self.second(hidden)
+
+    model = Net()
+    opt = ekfac.EKFAC(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(12, 8)).float().square().mean()
+    assert seen[0]() is None
+    loss.backward()
+    opt.step()

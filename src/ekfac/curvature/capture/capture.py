@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.attached import ATTACHED
 from ekfac.curvature.capture.counting import Count, tensors
-from ekfac.curvature.capture.derivatives import Origin, call_of, follow, origin_of
+from ekfac.curvature.capture.derivatives import Origin, Source, call_of, follow, origin_of
 from ekfac.curvature.capture.forwards import Forwards
 from ekfac.curvature.capture.functional import Entered, Products
 from ekfac.curvature.capture.hooks import (
@@ -46,6 +46,7 @@ from ekfac.curvature.capture.hooks import (
 from ekfac.curvature.capture.meshes import Mesh, gives_out_pieces, whole
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, deliver, refuse_changed
 from ekfac.curvature.capture.whole import watch_whole
+from ekfac.curvature.factors import HALF
 from ekfac.curvature.layers.base import Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
 
@@ -86,6 +87,10 @@ class Capture:
         self.per_example = per_example
         #: The processes that compute layers together with this one (tensor parallelism).
         self.mesh = Mesh()
+        #: Returns whether a block's inputs may be kept in the dtype that autocast computes in: the input itself, which
+        #: autograd does not keep then, is twice as large.
+        self.may_keep_half: Callable[[Block], bool] = lambda block: False
+        self._last_cast: tuple[Callable[[], Any], int, Callable[[], Any]] = (lambda: None), 0, (lambda: None)
         #: Whether N must be exact in every step; for losses with derivatives, this needs the layers' hooks.
         self.exact_count = True
         #: Called when a forward is quiet, and when a backward pass reaches its output.
@@ -259,13 +264,25 @@ class Capture:
         self.mesh.note(output)
         given, origin = Input(None), origin_of(x)
         if self.wanted(block):
-            source = x if origin is not None and layer.linear else None
+            source = Source(x) if origin is not None and layer.linear else None
+            half = output.dtype in HALF and x.dtype == torch.float32 and layer.takes_half
+            if half and self.may_keep_half(block):
+                x = self._cast(x, output.dtype)
             x = whole(x.detach())
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
             given.source = source
         self.wait_for(anchor(output), record, block, layer, given, origin)
+
+    def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast an input, once for all layers that read it one after the other."""
+        before, version, cast = self._last_cast
+        found: Tensor | None = cast()
+        if found is None or before() is not x or version != x._version or found.dtype != dtype:
+            found = x.detach().to(dtype)
+            self._last_cast = weakref.ref(x), x._version, weakref.ref(found)
+        return found
 
     def wait_for(self, at: Anchor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
         """Wait for a product's output gradient; if that pass is itself differentiated, follow the new product."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.hooks import Read
@@ -25,6 +28,23 @@ Origin = Node | Tensor | None
 def origin_of(x: Tensor) -> Origin:
     """Return where an input comes from, without keeping the input itself alive."""
     return (x.grad_fn or x) if x.requires_grad else None
+
+
+class Source:
+    """An input within autograd's graph, whose gradient can be watched; it is not kept alive for that."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._origin = origin_of(x)
+        self._number = x.output_nr
+        self._tensor = weakref.ref(x)
+
+    def watch(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call ``hook`` with the gradient."""
+        if (x := self._tensor()) is not None:
+            handle: RemovableHandle = x.register_hook(hook)
+            return handle
+        assert isinstance(self._origin, Node)
+        return self._origin.register_prehook(lambda gradients: hook(gradients[self._number]))
 
 
 def follow(
@@ -50,17 +70,17 @@ def follow(
         return
     task, arrange = torch._C._current_graph_task_id(), given.arrange
 
-    def hook(product: Tensor) -> None:
+    def hook(product: Tensor | None) -> None:
         handle.remove()
-        if torch._C._current_graph_task_id() == task and product.requires_grad:
+        if torch._C._current_graph_task_id() == task and product is not None and product.requires_grad:
             detached = d.detach() if read is None else read(d.detach())
             further = Input(detached if arrange is None else arrange(detached), arrange)
-            further.source, further.read = d if d.requires_grad else None, read
+            further.source, further.read = Source(d) if d.requires_grad else None, read
             capture.held.add(detached)
             after = DerivativeLayer.after(layer)
             capture.wait_for((product, given.read), record, block, after, further, origin_of(d))
 
-    handle = source.register_hook(hook)
+    handle = source.watch(hook)
 
 
 def _is_reached(origin: Origin) -> bool:

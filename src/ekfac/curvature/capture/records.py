@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.counting import Counted
 from ekfac.curvature.layers.base import Call
+
+if TYPE_CHECKING:
+    from ekfac.curvature.capture.derivatives import Source
 
 #: Receives all calls of one block in one record, once: (block, calls, n).
 Receiver = Callable[[Block, list[Call], int], None]
@@ -78,7 +81,7 @@ class Input:
         #: Moves the examples of the output's gradient to the front, if necessary.
         self.arrange = arrange
         #: The input within autograd's graph, if a differentiated pass may reach it.
-        self.source: Tensor | None = None
+        self.source: Source | None = None
         #: Converts gradients of the source to the form that the layer reads, if theirs differs.
         self.read: Callable[[Tensor], Tensor] | None = None
         self._version = self._current_version()

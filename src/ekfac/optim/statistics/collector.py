@@ -31,7 +31,15 @@ from ekfac.optim.statistics.gradients import GradientWatch, made_real
 from ekfac.optim.statistics.partition import Partition, identity, only
 from ekfac.optim.statistics.reach import Reach
 from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
-from ekfac.optim.statistics.samples import Budget, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
+from ekfac.optim.statistics.samples import (
+    Budget,
+    Sample,
+    factor_sums_by,
+    kept_sample,
+    rounds,
+    scaling_sum_by,
+    sums_of_samples,
+)
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
 from ekfac.optim.types import KeptCalls, StepInputs
@@ -90,6 +98,8 @@ class Collector:
             per_example=method.needs_examples or options.coverage.sharing == "reduce",
         )  # fmt: skip
         self.capture.exact_count = self.fingerprints.strict or options.batch.reduction == "sum"
+        if not method.needs_examples:
+            self.capture.may_keep_half = partial(rounds, options)
         self.capture.on_quiet_forward, self.capture.on_quiet_backward = self.watch.mute, self.watch.backward_runs
         self.watch.on_end = self.capture.me
         self.capture.forwards.on_backward = partial(Collector._before_backward, me)

@@ -63,7 +63,7 @@ def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: in
     """Return the part of a batch that a block's factors need; note whether the loss has derivatives of the network."""
     if len(calls) > 1 and not block.layer.differentiated:
         block.layer.differentiated = any(isinstance(call.layer, DerivativeLayer) for call in calls)
-    if options.coverage.sharing != "expand" or block.layer.scattered or not _inexact(options, block):
+    if options.coverage.sharing != "expand" or block.layer.scattered or not rounds(options, block):
         return Sample(tuple(calls), n)
     if len(calls) == 1 and (thin := calls[0].layer.thinned(calls[0].x, calls[0].d, n)) is not None:
         step, call = thin
@@ -75,14 +75,15 @@ def sample_of(options: EngineOptions, block: Block, calls: Sequence[Call], n: in
     return Sample(some, len(some[0].d), len(calls[0].d) / len(some[0].d), step)
 
 
-def _inexact(options: EngineOptions, block: Block) -> bool:
+def rounds(options: EngineOptions, block: Block) -> bool:
+    """Return whether a block's statistics may be of part of a batch, and of inputs in autocast's dtype."""
     return not options.refresh.deterministic and block.dtype == torch.float32
 
 
 def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorSums:
     """Sum A and B over a sample."""
     sharing, limit = options.coverage.sharing, options.numerics.memory_limit
-    sums = statistics.factor_sums(block, sample.calls, sample.n, sharing, limit, half=_inexact(options, block))
+    sums = statistics.factor_sums(block, sample.calls, sample.n, sharing, limit, half=rounds(options, block))
     if sample.scale_B != 1:
         sums.B.mul_(sample.scale_B)
     return sums
@@ -182,7 +183,7 @@ def kept_sample(
         return kept
     sample = sample_of(options, block, calls, n)
     tensors = sample.tensors()
-    half = _inexact(options, block) and statistics.takes_half(calls)  # keep inputs in autocast's dtype
+    half = rounds(options, block) and statistics.takes_half(calls)  # keep inputs in autocast's dtype
     dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
     places = executor.static_buffers_for(tensors, dtypes) if executor.has_static_buffers else None
     if places is None:
@@ -230,7 +231,7 @@ def sums_of_samples(
         if len(of.blocks) > 1:
             calls = [sample.calls[0] for (sample,) in of.samples]
             ((first, *_), *_) = of.samples
-            half = _inexact(options, of.blocks[0]) and calls[0].d.dtype in factors.HALF
+            half = rounds(options, of.blocks[0]) and calls[0].d.dtype in factors.HALF
             return [
                 BlockSums(sums) for sums in statistics.batched_factor_sums(of.blocks[0], calls, first.scale_B, half)
             ]

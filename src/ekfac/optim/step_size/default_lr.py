@@ -6,9 +6,9 @@ import math
 
 from torch import nn
 
-#: Least and most warm-up steps, and the width per warm-up step: the first bases and second moments come from few
-#: batches, and wide ones need more.
-RISE = (10, 100, 8)
+#: Least and most warm-up steps, and the width that needs one: the first bases and second moments come from few batches,
+#: and wide ones need more.
+RISE = (10, 150, 27)
 #: The rate of networks up to ``NARROW`` wide; it decreases with the square root of the width.
 LARGEST_RATE = 0.02
 NARROW = 64
@@ -70,6 +70,6 @@ def default_lr(width: float, depth: int = 1) -> float:
 
 
 def default_warmup(width: float) -> int:
-    """Return the number of warm-up steps."""
-    least, most, columns = RISE
-    return min(most, max(least, round(width / columns)))
+    """Return the number of warm-up steps: (width / 27)^1.5, at least 10 and at most 150."""
+    least, most, narrow = RISE
+    return min(most, max(least, round(math.pow(width / narrow, 1.5))))
