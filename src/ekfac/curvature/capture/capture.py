@@ -266,9 +266,7 @@ class Capture:
         if self.wanted(block):
             source = Source(x) if origin is not None and layer.linear else None
             half = output.dtype in HALF and x.dtype == torch.float32 and layer.takes_half
-            if half and self.may_keep_half(block):
-                x = self._cast(x, output.dtype)
-            x = whole(x.detach())
+            x = whole(self._cast(x, output.dtype) if half and self.may_keep_half(block) else x.detach())
             if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
                 arrange = self._batch_first
             given = self.checked(block, layer, x, n, arrange)
