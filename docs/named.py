@@ -14,7 +14,7 @@ from ekfac.lab.suite.results import Results, standing
 from ekfac.lab.training.gather import find_runs
 
 #: Networks that are timed eager and captured, in one record; the others are in an older one.
-TIMED = {"gpt": "gpt29", "resnet18": "resnet18", "ae": "autoencoder"}
+TIMED = {"gpt": "gpt29", "resnet18": "resnet18", "resnet34": "resnet34", "vits": "vit", "ae": "autoencoder"}
 OPTIMIZERS = {
     "adamw": "AdamW (fused)",
     "ekfac": "EKFAC(model)",
@@ -115,11 +115,11 @@ def counted(what: str) -> float:
 
 NAMED: dict[str, Callable[[], float]] = {
     f"{task}.{method}.{what}": partial(speed, task, method, what)
-    for task in ("gpt", "ae", "vit", "resnet18")
+    for task in (*TIMED, "vit")
     for method in (OPTIMIZERS if task in TIMED else ("adamw", "ekfac"))
     for what in ("ms", "ms_300", "peak", "first_300")
 }
-NAMED |= {f"{task}.ratio": partial(slower, task) for task in ("gpt", "ae", "vit", "resnet18")}
+NAMED |= {f"{task}.ratio": partial(slower, task) for task in (*TIMED, "vit")}
 NAMED |= {f"{task}.{what}.ratio": partial(slower, task, what) for task in TIMED for what in ("first_300", "peak")}
 NAMED |= {f"{task}.captured.ratio": partial(slower, task, how="-captured") for task in TIMED}
 NAMED |= {
