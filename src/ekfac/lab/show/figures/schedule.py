@@ -44,8 +44,9 @@ def draw(request: Request) -> Figure:
             loss_axis(axis, list(entries.values()), "train_loss", x)
             what = "training loss" if x == "epoch" else "wall-clock time"
             axis.set_title(f"{style.letter(place)} {NAMES[task]}, {what}")
-    every = sorted({run.config.halve_every for run in request.runs if run.config.halve_every is not None})
-    note = f", learning rate halved every {', '.join(map(str, every))} epochs" if every else ""
+    every = {run.config.task: run.config.halve_every for run in request.runs if takes(run)}
+    lengths = [f"{every[task]} ({NAMES[task]})" if len(set(every.values())) > 1 else str(every[task]) for task in every]
+    note = f", learning rate halved every {' and '.join(sorted(set(lengths)))} epochs" if every else ""
     added = paper.added("schedule", {name for group in groups.values() for name in group})
     figure.suptitle(title(request, tasks, note) + (paper.NOTE if added else ""))
     style.share_legend(figure, axes, columns=3, marked=added)
