@@ -45,8 +45,8 @@ def draw(request: Request) -> Figure:
             what = "training loss" if x == "epoch" else "wall-clock time"
             axis.set_title(f"{style.letter(place)} {NAMES[task]}, {what}")
     every = {run.config.task: run.config.halve_every for run in request.runs if takes(run)}
-    lengths = [f"{every[task]} ({NAMES[task]})" if len(set(every.values())) > 1 else str(every[task]) for task in every]
-    note = f", learning rate halved every {' and '.join(sorted(set(lengths)))} epochs" if every else ""
+    epochs = " or ".join(dict.fromkeys(str(every[task]) for task in NAMES if task in every))
+    note = f", learning rate halved every {epochs} epochs" if every else ""
     added = paper.added("schedule", {name for group in groups.values() for name in group})
     figure.suptitle(title(request, tasks, note) + (paper.NOTE if added else ""))
     style.share_legend(figure, axes, columns=3, marked=added)
