@@ -199,10 +199,10 @@ class Engine:
         waits = inputs.solves if self.schedule.maskable else {*inputs.solves, *inputs.warm}
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
         self.collector.watch.measure(inputs)
-        go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
+        go, ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
+        inputs.mask(ok)
         scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
         inputs.small = self.executor.largest < SMALL and not scaled
-        inputs.bad = None if inputs.ok is None else inputs.ok == 0
         if not go:
             self.skip()
         return go

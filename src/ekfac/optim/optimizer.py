@@ -33,7 +33,7 @@ from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.lr_schedule import LRSchedule
 from ekfac.optim.step_size.max_change import bound_change
 from ekfac.optim.step_size.weight_average import WeightAverage
-from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
+from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, StepInputs
 
 #: Group options that a recorded CUDA graph has baked in.
 BUILT_IN = ("momentum", "nesterov", "weight_decay", "decay_vectors", "cautious_decay", "decoupled_weight_decay")
@@ -122,7 +122,7 @@ class Optimizer(Base, Joinable, Grouped):
                 done = engine.step(rates, self._apply)
                 ok = engine.executor.last_mask if done else None
                 if rates.called is not None:  # other processes contribute to the update; it is complete only here
-                    self.average.after_update(self.average.in_update, self.average.weight, ok)
+                    self.average.after_update(self.average.in_update, self.average.included.weight, ok)
             except BaseException:
                 self.average.rest()
                 raise
@@ -216,14 +216,15 @@ class Optimizer(Base, Joinable, Grouped):
                 keeps_gradients=clips,
             )
         average.begin_step(averaged, self._group_of, t)
-        shows = average.takes_all and self._adaptation is None  # adaptive damping needs z after the update
-        addresses = tuple(map(ADDRESS, (*average.averaged, *average.in_step)))
+        included = average.included
+        shows = included.complete and self._adaptation is None  # adaptive damping needs z after the update
+        addresses = tuple(map(ADDRESS, (*included.parameters, *included.offsets)))
         return Rates(
             groups,
             self._group_of,
             fixed=(tuple(fixed), self.step_size, shows, addresses),
-            averaged=tuple(average.averaged),
-            average_weight=average.weight,
+            averaged=tuple(included.parameters),
+            average_weight=included.weight,
             keeps_gradients=clips,
             shows=shows,
         )
@@ -244,11 +245,10 @@ class Optimizer(Base, Joinable, Grouped):
         if clips:
             steps = self.kl_clip(steps, directions, lr_of, inputs, processes)
 
-        average, averaged, together = self.average, rates.averaged, rates.called is not None
+        average, averaged, together = self.average, rates.averaged, inputs.agreed is not None
         if together:
-            agreed = Shared(inputs.gradients, inputs.called, inputs.weights_edited)
-            average.begin_step(rates.candidates, (), self.engine.schedule.applied_steps, agreed)
-            averaged = tuple(average.averaged)
+            average.begin_step(rates.candidates, inputs.gradients, self.engine.schedule.applied_steps, inputs.agreed)
+            averaged = tuple(average.included.parameters)
         elif self.engine.executor.can_replay:
             offsets = {p: average.offsets[p] for p in averaged}
             kept = offsets, rates.average_weight, self._spared, rates.shows

@@ -114,8 +114,7 @@ class StepGraphs:
 
     def run(self, engine: Engine, inputs: StepInputs, rates: Rates, apply: Apply) -> None:
         """Run the second half of a step; this is what a graph records."""
-        inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
-        inputs.bad = inputs.ok == 0
+        inputs.mask(self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values()))))
         inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # sum_kept_calls adds to these
         if inputs.calls:
             engine.collector.sum_kept_calls(inputs)
@@ -176,10 +175,10 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
-        and not (inputs.unknown or collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
+        and not (collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and all(s.placed for kept in inputs.samples.values() for s in kept)
-        and all(hasattr(partition.states.get(b.key), "A") for b in (*inputs.samples, *inputs.calls, *inputs.sums))
+        and all(hasattr(partition.states.get(b.key), "A") for b in partition.covered)
         and sum(t.numel() for s in inputs.sums.values() if s.factors for t in s.tensors()) <= MOST
         and partition.covered.keys().isdisjoint(collector.fingerprints.unverified)
         and len(inputs.gradients) == len(partition.parameters)

@@ -135,11 +135,14 @@ class Overlap:
             partition: Records which blocks have factors on other processes.
         """
         self._usual.update((b, self._place(b)) for b, what in expected.items() if what.factors or what.scaling)
+        assert inputs.agreed is not None
+        somewhere = {p for p, seen in zip(partition.offered, inputs.agreed.seen, strict=True) if seen}
+        unseen = {block for block in partition.covered if block.key not in somewhere}
         numbers = [int(inputs.n) * counts, int(inputs.n_statistics) * counts]
         inputs.n, inputs.n_statistics = reduce_statistics(
-            self._owners, inputs.sums, expected, inputs.unseen, self.drop(), numbers, partition.device
+            self._owners, inputs.sums, expected, unseen, self.drop(), numbers, partition.device
         )
-        there = [b for b, what in expected.items() if what.factors and b not in inputs.unseen]
+        there = [b for b, what in expected.items() if what.factors and b not in unseen]
         partition.factors_elsewhere.update(identity(b) for b in there if not self._owners.mine(b))
 
     def look_ahead(self, expected: Mapping[Block, Expected]) -> None:

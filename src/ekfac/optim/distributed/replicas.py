@@ -86,8 +86,7 @@ class Replicas:
             self.failure = self.failure or error
         if inputs is None:
             inputs = StepInputs({}, collector.calls, collector.sums, float(collector.apart))
-            inputs.processes = self.processes.size
-            inputs.batches = inputs.processes // collector.capture.mesh.size
+            inputs.batches = self.processes.size // collector.capture.mesh.size
             inputs.solves, inputs.warm = engine.schedule.due()
             made_real(inputs, engine.partition.complex)
         call = self._call(inputs, finite, rates)
@@ -176,9 +175,7 @@ class Replicas:
                 "process_group: ranks are at different steps, or train (freeze) different parameters: this one has "
                 f"taken {steps} steps and trains {len(partition.parameters)} parameters. " + REMEDY
             )
-        inputs.called, inputs.weights_edited = call.called, call.weights_edited
-        somewhere = {p for p, was in zip(partition.offered, call.seen, strict=True) if was}
-        inputs.unseen = {block for block in partition.covered if block.key not in somewhere}
+        inputs.agreed = call
         known = dict(zip(partition.offered, call.near, strict=True))
         for block in partition.covered:
             if known[block.key] is not None and not self.owners.mine(block):

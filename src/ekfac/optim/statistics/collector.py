@@ -323,9 +323,8 @@ class Collector:
             n_statistics=n,
             solves=solves,
             warm=warm,
-            processes=processes,
-            batches=1 if processes == 1 else processes // self.capture.mesh.size,
             samples=self.samples,
+            batches=1 if processes == 1 else processes // self.capture.mesh.size,
         )
         if self.options.batch.reduction == "sum" and n:
             found.mean = found.batches / n
@@ -343,11 +342,12 @@ class Collector:
             inputs.samples = {}
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
-        if inputs.processes > 1:
+        if self._partition.owners.size > 1:
             expected = self._schedule.expected(() if self.separate else self.fingerprints.unverified)
             self.overlap.share(inputs, expected, self.capture.mesh.first, self._partition)
             if self.options.batch.reduction == "sum":
                 inputs.mean = inputs.batches / inputs.n
+        unknown = set()
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
             here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
@@ -358,8 +358,8 @@ class Collector:
                     f"layer '{block.name}' has a gradient, but no captured backward pass has reached it yet: make sure "
                     f"that the loss inside opt.statistics() depends on it, or exclude=['{block.name}']"
                 )
-            inputs.unknown.add(block)
-        known = [block for block in self._partition.blocks if block not in inputs.unknown]
+            unknown.add(block)
+        known = [block for block in self._partition.blocks if block not in unknown]
         inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
 
     def sum_kept_calls(self, inputs: StepInputs) -> None:
