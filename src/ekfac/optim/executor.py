@@ -61,10 +61,8 @@ class Executor:
         whole_steps: Whether a step includes the update of the parameters.
     """
 
-    #: Whether whole steps can be replayed as CUDA graphs.
+    #: Whether there are CUDA graphs and fused kernels to try.
     can_replay = False
-    #: Whether there are static buffers for what backward leaves.
-    has_static_buffers = False
     #: Whether to process captured tensors in the step, all at once, because launches cost more than the arithmetic.
     defers_statistics = False
     #: On the device, 0 if the last step was skipped, else 1; None if the host knows.

@@ -249,10 +249,6 @@ class StepInputs:
     blocks: list[Block] = field(default_factory=list)
     rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
-    def mask(self, ok: Tensor | None) -> None:
-        """Set ``ok``, by which the device skips the step."""
-        self.ok, self.bad = ok, None if ok is None else ok == 0
-
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros if the step is skipped."""
         return tensor if self.bad is None else tensor.masked_fill(self.bad, 0.0)

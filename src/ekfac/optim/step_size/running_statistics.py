@@ -36,9 +36,9 @@ class AveragedStatistics:
         self._buffers: list[Buffers] = []
         #: The places of :attr:`_buffers`, in two orders.
         self._places: tuple[list[Place], ...] = ()
-        #: Modules with running statistics and the batches each had seen at the first forward; after the first step also
-        #: the batches per forward. Reading these counters makes the host wait, so it is done only once.
-        self._norms: dict[nn.Module, int] | None = None
+        #: Modules with running statistics and the batches each had seen at the first forward (None before it); after
+        #: the first step also the batches per forward. Reading these counters makes the host wait, so it is done once.
+        self.norms: dict[nn.Module, int] | None = None
         self._calls: dict[nn.Module, int] | None = None
         #: Forward passes in training mode since the last step.
         self._forwards = 0
@@ -50,8 +50,8 @@ class AveragedStatistics:
         """Count a forward pass."""
         self._forwards += trains
         self.find_shown()
-        if self._norms is None:
-            self._norms = {module: batches_of(module) for module in norms_of(model)}
+        if self.norms is None:
+            self.norms = {module: batches_of(module) for module in norms_of(model)}
 
     def find_shown(self) -> None:
         """Recover x after a checkpoint that was made between forward and step."""
@@ -84,7 +84,7 @@ class AveragedStatistics:
             sharded: Whether they are sharded over ranks.
         """
         forwards, self._forwards = self._forwards, 0
-        norms = self._norms or {}
+        norms = self.norms or {}
         if self._calls is None:
             seen = {module: batches_of(module) - before for module, before in norms.items()}
             self._calls = {module: max(1, batches // max(1, forwards)) for module, batches in seen.items()}

@@ -215,16 +215,20 @@ class WeightAverage:
             t: The number of earlier steps.
             agreed: With several processes, what they have agreed on.
         """
-        self._alone, pairs = agreed is None, self._pairs
+        self._alone, pairs, weight = agreed is None, self._pairs, (POWER + 1) / (t + POWER + 1)
         usual = self._alone and self.possible and self.training and not self.resting
         usual = usual and all(p.grad is not None and p.requires_grad for p in parameters)
         if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:  # the same as in the last step
-            self.included, self._at_average = Included(True, pairs.parameters, pairs.offsets, True, weight_at(t)), 0
+            self.included, self._at_average = Included(True, pairs.parameters, pairs.offsets, True, weight), 0
         else:
-            self.included = self._find_included(parameters, trained, t, agreed)
+            self.included = self._find_included(parameters, trained, weight, agreed)
 
     def _find_included(
-        self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, agreed: RollCall | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        trained: Container[nn.Parameter],
+        weight: float,
+        agreed: RollCall | None,
     ) -> Included:
         """Do the same when the model, its parameters or the processes may have changed since the last step."""
         wanted, alone = set(parameters), agreed is None
@@ -255,7 +259,7 @@ class WeightAverage:
                 held(p).add_(self.offsets[p])
         self._look_at_layout()
         complete = len(averaged) == len(self.offsets)
-        return Included(True, averaged, [self.offsets[p] for p in averaged], complete, weight_at(t))
+        return Included(True, averaged, [self.offsets[p] for p in averaged], complete, weight)
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
@@ -302,7 +306,8 @@ class WeightAverage:
             self.statistics.offsets, self.statistics.shown, self.training = {}, {}, False
             return
         self.trains_in_eval |= bool(done) and called == IN_EVALUATION
-        self.statistics.end_step(self.included.weight if done else 0.0, ok, self.offsets.keys(), self._sharded)
+        if self.statistics.norms != {}:
+            self.statistics.end_step(self.included.weight if done else 0.0, ok, self.offsets.keys(), self._sharded)
         if self._sharded:
             self._let_go()
         moved = self._waking() if self.resting else self.offsets
@@ -329,8 +334,3 @@ class WeightAverage:
         self.alternates, self.resting, self._was_frozen = alternates, resting, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
         self.edits.forget()
-
-
-def weight_at(t: int) -> float:
-    """Return c, the weight of the weights after step t in the average."""
-    return (POWER + 1) / (t + POWER + 1)
