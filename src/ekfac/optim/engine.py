@@ -208,7 +208,7 @@ class Engine:
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
         inputs.bad = None if inputs.ok is None else inputs.ok == 0
         scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
-        inputs.small = self.executor.largest < SMALL and not scaled
+        inputs.small = self.executor.largest_gradient < SMALL and not scaled
         if not go:
             self.skip()
         return go

@@ -70,7 +70,7 @@ class Executor:
     #: Whether the last update has left the weight average in the parameters.
     average_shown = False
     #: The largest magnitude of all gradients of a step, if the host knows it.
-    largest = math.inf
+    largest_gradient = math.inf
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
@@ -175,7 +175,7 @@ class Executor:
         found = [torch.stack([s for s in sizes if (s.device, s.dtype) == kind]).tolist() for kind in kinds]
         numbers = list(itertools.chain.from_iterable(found))
         good = all(map(math.isfinite, numbers))
-        self.largest = max(numbers, default=0.0) if good else math.inf
+        self.largest_gradient = max(numbers, default=0.0) if good else math.inf
         return good, None
 
     def read_back(self, value: Tensor) -> Readback:

@@ -161,7 +161,7 @@ class CudaExecutor(Executor):
         if wait or len(devices) != 1 or next(iter(devices)).type != "cuda":
             self.mask.last = None
             return super().check_finite(sizes, wait)
-        ok, self.largest = self.mask.mask(sizes), math.inf
+        ok, self.largest_gradient = self.mask.mask(sizes), math.inf
         self.mask.expect(ok)
         return True, ok
 

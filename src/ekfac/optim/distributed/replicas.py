@@ -85,7 +85,7 @@ class Replicas:
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.apart))
+            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.separate_examples))
             inputs.batches = self.processes.size // collector.capture.mesh.size
             inputs.solves, inputs.warm = engine.schedule.due()
             made_real(inputs, engine.partition.complex)

@@ -69,17 +69,22 @@ class Collector:
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
         self.overlap = Overlap(partition.owners)
-        self.sums: dict[Block, BlockSums] = {}  #: Statistics gathered for this step so far.
-        #: Calls to be processed by the step itself, in the order in which they came.
+        #: Gathered for this step so far: statistics; calls that the step itself processes, in the order in which they
+        #: came; and samples that the step sums, eagerly or in a replay.
+        self.sums: dict[Block, BlockSums] = {}
         self.calls: dict[Block, KeptCalls] = {}
+        self.samples: dict[Block, list[Sample]] = {}
         self._budget = Budget(options.numerics.memory_limit)
-        self.samples: dict[Block, list[Sample]] = {}  #: Samples that the step sums, eagerly or in a replay.
+        #: Whether this step's statistics come from ``statistics()``, not the training loss; and the number of examples
+        #: in the last ``statistics()``, from which on gradients may come from anywhere.
+        self.separate = False
+        self.separate_examples = 0
         #: Blocks that were last called several times or with many rows, so that projecting the gradient was cheaper.
         self._by_gradient: set[Block] = set()
-        self._by_rows: dict[Block, bool] = {}  # cache of may_use_rows
-        self.separate = False  #: Whether this step's statistics come from ``statistics()``, not the training loss.
-        self.apart = 0  #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
-        self._warned = False  # whether the first step's warnings were given
+        #: A cache of :func:`may_use_rows`.
+        self._by_rows: dict[Block, bool] = {}
+        #: Whether the first step's warnings were given.
+        self._warned = False
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
         me = weakref.proxy(self)  # the capture must not keep this alive
@@ -300,8 +305,8 @@ class Collector:
             warn_in_first_step(self._partition.blocks, self._partition.parameters)
         self._warned = True
         self.capture.finish()
-        self.apart = self.capture.separate_examples or self.apart
-        n = float(self.capture.examples or self.apart)
+        self.separate_examples = self.capture.separate_examples or self.separate_examples
+        n = float(self.capture.examples or self.separate_examples)
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
             n = 1.0  # any number will do: nothing reads it
         if n == 0 and processes == 1:
@@ -314,18 +319,8 @@ class Collector:
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
-        solves, warm = self._schedule.due()
-        found = StepInputs(
-            gradients,
-            self.calls,
-            self.sums,
-            n=n,
-            n_statistics=n,
-            solves=solves,
-            warm=warm,
-            samples=self.samples,
-            batches=1 if processes == 1 else processes // self.capture.mesh.size,
-        )
+        found = StepInputs(gradients, self.calls, self.sums, n, n, *self._schedule.due(), self.samples)
+        found.batches = 1 if processes == 1 else processes // self.capture.mesh.size
         if self.options.batch.reduction == "sum" and n:
             found.mean = found.batches / n
         return made_real(found, self._partition.complex) if self._partition.complex else found
