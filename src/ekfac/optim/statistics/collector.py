@@ -339,7 +339,8 @@ class Collector:
             inputs.n_statistics = float(self.capture.separate_examples)
         if self._partition.owners.size > 1:
             expected = self._schedule.expected(() if self.separate else self.fingerprints.unverified)
-            self.overlap.share(inputs, expected, self.capture.mesh.first, self._partition)
+            found = self.overlap.share(inputs, expected, self.capture.mesh.first, self._partition)
+            inputs.n, inputs.n_statistics = found
             if self.options.batch.reduction == "sum":
                 inputs.mean = inputs.batches / inputs.n
         unknown = set()
