@@ -202,7 +202,7 @@ class Rates:
 
 @dataclass
 class StepInputs:
-    """What the backward passes have left for a step, and what the step finds out about it, in this order.
+    """What the backward passes have left for a step; from ``sizes`` on, what the step itself finds out, in this order.
 
     Attributes:
         gradients: ``.grad`` of the parameters that have one, as real numbers.
@@ -220,12 +220,14 @@ class StepInputs:
         sizes: The largest magnitude of every gradient; set by :meth:`GradientWatch.measure`, as the next two.
         left: The largest magnitude of every gradient as backward left it.
         touched: Parameters whose gradient was changed after backward.
-        agreed: What all processes know about the step, if several take it together; set by :class:`Replicas`.
-        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
+        agreed: What all processes know about the step, if several take it together; set by :meth:`Replicas.begin`.
+        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not. Set by
+            :meth:`Engine.check_finite`, as the next two.
         bad: True on the device where ``ok`` is 0.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
-        blocks: The blocks that the step changes; set by :meth:`Collector.collect`.
-        rescaled: For each gradient changed since backward, the factor that restores what backward left.
+        blocks: The blocks that the step changes; set by :meth:`Collector.collect`, once all sums are complete.
+        rescaled: For each gradient changed since backward, the factor that restores what backward left; set by
+            :meth:`Collector.verify`.
     """
 
     gradients: dict[nn.Parameter, Tensor]

@@ -188,7 +188,8 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
         and not (collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and all(s.placed for kept in inputs.samples.values() for s in kept)
-        and all(hasattr(partition.states.get(b.key), "A") for b in partition.covered)
+        and all(hasattr(partition.states.get(b.key), "A") for b in (*inputs.samples, *inputs.calls, *inputs.sums))
+        and len(inputs.blocks) in (0, len(partition.blocks))  # none yet (see Collector.collect), or all
         and sum(t.numel() for s in inputs.sums.values() if s.factors for t in s.tensors()) <= MOST
         and partition.covered.keys().isdisjoint(collector.fingerprints.unverified)
         and len(inputs.gradients) == len(partition.parameters)
