@@ -30,7 +30,7 @@ from ekfac.optim.statistics.first_step import warn_in_first_step
 from ekfac.optim.statistics.gradients import GradientWatch, made_real
 from ekfac.optim.statistics.partition import Partition, identity, only
 from ekfac.optim.statistics.reach import Reach
-from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
+from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty, refuse_unreached
 from ekfac.optim.statistics.samples import Budget, Sample, factor_sums_by, kept_sample, scaling_sum_by, sums_of_samples
 from ekfac.optim.statistics.schedule import Schedule
 from ekfac.optim.statistics.sums import BlockSums
@@ -58,9 +58,7 @@ class Collector:
         executor: Executor,
         on_moved: Callable[[], None],
     ) -> None:
-        self.options = options
-        self._method = method
-        self._partition = partition
+        self.options, self._method, self._partition = options, method, partition
         self._schedule, self.executor = schedule, executor
         self._on_moved = on_moved
         #: Called when the model has changed, with the new parameter for every one that was replaced.
@@ -153,9 +151,7 @@ class Collector:
         Return whether to capture: not if the whole model is frozen, like the discriminator in a generator's step.
         """
         self.follow()
-        if self._partition.is_frozen():
-            return False
-        if self._partition.problem:  # the step will raise it
+        if self._partition.is_frozen() or self._partition.problem:  # the step will raise the problem
             return False
         if self.capture.forwards.busy_elsewhere():  # do not interfere with a pass of another thread
             return True
@@ -350,10 +346,7 @@ class Collector:
             if here or identity(block) in self._partition.factors_elsewhere:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
-                raise RuntimeError(
-                    f"layer '{block.name}' has a gradient, but no captured backward pass has reached it yet: make sure "
-                    f"that the loss inside opt.statistics() depends on it, or exclude=['{block.name}']"
-                )
+                refuse_unreached(block.name)
             unknown.add(block)
         known = [block for block in self._partition.blocks if block not in unknown]
         inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
