@@ -197,7 +197,7 @@ def test_inputs_are_kept_in_the_dtype_that_autocast_computes_in() -> None:
     model = Gated()
     twin = copy.deepcopy(model)
     opt, other = ekfac.EKFAC(model), ekfac.EKFAC(twin)
-    other.engine.collector.capture.may_keep_half = lambda block: False
+    other.engine.collector.capture.casts.may_keep = lambda block: False
     steps_under_autocast(opt, model)
     steps_under_autocast(other, twin)
     assert_same_weights(parameters_of(model), parameters_of(twin), tolerance=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import os
 import re
 import select
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ekfac.lab.registry import LabError, is_out_of_memory
 
@@ -40,6 +42,32 @@ def outermost(command: Callable[[], int]) -> int:
             raise
         return UNREAD
     return status
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command line whose errors are :class:`LabError`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error."""
+        raise LabError(message)
+
+
+def resumable(command: Callable[..., int]) -> Callable[..., int]:
+    """Wrap a command that can be resumed: it ends with one line and 2 on an error, and with 130 or so on Ctrl-C."""
+
+    @functools.wraps(command)
+    def ended(*arguments: Any) -> int:
+        try:
+            return command(*arguments)
+        except LabError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt as stop:
+            stop.args = ("run the same command to resume",)
+            print(interrupted(stop), file=sys.stderr)
+            return exit_code(stop)
+
+    return ended
 
 
 def is_unread() -> bool:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ekfac import sealed
-from ekfac.lab.boundary import exit_code, interrupted, outermost, stoppable, writing
+from ekfac.lab.boundary import CommandParser, outermost, resumable, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import counted, method
@@ -130,14 +130,9 @@ def reproduce(
     return runs, left
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LabError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parse = _Parser(prog="python -m ekfac.lab.reproduce", description=__doc__, allow_abbrev=False)
+    parse = CommandParser(prog="python -m ekfac.lab.reproduce", description=__doc__, allow_abbrev=False)
     parse.add_argument("names", nargs="+", metavar="NAME", help=f"of: {', '.join(NAMES)}")
     parse.add_argument("--out", required=True, help="folder of the runs and their paces")
     parse.add_argument("--budget", type=float, default=600, help="seconds for all of it")
@@ -148,34 +143,27 @@ def parser() -> argparse.ArgumentParser:
     return parse
 
 
+@resumable
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run experiments from a command line; return 0, 2 for bad usage, 130 on Ctrl-C, 143 on TERM, 129 on HUP."""
     start = time.time()
-    try:
-        values = parser().parse_args(arguments)
-        if values.workers < 1:
-            raise LabError(f"workers must be at least 1, not {values.workers}")
-        if values.only_paces:
-            count = time_again(values.out, values.data_dir, _say)
-            _say(f"{counted(count, 'kind')} of runs timed in {time.time() - start:.0f} s")
-            return 0
-        with writing(vars(values)), stoppable():
-            runs, left = reproduce(
-                values.names,
-                values.out,
-                values.budget,
-                workers=values.workers,
-                data_dir=values.data_dir,
-                changes=parse_options(values.set),
-                say=_say,
-            )
-    except LabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        stop.args = ("run the same command to resume",)
-        print(interrupted(stop), file=sys.stderr)
-        return exit_code(stop)
+    values = parser().parse_args(arguments)
+    if values.workers < 1:
+        raise LabError(f"workers must be at least 1, not {values.workers}")
+    if values.only_paces:
+        count = time_again(values.out, values.data_dir, _say)
+        _say(f"{counted(count, 'kind')} of runs timed in {time.time() - start:.0f} s")
+        return 0
+    with writing(vars(values)), stoppable():
+        runs, left = reproduce(
+            values.names,
+            values.out,
+            values.budget,
+            workers=values.workers,
+            data_dir=values.data_dir,
+            changes=parse_options(values.set),
+            say=_say,
+        )
     _say(f"{counted(len(runs), 'run')} in {time.time() - start:.0f} s; {counted(len(left), 'stage')} left")
     _list(left)
     return 0

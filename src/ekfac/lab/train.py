@@ -11,9 +11,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
-from ekfac.lab.boundary import exit_code, interrupted, outermost, signal_name, stoppable, writing
+from ekfac.lab.boundary import CommandParser, exit_code, interrupted, outermost, signal_name, stoppable, writing
 from ekfac.lab.config import TrainConfig, parse_options
 from ekfac.lab.labels import counted, describe
 from ekfac.lab.registry import LabError, plugin_fault
@@ -115,14 +115,9 @@ def closing(run: Run) -> str:
     return f"finished after epoch {epoch}{early}{where}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LabError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser; its options are the fields of :class:`TrainConfig`."""
-    parse = _Parser(
+    parse = CommandParser(
         prog="python -m ekfac.lab.train",
         description="Train one of the lab's networks, with torch and numpy alone.",
         epilog=f"tasks: {', '.join(TASKS)}",

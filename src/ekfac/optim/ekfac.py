@@ -9,22 +9,20 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.optim.distributed.processes import DEFAULT
-from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
 from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
 from ekfac.optim.optimizer import Optimizer
 from ekfac.optim.options import (
     DAMPING,
+    UPDATE,
     Batch,
     Coverage,
     Damping,
-    EngineOptions,
     Numerics,
     Refresh,
     StepSize,
-    check_group,
-    with_old_names,
+    arguments_of,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 from ekfac.optim.step_size.default_lr import default_lr, default_warmup, depth_of, width_of
@@ -127,38 +125,9 @@ class EKFAC(Optimizer):
         process_group: Any = DEFAULT,
         **old: Any,
     ) -> None:
-        own = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "total_steps": total_steps,
-            "damping": damping,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-        }
-        given = {
-            "betas": betas,
-            "damping_mode": damping_mode,
-            "scaling": scaling,
-            "refresh_every": refresh_every,
-            "step_size": step_size,
-            "refresh": refresh,
-            "coverage": coverage,
-            "batch": batch,
-            "numerics": numerics,
-            "grad_scaler": grad_scaler,
-            "process_group": process_group,
-        }
-        arguments = with_old_names(type(self).__name__, given, old, {*own, *given, "params"})
-        rule, mode, step_size = take_rule(arguments), arguments.pop("damping_mode"), arguments.pop("step_size")
-
-        def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
-            methods = eigen_methods(rule, mode)
-            return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
-
-        update: dict[str, Any] = {name: value for name, value in own.items() if name != "total_steps"}
-        warmup = None
+        arguments = arguments_of(type(self).__name__, locals())
+        rule = take_rule(arguments)
+        update, warmup = {name: arguments[name] for name in UPDATE}, None
         if lr is None:
             checks.model(model)
             width = width_of(model)
@@ -169,7 +138,6 @@ class EKFAC(Optimizer):
         update |= {"decay_vectors": weight_decay is not None, "cautious_decay": weight_decay is None}
         if hasattr(rule, "betas"):
             update |= {"betas": tuple(rule.betas), "betas_named": betas is not None or isinstance(scaling, Rule)}
-        everything = {**own, "scaling": rule, "damping_mode": mode, **arguments}
-        check_group("step_size", step_size)
-        lr_schedule = make_lr_schedule(step_size.decay_steps, total_steps, warmup)
-        super().__init__(model, params, update, make_engine, everything, step_size, lr_schedule)
+        lr_schedule = make_lr_schedule(arguments["step_size"].decay_steps, total_steps, warmup)
+        arguments["scaling"] = rule
+        super().__init__(model, arguments, update, eigen_methods(rule, damping_mode), lr_schedule)

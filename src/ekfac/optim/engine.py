@@ -106,39 +106,45 @@ class Engine:
         Returns:
             True if the step was taken, False if a gradient is not finite, None if there are no gradients.
         """
-        if self.shares():
-            return self.replicas.step(rates, apply)
-        inputs = self.collector.inputs()
-        if inputs is None:
-            return None
-        renews, can_replay = bool(inputs.solves or inputs.warm), self.executor.can_replay
-        if can_replay and not renews and self.executor.replay(self, inputs, rates, apply):
-            return True
-        # What remains of a step may have been recorded even if the whole of it was not.
-        may_replay = can_replay and (renews or bool(inputs.samples) or any(of.factors for of in inputs.sums.values()))
-        if not self.check_finite(inputs):
-            return False
+        together, replays = self.shares(), False
+        inputs = self.replicas.begin(rates) if together else self.collector.inputs()
+        if not isinstance(inputs, StepInputs):
+            return inputs
+        if not together:
+            if self.executor.can_replay:
+                renews = bool(inputs.solves or inputs.warm)
+                if not renews and self.executor.replay(self, inputs, rates, apply):
+                    return True
+                # What remains of a step may have been recorded even if the whole of it was not.
+                replays = renews or bool(inputs.samples) or any(of.factors for of in inputs.sums.values())
+            if not self.check_finite(inputs):
+                return False
         self.collector.collect(inputs)
-        if inputs.touched or self.collector.fingerprints.unverified:
+        if together:
+            self.replicas.verify(inputs)
+        elif inputs.touched or self.collector.fingerprints.unverified:
             self.collector.verify(inputs)
-        # Factors; bases, if due; then scalings and directions.
+        # Factors; bases, if due; then scalings and directions, of each block by the process that owns it.
         if any(of.factors for of in inputs.sums.values()):
             self.update_factors(inputs, inputs.sums)
-            for of in inputs.sums.values():
-                of.factors = None
-        if renews:
-            self.compute_eigenbases(inputs.blocks, inputs, rates)
-        if not (may_replay and self.executor.replay(self, inputs, rates, apply)):
-            apply(inputs, self.precondition(inputs.blocks, inputs, rates), rates)
+        by = self.replicas if together else self
+        if inputs.solves or inputs.warm:
+            by.compute_eigenbases(inputs.blocks, inputs, rates)
+        if not (replays and self.executor.replay(self, inputs, rates, apply)):
+            apply(inputs, by.precondition(inputs.blocks, inputs, rates), rates)
+        if together:
+            self.replicas.hand_round(inputs)
         return True
 
     def update_factors(self, inputs: StepInputs, sums: Mapping[Block, BlockSums]) -> None:
-        """Update A = E[h h^T] and B = E[delta delta^T], running averages, with a step's sums."""
+        """Update A = E[h h^T] and B = E[delta delta^T], running averages, with a step's sums, which this takes."""
         factors = {block: of.factors for block, of in sums.items() if of.factors is not None}
         n, square = inputs.n_statistics, self.collector.delta_square(inputs)
         decay, shrinks = self.schedule.factor_decay, self.schedule.derivatives
         bounded = not self.options.refresh.deterministic
         update_averages(self.stacks, factors, n, square, decay, bounded, inputs.ok, shrinks)
+        for of in sums.values():
+            of.factors = None
 
     def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
         """Run ComputeEigenBasis where due: U_A, S_A and U_B, S_B from the factors, solved in full or refreshed warm."""
@@ -200,9 +206,9 @@ class Engine:
         wait = any(p in inputs.gradients for block in waits for p in block.parameters.values())
         self.collector.watch.measure(inputs)
         go, inputs.ok = self.executor.check_finite(list(inputs.sizes.values()), wait)
-        scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
-        inputs.small = self.executor.largest < SMALL and not scaled
         inputs.bad = None if inputs.ok is None else inputs.ok == 0
+        scaled = isinstance(inputs.mean, Tensor) or inputs.mean != 1 or bool(inputs.touched)
+        inputs.small = self.executor.largest_gradient < SMALL and not scaled
         if not go:
             self.skip()
         return go

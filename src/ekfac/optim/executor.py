@@ -61,10 +61,8 @@ class Executor:
         whole_steps: Whether a step includes the update of the parameters.
     """
 
-    #: Whether whole steps can be replayed as CUDA graphs.
+    #: Whether there are CUDA graphs and fused kernels to try.
     can_replay = False
-    #: Whether there are static buffers for what backward leaves.
-    has_static_buffers = False
     #: Whether to process captured tensors in the step, all at once, because launches cost more than the arithmetic.
     defers_statistics = False
     #: On the device, 0 if the last step was skipped, else 1; None if the host knows.
@@ -72,7 +70,7 @@ class Executor:
     #: Whether the last update has left the weight average in the parameters.
     average_shown = False
     #: The largest magnitude of all gradients of a step, if the host knows it.
-    largest = math.inf
+    largest_gradient = math.inf
 
     def __init__(self, options: EngineOptions, whole_steps: bool) -> None:
         self.options = options
@@ -177,7 +175,7 @@ class Executor:
         found = [torch.stack([s for s in sizes if (s.device, s.dtype) == kind]).tolist() for kind in kinds]
         numbers = list(itertools.chain.from_iterable(found))
         good = all(map(math.isfinite, numbers))
-        self.largest = max(numbers, default=0.0) if good else math.inf
+        self.largest_gradient = max(numbers, default=0.0) if good else math.inf
         return good, None
 
     def read_back(self, value: Tensor) -> Readback:

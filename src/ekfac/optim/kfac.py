@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ekfac import checks
 from ekfac.optim.distributed.processes import DEFAULT
-from ekfac.optim.engine import Engine
 from ekfac.optim.groups import Groups
 from ekfac.optim.methods.damping import plain
 from ekfac.optim.methods.eigenbasis import EigenMethod
@@ -17,15 +16,14 @@ from ekfac.optim.methods.inverse import InverseMethod
 from ekfac.optim.methods.rules import Running
 from ekfac.optim.optimizer import Optimizer
 from ekfac.optim.options import (
+    UPDATE,
     Batch,
     Coverage,
     Damping,
-    EngineOptions,
     Numerics,
     Refresh,
     StepSize,
-    check_group,
-    with_old_names,
+    arguments_of,
 )
 from ekfac.optim.step_size.adaptive_damping import AdaptiveDamping
 from ekfac.optim.step_size.lr_schedule import make_lr_schedule
@@ -88,45 +86,12 @@ class KFAC(Optimizer):
         process_group: Any = DEFAULT,
         **old: Any,
     ) -> None:
+        arguments = arguments_of("KFAC", locals())
         checks.flag("pi_correction", pi_correction)
-        update = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-        }
-        given = {
-            "refresh_every": refresh_every,
-            "step_size": step_size,
-            "refresh": refresh,
-            "coverage": coverage,
-            "batch": batch,
-            "numerics": numerics,
-            "grad_scaler": grad_scaler,
-            "process_group": process_group,
-        }
-        arguments = with_old_names("KFAC", given, old, {*update, *given, "params", "pi_correction"})
         if arguments["coverage"].basis != "kronecker":
             raise TypeError("basis='identity': KFAC's inverse form has no basis. Allowed: basis='kronecker'")
-
-        def make_engine(parameters: list[nn.Parameter], state: Any) -> Engine:
-            exact = arguments["refresh"].deterministic
-            methods = InverseMethod(pi_correction, exact), EigenMethod(Running(), plain)
-            return Engine(model, parameters, EngineOptions(**arguments), *methods, state, whole_steps=True)
-
-        step_size = arguments.pop("step_size")
-        check_group("step_size", step_size)
-        lr_schedule = make_lr_schedule(step_size.decay_steps, None, None)
-        everything = {**update, "pi_correction": pi_correction, **arguments}
-        super().__init__(
-            model,
-            params,
-            {**update, "decay_vectors": True, "cautious_decay": False},
-            make_engine,
-            everything,
-            step_size,
-            lr_schedule,
-        )
+        exact = arguments["refresh"].deterministic
+        methods = InverseMethod(pi_correction, exact), EigenMethod(Running(), plain)
+        update = {name: arguments[name] for name in UPDATE} | {"decay_vectors": True, "cautious_decay": False}
+        lr_schedule = make_lr_schedule(arguments["step_size"].decay_steps, None, None)
+        super().__init__(model, arguments, update, methods, lr_schedule)

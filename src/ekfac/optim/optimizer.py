@@ -17,8 +17,10 @@ from ekfac.optim.distributed.joining import Joinable
 from ekfac.optim.distributed.shards import held
 from ekfac.optim.distributed.states import States, keep_own, whole_state
 from ekfac.optim.engine import Engine
-from ekfac.optim.groups import EXTRA, Grouped, Groups
-from ekfac.optim.options import StepSize
+from ekfac.optim.groups import EXTRA, Grouped
+from ekfac.optim.methods.base import Method
+from ekfac.optim.methods.eigenbasis import EigenMethod
+from ekfac.optim.options import EngineOptions, StepSize
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.average import load_average, save_average
 from ekfac.optim.state.outline import drop_outline, outline, outline_average
@@ -31,7 +33,7 @@ from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.lr_schedule import LRSchedule
 from ekfac.optim.step_size.max_change import bound_change
 from ekfac.optim.step_size.weight_average import WeightAverage
-from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, Shared, StepInputs
+from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, StepInputs
 
 #: Group options that a recorded CUDA graph has baked in.
 BUILT_IN = ("momentum", "nesterov", "weight_decay", "decay_vectors", "cautious_decay", "decoupled_weight_decay")
@@ -42,40 +44,37 @@ class Optimizer(Base, Joinable, Grouped):
 
     Args:
         model: The model.
-        params: torch's parameter groups over the model's parameters; all of them by default.
+        arguments: All other arguments, by name.
         defaults: Options of groups that do not set their own.
-        make_engine: Makes the engine from the parameters and ``optimizer.state``.
-        arguments: All arguments as given, for copies.
-        step_size: What bounds the length of a step.
+        methods: The methods for blocks that a layer covers, and for the rest.
         lr_schedule: The built-in schedule of lr, for groups without a torch scheduler.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        params: Groups | None,
-        defaults: dict[str, Any],
-        make_engine: Callable[[list[nn.Parameter], Any], Engine],
         arguments: dict[str, Any],
-        step_size: StepSize,
+        defaults: dict[str, Any],
+        methods: tuple[Method[Any], EigenMethod],
         lr_schedule: LRSchedule,
     ) -> None:
         checks.model(model)
-        self._arguments = {**arguments, "step_size": step_size}
-        self.step_size = step_size
+        self._arguments = {name: value for name, value in arguments.items() if name != "params"}
+        self.step_size: StepSize = arguments["step_size"]
         self.lr_schedule = lr_schedule
-        self.kl_clip = KLClip(step_size.kl_clip)
-        Grouped.__init__(self, model, params, defaults)
+        self.kl_clip = KLClip(self.step_size.kl_clip)
+        Grouped.__init__(self, model, arguments["params"], defaults)
         self.state = states = States()
-        self.engine = make_engine(self._all_parameters(), states)
+        options, parameters = EngineOptions.of(arguments), self._all_parameters()
+        self.engine = Engine(model, parameters, options, *methods, states, whole_steps=True)
         states.follow(self.engine)
         self.engine.collector.on_changed = self._follow_replacements(weakref.ref(self))
         engine = weakref.proxy(self.engine)
-        self.average = WeightAverage(model, step_size.average, lambda value: engine.executor.read_back(value))
+        self.average = WeightAverage(model, self.step_size.average, lambda value: engine.executor.read_back(value))
         forwards = self.engine.collector.capture.forwards
         forwards.on_begin, forwards.on_frozen = self.average.before_forward, self.average.before_frozen
         compares = self.engine.method.compares_gradients
-        self.lr_fraction = LRFraction(step_size.lr_fraction if compares else None)
+        self.lr_fraction = LRFraction(self.step_size.lr_fraction if compares else None)
         try:
             self._check_damping_within_layers(self.engine.partition.blocks)
         except ValueError:
@@ -123,7 +122,7 @@ class Optimizer(Base, Joinable, Grouped):
                 done = engine.step(rates, self._apply)
                 ok = engine.executor.last_mask if done else None
                 if rates.called is not None:  # other processes contribute to the update; it is complete only here
-                    self.average.after_update(self.average.in_update, self.average.weight, ok)
+                    self.average.after_update(self.average.in_update, self.average.included.weight, ok)
             except BaseException:
                 self.average.rest()
                 raise
@@ -217,14 +216,15 @@ class Optimizer(Base, Joinable, Grouped):
                 keeps_gradients=clips,
             )
         average.begin_step(averaged, self._group_of, t)
-        shows = average.takes_all and self._adaptation is None  # adaptive damping needs z after the update
-        addresses = tuple(map(ADDRESS, (*average.averaged, *average.in_step)))
+        included = average.included
+        shows = included.complete and self._adaptation is None  # adaptive damping needs z after the update
+        addresses = tuple(map(ADDRESS, (*included.parameters, *included.offsets)))
         return Rates(
             groups,
             self._group_of,
             fixed=(tuple(fixed), self.step_size, shows, addresses),
-            averaged=tuple(average.averaged),
-            average_weight=average.weight,
+            averaged=tuple(included.parameters),
+            average_weight=included.weight,
             keeps_gradients=clips,
             shows=shows,
         )
@@ -245,11 +245,10 @@ class Optimizer(Base, Joinable, Grouped):
         if clips:
             steps = self.kl_clip(steps, directions, lr_of, inputs, processes)
 
-        average, averaged, together = self.average, rates.averaged, rates.called is not None
+        average, averaged, together = self.average, rates.averaged, inputs.agreed is not None
         if together:
-            agreed = Shared(inputs.gradients, inputs.called, inputs.weights_edited)
-            average.begin_step(rates.candidates, (), self.engine.schedule.applied_steps, agreed)
-            averaged = tuple(average.averaged)
+            average.begin_step(rates.candidates, inputs.gradients, self.engine.schedule.applied_steps, inputs.agreed)
+            averaged = tuple(average.included.parameters)
         elif self.engine.executor.can_replay:
             offsets = {p: average.offsets[p] for p in averaged}
             kept = offsets, rates.average_weight, self._spared, rates.shows

@@ -8,7 +8,7 @@ version 0.1, such as ``trust=1.0`` for ``step_size=StepSize(max_change=1.0)``, s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -213,6 +213,9 @@ PAPER: dict[str, Any] = {
     "step_size": StepSize(decay_steps=None),
 }
 
+#: Arguments of EKFAC and KFAC that are defaults of parameter groups.
+UPDATE = ("lr", "weight_decay", "damping", "momentum", "nesterov", "decoupled_weight_decay", "maximize")
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -237,6 +240,11 @@ class EngineOptions:
             raise ValueError(f"grad_scaler={checks.shown(self.grad_scaler)} must be a torch.amp.GradScaler or None")
         object.__setattr__(self, "processes", Processes(self.process_group))
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> EngineOptions:
+        """Return the options among the arguments of an optimizer."""
+        return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.init})
+
 
 def check_group(name: str, value: Any) -> None:
     """Require an argument to be an instance of its group."""
@@ -245,16 +253,19 @@ def check_group(name: str, value: Any) -> None:
         raise TypeError(f"{name}={checks.shown(value)} must be a {kind}, e.g. {name}={kind}()")
 
 
-def with_old_names(who: str, given: Mapping[str, Any], old: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Put arguments with flat names into their groups, with a DeprecationWarning.
+#: What ``locals()`` holds at the beginning of an optimizer's ``__init__`` besides its keyword arguments.
+NOT_KEYWORDS = ("self", "model", "old", "__class__")
+
+
+def arguments_of(who: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a constructor; put those with flat names into groups, with a DeprecationWarning.
 
     Args:
         who: The class being constructed, for messages.
-        given: Its arguments, including groups.
-        old: Keyword arguments that are not in its signature.
-        known: All names in its signature.
+        found: ``locals()`` at the beginning of its ``__init__``, whose ``**old`` holds the flat names.
     """
-    known = set(known)
+    given = {name: value for name, value in found.items() if name not in NOT_KEYWORDS}
+    known, old = set(given), found["old"]
     allowed = {name for name, (group, _) in FLAT.items() if group in known}
     allowed |= set(RULE_OPTIONS) if "scaling" in known else set()
     if unknown := sorted(set(old) - allowed):

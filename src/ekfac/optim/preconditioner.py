@@ -19,7 +19,7 @@ from ekfac.optim.distributed.states import keep_own, whole_state
 from ekfac.optim.engine import Engine
 from ekfac.optim.methods.factory import eigen_methods, take_rule
 from ekfac.optim.methods.rules import Rule
-from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, with_old_names
+from ekfac.optim.options import DAMPING, Batch, Coverage, Damping, EngineOptions, Numerics, Refresh, arguments_of
 from ekfac.optim.state import checkpoint
 from ekfac.optim.state.stats import engine_stats
 from ekfac.optim.statistics import takeover
@@ -83,28 +83,16 @@ class Preconditioner(Base):
         process_group: Any = DEFAULT,
         **old: Any,
     ) -> None:
+        arguments = arguments_of("Preconditioner", locals())
         checks.model(model)
         options.damping("damping", damping)
-        given = {
-            "betas": betas,
-            "damping_mode": damping_mode,
-            "scaling": scaling,
-            "refresh_every": refresh_every,
-            "refresh": refresh,
-            "coverage": coverage,
-            "batch": batch,
-            "numerics": numerics,
-            "grad_scaler": grad_scaler,
-            "process_group": process_group,
-        }
-        arguments = with_old_names("Preconditioner", given, old, {*given, "damping"})
-        rule, mode = take_rule(arguments), arguments.pop("damping_mode")
-        self._arguments = {"damping": damping, "scaling": rule, "damping_mode": mode, **arguments}
+        rule = take_rule(arguments)
+        self._arguments = {**arguments, "scaling": rule}
         self.model = model
         self.damping = damping
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
-        parameters, methods = list(model.parameters()), eigen_methods(rule, mode)
-        self.engine = Engine(model, parameters, EngineOptions(**arguments), *methods, self.state, whole_steps=False)
+        parameters, methods = list(model.parameters()), eigen_methods(rule, damping_mode)
+        self.engine = Engine(model, parameters, EngineOptions.of(arguments), *methods, self.state, whole_steps=False)
         takeover.register(self.engine.collector)
 
     def step(self) -> bool:

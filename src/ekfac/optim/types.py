@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
+from ekfac.optim.distributed.agreement import RollCall
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.samples import Sample
 from ekfac.optim.statistics.sums import BlockSums
@@ -199,24 +200,9 @@ class Rates:
         return self.groups[self.group_of[parameter]]
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What processes that take a step together have agreed on.
-
-    Attributes:
-        gradients: Parameters with a gradient on any process.
-        called: The maximum of how the model was called, over processes.
-        weights_edited: Whether any process saw weights change between steps.
-    """
-
-    gradients: Collection[nn.Parameter]
-    called: int
-    weights_edited: bool = False
-
-
 @dataclass
 class StepInputs:
-    """What the backward passes have left for a step.
+    """What the backward passes have left for a step; from ``sizes`` on, what the step itself finds out, in this order.
 
     Attributes:
         gradients: ``.grad`` of the parameters that have one, as real numbers.
@@ -224,26 +210,24 @@ class StepInputs:
         sums: Statistics already summed over calls.
         n: The number of examples behind the gradient, or behind the last statistics if it comes from elsewhere.
         n_statistics: The number of examples behind the statistics.
-        rescaled: For each gradient changed since backward, the factor that restores what backward left.
-        unknown: Blocks without any statistics yet and with a zero gradient.
-        blocks: The blocks that the step changes; set once all gradients and sums are complete.
         solves: Blocks whose bases are solved in full in this step.
         warm: Blocks whose bases are refreshed warm in this step, with the iterations for A and B.
-        processes: The number of processes that train together.
-        batches: The number of their batches; under tensor parallelism several processes share one.
-        mean: The factor that makes gradients those of a mean over examples.
         samples: Samples that the step itself sums, for blocks without an entry in ``sums``.
-        sizes: The largest magnitude of every gradient.
-        left: The largest magnitude of every gradient as backward left it.
-        touched: Parameters whose gradient was changed after backward.
-        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
-        bad: True on the device where ``ok`` is 0.
+        batches: The number of batches over all processes; under tensor parallelism several processes share one.
+        mean: The factor that makes gradients those of a mean over examples.
         weights: The tensors that the update changes if not the parameters themselves: real views of complex parameters,
             and the full tensors of sharded parameters that this process owns.
-        called: How the model was called since the last step, the maximum over processes.
-        weights_edited: Whether any process saw weights change between steps.
-        unseen: With several processes, covered blocks of which none has statistics.
+        sizes: The largest magnitude of every gradient; set by :meth:`GradientWatch.measure`, as the next two.
+        left: The largest magnitude of every gradient as backward left it.
+        touched: Parameters whose gradient was changed after backward.
+        agreed: What all processes know about the step, if several take it together; set by :meth:`Replicas.begin`.
+        ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not. Set by
+            :meth:`Engine.check_finite`, as the next two.
+        bad: True on the device where ``ok`` is 0.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
+        blocks: The blocks that the step changes; set by :meth:`Collector.collect`, once all sums are complete.
+        rescaled: For each gradient changed since backward, the factor that restores what backward left; set by
+            :meth:`Collector.verify`.
     """
 
     gradients: dict[nn.Parameter, Tensor]
@@ -253,23 +237,19 @@ class StepInputs:
     n_statistics: float | Tensor = 0.0
     solves: set[Block] = field(default_factory=set)
     warm: dict[Block, tuple[int, int]] = field(default_factory=dict)
-    processes: int = 1
+    samples: dict[Block, list[Sample]] = field(default_factory=dict)
     batches: int = 1
     mean: float | Tensor = 1.0
-    samples: dict[Block, list[Sample]] = field(default_factory=dict)
+    weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     sizes: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     left: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     touched: list[nn.Parameter] = field(default_factory=list)
-    rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    unknown: set[Block] = field(default_factory=set)
-    blocks: list[Block] = field(default_factory=list)
+    agreed: RollCall | None = None
     ok: Tensor | None = None
     bad: Tensor | None = None
-    weights: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    called: int = 0
-    weights_edited: bool = False
-    unseen: set[Block] = field(default_factory=set)
     small: bool = False
+    blocks: list[Block] = field(default_factory=list)
+    rescaled: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def masked(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or zeros if the step is skipped."""

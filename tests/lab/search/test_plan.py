@@ -20,6 +20,8 @@ from ekfac.lab.training.gather import find_runs
 from processes import alive, children, wait_until
 
 PLUGIN = str(Path(__file__).parents[1] / "tiny_plugin.py")
+#: A plan on two workers, as words of a command line.
+WORDS = ("plan.json", "--out", "done", "--workers", "2", "--devices", "cpu", "--plugin", PLUGIN)
 load_plugin(PLUGIN)
 BASE = TrainConfig("tiny", "sgd", plugins=(PLUGIN,), device="cpu")
 
@@ -83,19 +85,7 @@ def test_the_command_on_a_bare_machine(configs: list[TrainConfig], tmp_path: Pat
         "    sys.exit(main(sys.argv[1:]))\n"
     )
     (tmp_path / "bare.py").write_text(bare)
-    command = [
-        sys.executable,
-        "bare.py",
-        "plan.json",
-        "--out",
-        "done",
-        "--workers",
-        "2",
-        "--devices",
-        "cpu",
-        "--plugin",
-        PLUGIN,
-    ]
+    command = [sys.executable, "bare.py", *WORDS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
@@ -116,19 +106,7 @@ def test_bad_usage_of_the_command_is_one_line(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("how", ["killed", "Ctrl-C"])
 def test_workers_end_with_their_parent(how: str, configs: list[TrainConfig], tmp_path: Path) -> None:
     plan.write_plan([replace(config, epochs=10_000) for config in configs[:2]], tmp_path / "plan.json")
-    words = [
-        "-m",
-        "ekfac.lab.search.plan",
-        "plan.json",
-        "--out",
-        "done",
-        "--workers",
-        "2",
-        "--devices",
-        "cpu",
-        "--plugin",
-        PLUGIN,
-    ]
+    words = ["-m", "ekfac.lab.search.plan", *WORDS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "EKFAC_TEST_SLEEP": "0.02"}
     process = started.start(words, cwd=tmp_path, env=environment, group=True, forks=True)
     try:

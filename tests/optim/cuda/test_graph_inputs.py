@@ -225,7 +225,7 @@ def test_batches_of_which_too_much_would_be_kept_have_no_place(recording: Torch)
     model, opt = small(refresh_every=16, numerics=ekfac.Numerics(memory_limit=16 * 6 * 8 * 15 // 2))
     assert replayed(model, opt, 40) == 40 - 1 - REPEATS
     executor = opt.engine.executor
-    assert executor.defers_statistics and not (executor.has_static_buffers or executor.static_samples)
+    assert executor.defers_statistics and not (executor.static_buffers.open or executor.static_samples)
     recorded = opt.engine.executor.step_graphs._recorded.values()
     assert len(recorded) == 1 and not any(step.inputs.samples for step in recorded)
 

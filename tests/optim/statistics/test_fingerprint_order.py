@@ -40,7 +40,7 @@ def test_blocks_of_one_name_have_one_order() -> None:
             p.grad /= 2  # as an average over ranks does, so that what backward has left is what is compared
         seen: list[list[Any]] = []
 
-        def noted(self: Fingerprints, blocks: list[Any], processes: int, seen: list[Any] = seen) -> list[Any]:
+        def noted(self: Fingerprints, blocks: list[Any], seen: list[Any] = seen) -> list[Any]:
             seen.append([tuple(block.parameter_names.values()) for block in blocks])
             return [self.left[block] for block in blocks]
 

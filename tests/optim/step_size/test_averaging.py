@@ -246,7 +246,7 @@ def test_a_known_end_goes_on_from_a_checkpoint_without_an_average() -> None:
     before.close()
     at = shown(model)
     train(model, opt, batches(13)[-1])
-    assert opt.average.offsets and opt.average.weight == 9 / (12 + 9)
+    assert opt.average.offsets and opt.average.included.weight == 9 / (12 + 9)
     assert not close(shown(model), at)
 
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.capture.attached import ATTACHED
+from ekfac.curvature.capture.casts import Casts
 from ekfac.curvature.capture.counting import Count, tensors
 from ekfac.curvature.capture.derivatives import Origin, Source, call_of, follow, origin_of
 from ekfac.curvature.capture.forwards import Forwards
@@ -46,7 +47,6 @@ from ekfac.curvature.capture.hooks import (
 from ekfac.curvature.capture.meshes import Mesh, gives_out_pieces, whole
 from ekfac.curvature.capture.records import Arrange, Held, Input, Receiver, Record, as_batch, deliver, refuse_changed
 from ekfac.curvature.capture.whole import watch_whole
-from ekfac.curvature.factors import HALF
 from ekfac.curvature.layers.base import Layer, Reading
 from ekfac.curvature.statistics import refuse, refuse_unaligned
 
@@ -87,10 +87,7 @@ class Capture:
         self.per_example = per_example
         #: The processes that compute layers together with this one (tensor parallelism).
         self.mesh = Mesh()
-        #: Returns whether a block's inputs may be kept in the dtype that autocast computes in: the input itself, which
-        #: autograd does not keep then, is twice as large.
-        self.may_keep_half: Callable[[Block], bool] = lambda block: False
-        self._last_cast: tuple[Callable[[], Any], int, Callable[[], Any]] = (lambda: None), 0, (lambda: None)
+        self.casts = Casts()
         #: Whether N must be exact in every step; for losses with derivatives, this needs the layers' hooks.
         self.exact_count = True
         #: Called when a forward is quiet, and when a backward pass reaches its output.
@@ -137,8 +134,7 @@ class Capture:
             run_hooks_in_compiled_models()
         ATTACHED.add(self)
         self.forwards.closed = False
-        me = self.me
-        self._readings, self._products = {}, {}
+        me, self._readings, self._products = self.me, {}, {}
         for module, uses in self.uses.items():
             layer = uses[0][1]
             if layer.seen_through_linear:
@@ -264,23 +260,12 @@ class Capture:
         self.mesh.note(output)
         given, origin = Input(None), origin_of(x)
         if self.wanted(block):
-            source = Source(x) if origin is not None and layer.linear else None
-            half = output.dtype in HALF and x.dtype == torch.float32 and layer.takes_half
-            x = whole(self._cast(x, output.dtype) if half and self.may_keep_half(block) else x.detach())
-            if arrange is None and 0 < self.batch_dim < layer.free_dims(x) and x.shape[self.batch_dim] == n:
+            kept = whole(self.casts.of(block, layer, x, output.dtype))
+            if arrange is None and 0 < self.batch_dim < layer.free_dims(kept) and kept.shape[self.batch_dim] == n:
                 arrange = self._batch_first
-            given = self.checked(block, layer, x, n, arrange)
-            given.source = source
+            given = self.checked(block, layer, kept, n, arrange)
+            given.source = Source(x) if origin is not None and layer.linear else None
         self.wait_for(anchor(output), record, block, layer, given, origin)
-
-    def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast an input, once for all layers that read it one after the other."""
-        before, version, cast = self._last_cast
-        found: Tensor | None = cast()
-        if found is None or before() is not x or version != x._version or found.dtype != dtype:
-            found = x.detach().to(dtype)
-            self._last_cast = weakref.ref(x), x._version, weakref.ref(found)
-        return found
 
     def wait_for(self, at: Anchor, record: Record, block: Block, layer: Layer, given: Input, from_: Origin) -> None:
         """Wait for a product's output gradient; if that pass is itself differentiated, follow the new product."""

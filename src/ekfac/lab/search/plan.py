@@ -20,12 +20,12 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ekfac import sealed
-from ekfac.lab.boundary import Stopped, exit_code, interrupted, outermost, plainly, stoppable, writing
+from ekfac.lab.boundary import CommandParser, Stopped, outermost, plainly, resumable, stoppable, writing
 from ekfac.lab.config import TrainConfig
 from ekfac.lab.data import padded  # noqa: F401  (registers a dataset)
 from ekfac.lab.labels import key
@@ -215,14 +215,9 @@ def tell(outcome: Outcome, done: int, total: int) -> str:
     return f"{name}  {outcome.run.status}" + (f", training loss {loss:.4g}" if loss is not None else "")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LabError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parse = _Parser(prog="python -m ekfac.lab.search.plan", description=__doc__, allow_abbrev=False)
+    parse = CommandParser(prog="python -m ekfac.lab.search.plan", description=__doc__, allow_abbrev=False)
     parse.add_argument("plan", help="JSON list of settings")
     parse.add_argument("--out", required=True, help="folder that gets a folder for each run")
     parse.add_argument("--workers", type=int, default=1, help="processes that run settings at the same time")
@@ -234,35 +229,28 @@ def parser() -> argparse.ArgumentParser:
     return parse
 
 
+@resumable
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a plan; return 0, 1 if a setting failed, 2 for bad usage, 130 on Ctrl-C, 143 on TERM, 129 on HUP."""
     outcomes: list[Outcome] = []
-    try:
-        values: dict[str, Any] = vars(parser().parse_args(arguments))
-        for plugin in values["plugin"]:
-            load_plugin(plugin)
-        configs = read_plan(values["plan"])
+    values: dict[str, Any] = vars(parser().parse_args(arguments))
+    for plugin in values["plugin"]:
+        load_plugin(plugin)
+    configs = read_plan(values["plan"])
 
-        def on_outcome(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            print(tell(outcome, len(outcomes), len(configs)), flush=True)
+    def on_outcome(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        print(tell(outcome, len(outcomes), len(configs)), flush=True)
 
-        with writing(values), stoppable():
-            run_all(
-                configs,
-                values["out"],
-                workers=values["workers"],
-                devices=[name for name in values["devices"].split(",") if name],
-                data_dir=values["data_dir"],
-                on_outcome=on_outcome,
-            )
-    except LabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        stop.args = ("run the same command to resume",)
-        print(interrupted(stop), file=sys.stderr)
-        return exit_code(stop)
+    with writing(values), stoppable():
+        run_all(
+            configs,
+            values["out"],
+            workers=values["workers"],
+            devices=[name for name in values["devices"].split(",") if name],
+            data_dir=values["data_dir"],
+            on_outcome=on_outcome,
+        )
     return int(any(outcome.run is None for outcome in outcomes))
 
 

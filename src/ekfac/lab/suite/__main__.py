@@ -8,9 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from ekfac.lab.boundary import outermost, writing
+from ekfac.lab.boundary import CommandParser, outermost, writing
 from ekfac.lab.registry import LabError
 from ekfac.lab.suite import config
 from ekfac.lab.suite.records import Records, owned, read_config, write_config
@@ -112,15 +111,10 @@ def _end(made: int, failed: int, left: int, say: Callable[[str], None]) -> int:
     return 1 if failed else 3 if left else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LabError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parse = _Parser(prog="python -m ekfac.lab.suite", description=__doc__, allow_abbrev=False)
-    commands = parse.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parse = CommandParser(prog="python -m ekfac.lab.suite", description=__doc__, allow_abbrev=False)
+    commands = parse.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     make = commands.add_parser("run", help="make the runs that are due", allow_abbrev=False)
     make.add_argument("config", help=f"JSON file, or one of: {', '.join(config.builtin())}")
     make.add_argument("--out", required=True, help="folder of the records")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,8 +58,6 @@ class CudaExecutor(Executor):
         self.side = SideStream(options.numerics.cuda_graphs)
         self.streams = ParallelStreams()
         self.step_graphs = StepGraphs(weakref.proxy(self))  # a reference cycle would keep graphs' memory alive
-        #: Whether a whole step is being recorded.
-        self.records = False
         #: The table from which the recorded update will read its pointers.
         self.table = Table(0, device)
         self._methods: dict[Method[Any], Method[Any]] = {}
@@ -83,15 +81,10 @@ class CudaExecutor(Executor):
             return False
         return self.step_graphs.step(engine, inputs, rates, apply)
 
-    @contextmanager
-    def recording(self, device: torch.device) -> Iterator[None]:
-        """Record a whole step, with its parts in parallel streams."""
-        self.records = True
-        try:
-            with self.streams.opened(device):
-                yield
-        finally:
-            self.records = False
+    @property
+    def records(self) -> bool:
+        """Whether a whole step is being recorded."""
+        return self.streams.open
 
     def method(self, method: Method[Any], block: Block) -> Method[Any]:
         if method not in self._methods:
@@ -127,11 +120,6 @@ class CudaExecutor(Executor):
 
     def fast_products(self, multiplications: int) -> AbstractContextManager[None]:
         return nullcontext()
-
-    @property
-    def has_static_buffers(self) -> bool:  # type: ignore[override]
-        """Whether there are static buffers for what backward leaves."""
-        return self.defers_statistics and self.static_buffers.open
 
     @property
     def defers_statistics(self) -> bool:  # type: ignore[override]
@@ -173,7 +161,7 @@ class CudaExecutor(Executor):
         if wait or len(devices) != 1 or next(iter(devices)).type != "cuda":
             self.mask.last = None
             return super().check_finite(sizes, wait)
-        ok, self.largest = self.mask.mask(sizes), math.inf
+        ok, self.largest_gradient = self.mask.mask(sizes), math.inf
         self.mask.expect(ok)
         return True, ok
 

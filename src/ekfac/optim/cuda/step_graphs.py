@@ -5,8 +5,17 @@ step to step, so they are recorded once and replayed. Gradients, and captured ca
 gradients, are first copied to static buffers; numbers that change are stored in tensors. The graph also updates A and B
 if the captured tensors that this takes are small enough to be kept until the step. Updates of bases are not part of it.
 
-A step is recorded after it has run twice. A step that differs in what a graph has baked in (clipped gradients, a frozen
-layer, new options in a group) runs eagerly, and is recorded when it repeats.
+A step that differs in what a graph has baked in (clipped gradients, a frozen layer, new options in a group) has another
+:func:`signature`. The states of a signature:
+
+    counted     It runs eagerly, until it has done so REPEATS times; then it is recorded.
+    recorded    It is replayed.
+    refused     Its recording failed: it runs eagerly.
+
+All are forgotten when the partition has a new generation, because its tensors were replaced. A failed recording makes
+the recorded ones counted again, because all share one pool. While one is recorded (``executor.records``), the parts of
+the step run on parallel streams, what has graphs of its own is recorded with the rest, and the update's table of
+pointers is not filled yet.
 """
 
 from __future__ import annotations
@@ -116,7 +125,7 @@ class StepGraphs:
         """Run the second half of a step; this is what a graph records."""
         inputs.ok = self._executor.mask.mask(largest_magnitudes(list(inputs.gradients.values())))
         inputs.bad = inputs.ok == 0
-        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # sum_kept_calls adds to these
+        inputs.sums = {block: replace(of) for block, of in inputs.sums.items()}  # what follows changes these
         if inputs.calls:
             engine.collector.sum_kept_calls(inputs)
         sums = {**inputs.sums, **sums_of_samples(self._executor, engine.options, inputs.samples)}
@@ -137,7 +146,7 @@ class StepGraphs:
             if self._pool is None or self._own is None:
                 self._pool, self._own = torch.cuda.graph_pool_handle(), OwnStream(device)
             with (
-                self._executor.recording(device),
+                self._executor.streams.opened(device),
                 recording(graph, pool=self._pool, stream=self._own.stream),
             ):
                 working, self._executor.average_shown = replace(placed), False
@@ -176,10 +185,11 @@ def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
-        and not (inputs.unknown or collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
+        and not (collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and all(s.placed for kept in inputs.samples.values() for s in kept)
         and all(hasattr(partition.states.get(b.key), "A") for b in (*inputs.samples, *inputs.calls, *inputs.sums))
+        and len(inputs.blocks) in (0, len(partition.blocks))  # none yet (see Collector.collect), or all
         and sum(t.numel() for s in inputs.sums.values() if s.factors for t in s.tensors()) <= MOST
         and partition.covered.keys().isdisjoint(collector.fingerprints.unverified)
         and len(inputs.gradients) == len(partition.parameters)

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ekfac.curvature.blocks import Block
 from ekfac.optim.distributed.buckets import Bucket, Sent, layout, reduce_statistics
@@ -125,8 +125,10 @@ class Overlap:
     def _place(self, block: Block) -> float:
         return self._places.get(block.key, LATE)
 
-    def share(self, inputs: StepInputs, expected: Mapping[Block, Expected], counts: bool, partition: Partition) -> None:
-        """Sum a step's statistics over processes.
+    def share(
+        self, inputs: StepInputs, expected: Mapping[Block, Expected], counts: bool, partition: Partition
+    ) -> list[Tensor]:
+        """Sum a step's statistics over processes; return the number of examples behind gradients and statistics.
 
         Args:
             inputs: The step's inputs.
@@ -135,12 +137,14 @@ class Overlap:
             partition: Records which blocks have factors on other processes.
         """
         self._usual.update((b, self._place(b)) for b, what in expected.items() if what.factors or what.scaling)
+        assert inputs.agreed is not None
+        somewhere = {p for p, seen in zip(partition.offered, inputs.agreed.seen, strict=True) if seen}
+        unseen = {block for block in partition.covered if block.key not in somewhere}
         numbers = [int(inputs.n) * counts, int(inputs.n_statistics) * counts]
-        inputs.n, inputs.n_statistics = reduce_statistics(
-            self._owners, inputs.sums, expected, inputs.unseen, self.drop(), numbers, partition.device
-        )
-        there = [b for b, what in expected.items() if what.factors and b not in inputs.unseen]
+        totals = reduce_statistics(self._owners, inputs.sums, expected, unseen, self.drop(), numbers, partition.device)
+        there = [b for b, what in expected.items() if what.factors and b not in unseen]
         partition.factors_elsewhere.update(identity(b) for b in there if not self._owners.mine(b))
+        return totals
 
     def look_ahead(self, expected: Mapping[Block, Expected]) -> None:
         """Make the next plan: buckets whose blocks arrived during the last backward pass, in that order.

@@ -10,7 +10,7 @@ bit-identical with any number of threads, on different processors, and when a so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,13 +39,13 @@ from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.types import Direction, Rates, StepInputs
 
 if TYPE_CHECKING:
-    from ekfac.optim.engine import Apply, Engine
+    from ekfac.optim.engine import Engine
 
 T = TypeVar("T")
 
 
 class Replicas:
-    """Runs a step of the engine together with other processes.
+    """What the engine does differently in a step that it takes together with other processes.
 
     Args:
         engine: The engine.
@@ -72,8 +72,8 @@ class Replicas:
 
     # --- before a step --------------------------------------------------------------------------------------------
 
-    def step(self, rates: Rates, apply: Apply) -> bool | None:
-        """Take a step together with all other processes; return the same as :meth:`Engine.step`."""
+    def begin(self, rates: Rates) -> StepInputs | bool | None:
+        """Agree on the step; return its inputs, or what :meth:`Engine.step` returns if there is nothing to compute."""
         engine, collector, partition = self._engine, self._engine.collector, self._engine.partition
         self._check_model()
         inputs, finite = None, True
@@ -85,9 +85,8 @@ class Replicas:
         except Exception as error:
             self.failure = self.failure or error
         if inputs is None:
-            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.apart))
-            inputs.processes = self.processes.size
-            inputs.batches = inputs.processes // collector.capture.mesh.size
+            inputs = StepInputs({}, collector.calls, collector.sums, float(collector.separate_examples))
+            inputs.batches = self.processes.size // collector.capture.mesh.size
             inputs.solves, inputs.warm = engine.schedule.due()
             made_real(inputs, engine.partition.complex)
         call = self._call(inputs, finite, rates)
@@ -105,26 +104,11 @@ class Replicas:
         if engine.schedule.applied_steps % COMPARE_EVERY == 0:
             replicated = {name: p for p, name in engine.partition.names.items() if not is_sharded(p)}
             compare_parameters(self.processes, replicated)
-        fetched = self._fetch_gradients(inputs, call)
+        self._fetch_gradients(inputs, call)
         if self.shards:
             touched = [p for p, was in zip(engine.partition.offered, call.touched, strict=True) if was]
             self.shards.make_whole(inputs, call.largest, touched, engine.executor.whole_steps)
-        collector.collect(inputs)
-        self._verify(inputs, call)
-        inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
-        self._fetch_rescaling(inputs, call)
-        engine.update_factors(inputs, inputs.sums)
-        apply(inputs, self.directions(inputs.blocks, inputs, rates), rates)
-        whole_steps = engine.executor.whole_steps
-        whole = {p: g for p, g in inputs.gradients.items() if p not in self.shards}
-        self._broadcast_results({p: inputs.weights.get(p, p) for p in whole} if whole_steps else whole)
-        self._return_pieces(inputs)
-        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
-            self._raise_if_failed()
-        if not whole_steps:
-            for p in fetched:
-                p.grad = as_complex(inputs.gradients[p], p)
-        return True
+        return inputs
 
     def _check_model(self) -> None:
         partition = self._engine.partition
@@ -176,9 +160,7 @@ class Replicas:
                 "process_group: ranks are at different steps, or train (freeze) different parameters: this one has "
                 f"taken {steps} steps and trains {len(partition.parameters)} parameters. " + REMEDY
             )
-        inputs.called, inputs.weights_edited = call.called, call.weights_edited
-        somewhere = {p for p, was in zip(partition.offered, call.seen, strict=True) if was}
-        inputs.unseen = {block for block in partition.covered if block.key not in somewhere}
+        inputs.agreed = call
         known = dict(zip(partition.offered, call.near, strict=True))
         for block in partition.covered:
             if known[block.key] is not None and not self.owners.mine(block):
@@ -189,22 +171,21 @@ class Replicas:
         """Plan which statistics the next backward pass sends."""
         self._engine.collector.overlap.look_ahead(self._engine.schedule.expected(()))
 
-    def _verify(self, inputs: StepInputs, call: RollCall) -> None:
-        """Check that gradients are what the layers' calls account for; if not, raise on all processes."""
-        collector, partition = self._engine.collector, self._engine.partition
-        if not collector.fingerprints.unverified:
-            return
-        touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
-        try:
-            collector.fingerprints.verify(inputs, touched, collector.loss_scale(), self._is_whole)
-        except RuntimeError as error:
-            self.failure = error
-        first = self.processes.rank if self.failure is not None else self.processes.size
-        found = self.processes.minimum(torch.tensor(first, device=partition.device))
-        self._raise_together(int(found))
-
-    def _is_whole(self, block: Block) -> bool:
-        return not self.shards or self.owners.mine(block)
+    def verify(self, inputs: StepInputs) -> None:
+        """Check that gradients are what the layers' calls account for, and find how they were rescaled since."""
+        collector, partition, call = self._engine.collector, self._engine.partition, inputs.agreed
+        assert call is not None
+        if collector.fingerprints.unverified:
+            touched = {p for p, was in zip(partition.offered, call.touched, strict=True) if was}
+            here = self.owners.mine if self.shards else lambda block: True
+            try:
+                collector.fingerprints.verify(inputs, touched, collector.loss_scale(), here)
+            except RuntimeError as error:
+                self.failure = error
+            first = self.processes.rank if self.failure is not None else self.processes.size
+            self._raise_together(int(self.processes.minimum(torch.tensor(first, device=partition.device))))
+        inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
+        self._fetch_rescaling(inputs, call)
 
     def _raise_together(self, first: int) -> None:
         """Raise on all ranks if one has failed: its own error there, a reference to it elsewhere."""
@@ -212,8 +193,8 @@ class Replicas:
         if first < self.processes.size:
             raise failure or _failed_elsewhere(first)
 
-    def _fetch_gradients(self, inputs: StepInputs, call: RollCall) -> list[nn.Parameter]:
-        """Send gradients to ranks that have none for lack of a batch; return the parameters that got one here."""
+    def _fetch_gradients(self, inputs: StepInputs, call: RollCall) -> None:
+        """Send gradients to ranks that have none for lack of a batch."""
         wanted: dict[int, list[Tensor]] = {}
         fetched = []
         for p, holder, complete in zip(self._engine.partition.offered, call.holders, call.complete, strict=True):
@@ -231,7 +212,6 @@ class Replicas:
             self.processes.broadcast(wanted)
             inputs.sizes.update(zip(fetched, largest_magnitudes([inputs.gradients[p] for p in fetched]), strict=True))
         inputs.gradients = {p: inputs.gradients[p] for p in self._engine.partition.parameters if p in inputs.gradients}
-        return fetched
 
     def _fetch_rescaling(self, inputs: StepInputs, call: RollCall) -> None:
         """Send the rescaling factors of fetched gradients to the ranks that fetched them."""
@@ -248,17 +228,16 @@ class Replicas:
 
     # --- within a step --------------------------------------------------------------------------------------------
 
-    def directions(self, blocks: list[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
-        """Run Algorithm 1 for the blocks that this process owns; for the others, only track what all must know."""
+    def compute_eigenbases(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> None:
+        """Compute the bases that this process owns; of the others, only track what all must know."""
         engine, partition = self._engine, self._engine.partition
         renewed = [b for b in blocks if b in inputs.solves or b in inputs.warm]
-        mine = [b for b in blocks if self.owners.mine(b)]
 
         def renew(block: Block) -> None:
             engine.compute_eigenbases([block], inputs, rates)
             make_contiguous(partition.state(block))
 
-        self._run(renew, [b for b in mine if b in set(renewed)])
+        self._run(renew, list(filter(self.owners.mine, renewed)))
         for block in renewed:
             if not self.owners.mine(block):
                 if block in inputs.solves:
@@ -269,7 +248,11 @@ class Replicas:
         if engine.method.needs_examples and renewed:
             self.broadcast_bases(renewed)
             self.processes.sum_to_owners(self._by_owner(self._held_scaling(renewed, inputs)))
-        found = self._run(lambda b: engine.precondition([b], inputs, rates)[0], mine)
+
+    def precondition(self, blocks: Sequence[Block], inputs: StepInputs, rates: Rates) -> list[Direction]:
+        """Compute the directions of the blocks that this process owns; those of the others are empty."""
+        mine = list(filter(self.owners.mine, blocks))
+        found = self._run(lambda b: self._engine.precondition([b], inputs, rates)[0], mine)
         return self._with_products([found.get(b) or Direction(b, {}, None) for b in blocks])
 
     def _run(self, function: Callable[[Block], T], blocks: list[Block]) -> dict[Block, T]:
@@ -354,6 +337,19 @@ class Replicas:
 
     # --- after it -------------------------------------------------------------------------------------------------
 
+    def hand_round(self, inputs: StepInputs) -> None:
+        """Give all processes the parameters (or gradients) that their owners have updated."""
+        whole_steps = self._engine.executor.whole_steps
+        whole = {p: g for p, g in inputs.gradients.items() if p not in self.shards}
+        self._broadcast_results({p: inputs.weights.get(p, p) for p in whole} if whole_steps else whole)
+        self._return_pieces(inputs)
+        if self.failure is not None or not any(flag.is_cuda for flag in self._flags):
+            self._raise_if_failed()
+        if not whole_steps:
+            for p, gradient in inputs.gradients.items():
+                if p.grad is None:  # fetched for lack of a batch
+                    p.grad = as_complex(gradient, p)
+
     def _broadcast_results(self, results: dict[nn.Parameter, Tensor]) -> None:
         """Broadcast the owners' updated parameters (or gradients), with a flag that tells whether an owner failed."""
         partition = self._engine.partition
@@ -366,12 +362,8 @@ class Replicas:
         self._flags = []
         for owner, tensors in sorted(found.items()):
             if tensors:
-                failed = owner == rank and self.failure is not None
-                self._flags.append(
-                    torch.full(
-                        (), owner if failed else self.processes.size, dtype=torch.int64, device=tensors[0].device
-                    )
-                )
+                failed = owner if owner == rank and self.failure is not None else self.processes.size
+                self._flags.append(torch.full((), failed, dtype=torch.int64, device=tensors[0].device))
                 tensors.append(self._flags[-1])
         self.processes.broadcast(found)
 

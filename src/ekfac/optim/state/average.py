@@ -29,8 +29,8 @@ def save_average(
     model = average.model
     modules = {} if model is None else {module: name for name, module in model.named_modules()}
     offsets = {names[p]: whole_of(average.offsets[p], p) for p in names if p in average.offsets}
-    now = {place: getattr(*place) - x for place, x in average.shown.items()}
-    found = {**{place: d.clone() for place, d in average.statistics.items()}, **now}
+    now = {place: getattr(*place) - x for place, x in average.statistics.shown.items()}
+    found = {**{place: d.clone() for place, d in average.statistics.offsets.items()}, **now}
     statistics = {f"{modules[m]}.{name}": d for (m, name), d in found.items() if m in modules}
     if processes.size > 1:
         statistics = processes.gather({place: d.cpu() for place, d in statistics.items()})[0]

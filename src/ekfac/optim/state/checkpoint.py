@@ -44,7 +44,7 @@ def engine_state(engine: Engine, whole: WholeState) -> dict[str, Any]:
         "lengths_wanted": whole.lengths_wanted,
         "settings": settings_of(engine),
         "blocks": [_block_of(b.covered, b.parameter_names.values()) for b in engine.partition.blocks],
-        "apart": engine.collector.apart,
+        "apart": engine.collector.separate_examples,
         "derivatives": engine.schedule.derivatives,
         "put_away": _put_away(engine, whole),
         "parameters": parameter_shapes(engine),
@@ -278,7 +278,7 @@ def adopt(engine: Engine, loaded: Loaded) -> None:
         engine.collector.set_parameters(partition.offered)
     engine.collector.drop()
     engine.collector.watch.lengths_wanted = saved["lengths_wanted"]
-    engine.collector.apart = saved.get("apart", 0)
+    engine.collector.separate_examples = saved.get("apart", 0)
     partition.put_away = {
         (covered, key): (engine.method if covered else engine.elementwise).state_class(state)
         for (covered, key), state in loaded.put_away.items()

@@ -30,7 +30,7 @@ from ekfac.optim.statistics.first_step import warn_in_first_step
 from ekfac.optim.statistics.gradients import GradientWatch, made_real
 from ekfac.optim.statistics.partition import Partition, identity, only
 from ekfac.optim.statistics.reach import Reach
-from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty
+from ekfac.optim.statistics.refused import refuse_sparse, refuse_unless_empty, refuse_unreached
 from ekfac.optim.statistics.samples import (
     Budget,
     Sample,
@@ -66,9 +66,7 @@ class Collector:
         executor: Executor,
         on_moved: Callable[[], None],
     ) -> None:
-        self.options = options
-        self._method = method
-        self._partition = partition
+        self.options, self._method, self._partition = options, method, partition
         self._schedule, self.executor = schedule, executor
         self._on_moved = on_moved
         #: Called when the model has changed, with the new parameter for every one that was replaced.
@@ -77,17 +75,22 @@ class Collector:
         self.watch = GradientWatch([], options.processes, self.fingerprints)
         self.reach = Reach(partition, self.watch)
         self.overlap = Overlap(partition.owners)
-        self.sums: dict[Block, BlockSums] = {}  #: Statistics gathered for this step so far.
-        #: Calls to be processed by the step itself, in the order in which they came.
+        #: Gathered for this step so far: statistics; calls that the step itself processes, in the order in which they
+        #: came; and samples that the step sums, eagerly or in a replay.
+        self.sums: dict[Block, BlockSums] = {}
         self.calls: dict[Block, KeptCalls] = {}
+        self.samples: dict[Block, list[Sample]] = {}
         self._budget = Budget(options.numerics.memory_limit)
-        self.samples: dict[Block, list[Sample]] = {}  #: Samples that the step sums, eagerly or in a replay.
+        #: Whether this step's statistics come from ``statistics()``, not the training loss; and the number of examples
+        #: in the last ``statistics()``, from which on gradients may come from anywhere.
+        self.separate = False
+        self.separate_examples = 0
         #: Blocks that were last called several times or with many rows, so that projecting the gradient was cheaper.
         self._by_gradient: set[Block] = set()
-        self._by_rows: dict[Block, bool] = {}  # cache of may_use_rows
-        self.separate = False  #: Whether this step's statistics come from ``statistics()``, not the training loss.
-        self.apart = 0  #: Examples in the last ``statistics()``; from then on gradients may come from anywhere.
-        self._warned = False  # whether the first step's warnings were given
+        #: A cache of :func:`may_use_rows`.
+        self._by_rows: dict[Block, bool] = {}
+        #: Whether the first step's warnings were given.
+        self._warned = False
         #: Whether the hooks are on: until it is closed, or another optimizer has taken over.
         self.active = True
         me = weakref.proxy(self)  # the capture must not keep this alive
@@ -99,7 +102,7 @@ class Collector:
         )  # fmt: skip
         self.capture.exact_count = self.fingerprints.strict or options.batch.reduction == "sum"
         if not method.needs_examples:
-            self.capture.may_keep_half = partial(rounds, options)
+            self.capture.casts.may_keep = partial(rounds, options)
         self.capture.on_quiet_forward, self.capture.on_quiet_backward = self.watch.mute, self.watch.backward_runs
         self.watch.on_end = self.capture.me
         self.capture.forwards.on_backward = partial(Collector._before_backward, me)
@@ -158,9 +161,7 @@ class Collector:
         Return whether to capture: not if the whole model is frozen, like the discriminator in a generator's step.
         """
         self.follow()
-        if self._partition.is_frozen():
-            return False
-        if self._partition.problem:  # the step will raise it
+        if self._partition.is_frozen() or self._partition.problem:  # the step will raise the problem
             return False
         if self.capture.forwards.busy_elsewhere():  # do not interfere with a pass of another thread
             return True
@@ -310,8 +311,8 @@ class Collector:
             warn_in_first_step(self._partition.blocks, self._partition.parameters)
         self._warned = True
         self.capture.finish()
-        self.apart = self.capture.separate_examples or self.apart
-        n = float(self.capture.examples or self.apart)
+        self.separate_examples = self.capture.separate_examples or self.separate_examples
+        n = float(self.capture.examples or self.separate_examples)
         if n == 0 and not (covered or self.capture.exact_count or self.capture.forwards.any_reached):
             n = 1.0  # any number will do: nothing reads it
         if n == 0 and processes == 1:
@@ -324,19 +325,8 @@ class Collector:
         if silent and processes == 1 and (self.capture.examples or self.capture.separate_examples):
             self._partition.give_up_on(silent)
             self.set_parameters(self.offered)
-        solves, warm = self._schedule.due()
-        found = StepInputs(
-            gradients,
-            self.calls,
-            self.sums,
-            n=n,
-            n_statistics=n,
-            solves=solves,
-            warm=warm,
-            processes=processes,
-            batches=1 if processes == 1 else processes // self.capture.mesh.size,
-            samples=self.samples,
-        )
+        found = StepInputs(gradients, self.calls, self.sums, n, n, *self._schedule.due(), self.samples)
+        found.batches = 1 if processes == 1 else processes // self.capture.mesh.size
         if self.options.batch.reduction == "sum" and n:
             found.mean = found.batches / n
         return made_real(found, self._partition.complex) if self._partition.complex else found
@@ -353,23 +343,22 @@ class Collector:
             inputs.samples = {}
         if self.separate:
             inputs.n_statistics = float(self.capture.separate_examples)
-        if inputs.processes > 1:
+        if self._partition.owners.size > 1:
             expected = self._schedule.expected(() if self.separate else self.fingerprints.unverified)
-            self.overlap.share(inputs, expected, self.capture.mesh.first, self._partition)
+            found = self.overlap.share(inputs, expected, self.capture.mesh.first, self._partition)
+            inputs.n, inputs.n_statistics = found
             if self.options.batch.reduction == "sum":
                 inputs.mean = inputs.batches / inputs.n
+        unknown = set()
         for block in self._partition.covered:
             gathered, state = inputs.sums.get(block), self._partition.states.get(block.key)
             here = hasattr(state, "A") or (gathered is not None and gathered.factors is not None)
             if here or identity(block) in self._partition.factors_elsewhere:
                 continue
             if any(bool(inputs.sizes[p] > 0) for p in block.parameters.values() if p in inputs.sizes):
-                raise RuntimeError(
-                    f"layer '{block.name}' has a gradient, but no captured backward pass has reached it yet: make sure "
-                    f"that the loss inside opt.statistics() depends on it, or exclude=['{block.name}']"
-                )
-            inputs.unknown.add(block)
-        known = [block for block in self._partition.blocks if block not in inputs.unknown]
+                refuse_unreached(block.name)
+            unknown.add(block)
+        known = [block for block in self._partition.blocks if block not in unknown]
         inputs.blocks = [b for b in known if not inputs.gradients.keys().isdisjoint(b.parameters.values())]
 
     def sum_kept_calls(self, inputs: StepInputs) -> None:

@@ -96,7 +96,7 @@ class Fingerprints:
             given = [inputs.gradients[p] * loss_scale for p in parameters]
             found[block] = fingerprint.of_gradient_with_size(block, given, self.vectors(block))
         if left:
-            noted = self._as_backward_left_them(left, inputs.processes)
+            noted = self._as_backward_left_them(left)
             found |= {b: one for b, one in zip(left, noted, strict=True) if b in found and bool(one[1] > 0)}
         more = []
         for block, of_gradient in found.items():
@@ -110,11 +110,11 @@ class Fingerprints:
         if more:
             warnings.warn(_warning(more), RuntimeWarning, stacklevel=2)
 
-    def _as_backward_left_them(self, blocks: list[Block], processes: int) -> list[Tensor]:
+    def _as_backward_left_them(self, blocks: list[Block]) -> list[Tensor]:
         """Return recorded fingerprints of gradients, 0 if there is none, averaged over processes."""
         none = torch.zeros(2, dtype=torch.float64, device=blocks[0].key.device)
         noted = torch.stack([self.left.get(block, none) for block in blocks])
-        return list(noted if processes == 1 else self._processes.sum(noted) / processes)
+        return list(self._processes.sum(noted) / self._processes.size)
 
 
 def is_strict(method: Method[Any], coverage: Coverage) -> bool:

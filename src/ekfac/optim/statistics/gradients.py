@@ -247,7 +247,7 @@ class GradientWatch:
         for p, (before, now) in self._both_lengths(list(ratios)).items():
             apart = (_ratio(before, now, loss_scale) / ratios[p] - 1).abs()
             ratios[p] = torch.where(apart < 1e-2, ratios[p], 1.0)
-        if inputs.processes > 1:
+        if self._processes.size > 1:
             # Gradients that differed between processes after backward have been averaged by hand. That is no
             # rescaling, and any clipping of the average cannot be undone.
             left = [None if is_sharded(p) else inputs.left.get(p) for p in self.parameters]

@@ -36,6 +36,14 @@ def refuse_sparse(names: Mapping[nn.Parameter, str], gradients: Mapping[nn.Param
     )
 
 
+def refuse_unreached(layer: str) -> NoReturn:
+    """Raise an error: a layer has a gradient, and no statistics."""
+    raise RuntimeError(
+        f"layer '{layer}' has a gradient, but no captured backward pass has reached it yet: make sure that the loss "
+        f"inside opt.statistics() depends on it, or exclude=['{layer}']"
+    )
+
+
 def refuse_unless_empty(reached: bool, gradients: Iterable[Tensor], used: bool) -> None:
     """Raise because no example was captured, unless the batch was empty, which leaves gradients of zero or NaN.
 

@@ -185,7 +185,7 @@ def kept_sample(
     tensors = sample.tensors()
     half = rounds(options, block) and statistics.takes_half(calls)  # keep inputs in autocast's dtype
     dtypes = [calls[0].d.dtype if half else t.dtype for t in tensors]
-    places = executor.static_buffers_for(tensors, dtypes) if executor.has_static_buffers else None
+    places = executor.static_buffers_for(tensors, dtypes)
     if places is None:
         whole = not all(c.layer.splittable for c in sample.calls)  # too large to copy, and not shared with others
         copies = (t if whole else t.to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True))

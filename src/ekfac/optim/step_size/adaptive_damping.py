@@ -227,13 +227,7 @@ class Comparison:
         self._rounding = torch.finfo(loss.dtype if isinstance(loss, Tensor) else torch.float32).eps * ROUNDING
         engine = self._engine
         watch = engine.collector.watch
-        live = StepInputs(
-            {p: gradient_of(p) for p in engine.partition.parameters if p.grad is not None},
-            {},
-            {},
-            processes=engine.options.processes.size,
-            batches=engine.options.processes.size,
-        )
+        live = StepInputs({p: gradient_of(p) for p in engine.partition.parameters if p.grad is not None}, {}, {})
         watch.measure(live)
         ratios = watch.rescaling(live, loss_scale=1.0)
         self._gradients = {p: g * ratios[p] if p in ratios else g for p, g in live.gradients.items()}

@@ -6,28 +6,20 @@ decays to zero, but needs no known end of training.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from ekfac.optim.distributed.agreement import RollCall
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Readback
 from ekfac.optim.step_size.pairs import Pairs, pieces
-from ekfac.optim.step_size.running_statistics import (
-    STATISTICS,
-    VARIANCE,
-    Buffers,
-    Place,
-    batches_of,
-    buffers_at,
-    norms_of,
-)
+from ekfac.optim.step_size.running_statistics import AveragedStatistics, Place
 from ekfac.optim.step_size.weight_edits import WeightEdits
-from ekfac.optim.types import Shared
 
 #: k: the weights after step t count as t^k, so the average covers about the last ninth of training so far.
 POWER = 8
@@ -36,8 +28,23 @@ PATIENCE = 3
 #: How a model was called since the last step, if at all.
 NOT_CALLED, IN_EVALUATION, IN_TRAINING = range(3)
 
-#: Which average owns the statistics of each norm: several optimizers may train parts of one model.
-_TAKEN_BY: weakref.WeakKeyDictionary[nn.Module, weakref.ref[WeightAverage]] = weakref.WeakKeyDictionary()
+
+class Included(NamedTuple):
+    """What the average includes of the current step.
+
+    Attributes:
+        possible: What :attr:`WeightAverage.possible` will be once the step has been taken.
+        parameters: The parameters whose average includes it.
+        offsets: Their offsets.
+        complete: Whether these are all offsets that there are.
+        weight: c.
+    """
+
+    possible: bool | None = None
+    parameters: Sequence[nn.Parameter] = ()
+    offsets: Sequence[Tensor] = ()
+    complete: bool = False
+    weight: float = 0.0
 
 
 class WeightAverage:
@@ -54,11 +61,8 @@ class WeightAverage:
     switch to z; models whose weights user code changes repeatedly (see :class:`WeightEdits`); and parameters in half
     precision.
 
-    Running statistics of batch-norm belong to the weights that they were computed with, so x has its own: the average
-    of the batches' statistics, with the same weights c. The modules' own, which start at 0 and 1 and lag by about ten
-    batches, belong to z. Norms whose weights are trained but not averaged keep their own.
-
-    If parameters are sharded, each rank averages its shards. Gathered copies are freed before the shards change.
+    Running statistics of batch-norm are averaged too, by :class:`AveragedStatistics`. If parameters are sharded, each
+    rank averages its shards; gathered copies are freed before the shards change.
 
     Args:
         model: The model.
@@ -73,21 +77,15 @@ class WeightAverage:
         #: Whether this process trains alone; whether all processes have agreed to end averaging at the next forward.
         self._alone, self._ends = True, False
         self._model = weakref.ref(model)
-        #: d = z - x of this process's parameters or shards, and of running statistics by module and name.
+        #: d = z - x of this process's parameters or shards.
         self.offsets: dict[nn.Parameter, Tensor] = {}
-        self.statistics: dict[Place, Tensor] = {}
+        self.statistics = AveragedStatistics()
         #: Whether the parameters hold z; those that hold x nonetheless, because they were frozen at the switch.
         self.training = False
         self.resting: set[nn.Parameter] = set()
         #: Whether this model can be averaged: None until its first step.
         self.possible: bool | None = None
-        #: For the current step: the value of :attr:`possible` after it, the parameters whose average includes it, their
-        #: offsets, whether these are all, and c.
-        self._possible_now: bool | None = None
-        self.averaged: list[nn.Parameter] = []
-        self.in_step: list[Tensor] = []
-        self.takes_all = False
-        self.weight = 0.0
+        self.included = Included()
         #: How the model was called since the last step.
         self.called = NOT_CALLED
         self.trains_in_eval = False
@@ -98,21 +96,8 @@ class WeightAverage:
         self._listed: Callable[[Iterable[Tensor]], list[Tensor]] = list
         #: Parameters whose offsets hold d - z, during their update.
         self.in_update: Sequence[nn.Parameter] = ()
-        #: x of the running statistics while their modules hold z.
-        self.shown: dict[Place, Tensor] = {}
+        #: Parameters and offsets in lists; None once the offsets have changed.
         self._pairs: Pairs | None = None
-        self._buffers: list[Buffers] = []
-        #: The places of :attr:`_buffers`, in two orders.
-        self._places: tuple[list[Place], ...] = ()
-        #: Modules with running statistics and the batches each had seen at the first forward; after the first step also
-        #: the batches per forward. Reading these counters makes the host wait, so it is done only once.
-        self._norms: dict[nn.Module, int] | None = None
-        self._calls: dict[nn.Module, int] | None = None
-        #: Forward passes in training mode since the last step.
-        self._forwards = 0
-        #: Whether the state was loaded from a checkpoint made between forward and step: it then holds z' - x instead of
-        #: z - x, from which x has to be recovered.
-        self._found_amid = False
 
     @property
     def model(self) -> nn.Module | None:
@@ -138,10 +123,7 @@ class WeightAverage:
         trains = model is not None and model.training
         if not frozen:
             self.called = max(self.called, IN_TRAINING if trains else IN_EVALUATION)
-        self._forwards += trains
-        self._find_shown()
-        if self._norms is None:
-            self._norms = {module: batches_of(module) for module in norms_of(model)}
+        self.statistics.before_forward(model, trains)
         if not self.training and model is not None and (trains or self.trains_in_eval):
             self._to_training(frozen)
 
@@ -161,36 +143,24 @@ class WeightAverage:
             unseen, parts = _unsafe_preserve_version_counter(tuple(parameters)), self._listed(parameters)
             with resharded(model) if self._sharded and model is not None else unseen:
                 torch._foreach_add_(parts, list(moved.values()))
-        places = [place for place in self.statistics if place[0].training]
-        if places:
-            self.shown = {}
-            for buffers in self._buffers_at(places):
-                buffers.to_training()
-                self.shown |= buffers.shown
+        self.statistics.to_training()
 
     def _go_on_from_shown(self) -> None:
         """Stop averaging and continue training from x."""
-        self.offsets, self.statistics, self.possible, self._ends, self._pairs = {}, {}, False, False, None
+        self.offsets, self.statistics.offsets, self.possible, self._ends, self._pairs = {}, {}, False, False, None
 
     def _pair(self) -> None:
         """List parameters and offsets, dropping those whose shape has changed."""
         for p in [p for p, d in self.offsets.items() if held(p).shape != d.shape]:
             del self.offsets[p]
-        self._sharded = any_sharded(self.offsets)
-        self._listed = pieces if self._sharded or any(map(torch.is_complex, self.offsets)) else list
+        self._look_at_layout()
         self._follow()
         self._pairs = Pairs(self.offsets)
 
-    def _buffers_at(self, places: list[Place]) -> list[Buffers]:
-        if places not in self._places or not all(buffers.unchanged() for buffers in self._buffers):
-            self._buffers = buffers_at(places, self.statistics)
-            self._places = places, [place for buffers in self._buffers for place in buffers.places]
-        return self._buffers
-
-    def _find_shown(self) -> None:
-        if self._found_amid:
-            self._found_amid = False
-            self.shown = {(m, name): getattr(m, name) - d for (m, name), d in self.statistics.items() if m.training}
+    def _look_at_layout(self) -> None:
+        """Find out whether parameters are sharded or complex."""
+        self._sharded = any_sharded(self.offsets)
+        self._listed = pieces if self._sharded or any(map(torch.is_complex, self.offsets)) else list
 
     def _follow(self) -> None:
         """Convert the offsets to the parameters' current devices and dtypes."""
@@ -207,16 +177,14 @@ class WeightAverage:
         """Put x into the parameters, also after a step that raised an error."""
         if self.in_update:
             self.after_update(self.in_update)
-        self._find_shown()
+        self.statistics.find_shown()
         if self.training:
             self.training = False
             self._follow()
             if moved := (self._waking() if self.resting else self.offsets):
                 self._let_go()
                 torch._foreach_sub_(list(map(held, moved)), list(moved.values()))
-            if self.shown:
-                torch._foreach_copy_([getattr(module, name) for module, name in self.shown], list(self.shown.values()))
-            self.shown = {}
+            self.statistics.rest()
 
     def _let_go(self) -> None:
         """Free copies gathered from shards that are about to change."""
@@ -232,64 +200,66 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin_step(
-        self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, shared: Shared | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        trained: Container[nn.Parameter],
+        t: int,
+        agreed: RollCall | None = None,
     ) -> None:
         """Make sure that the parameters hold z, and find what the step will average; it may still be refused.
 
         Args:
             parameters: The parameters to average.
-            trained: The parameters that the step may move; frozen ones may have stale gradients.
+            trained: The parameters that the step may move (frozen ones may have stale gradients); with several
+                processes, those with a gradient on any of them.
             t: The number of earlier steps.
-            shared: With several processes, what they have agreed on.
+            agreed: With several processes, what they have agreed on.
         """
-        self._possible_now, self._alone, pairs = self.possible, shared is None, self._pairs
+        self._alone, pairs, weight = agreed is None, self._pairs, (POWER + 1) / (t + POWER + 1)
         usual = self._alone and self.possible and self.training and not self.resting
         usual = usual and all(p.grad is not None and p.requires_grad for p in parameters)
         if usual and pairs is not None and pairs.ids == [*map(id, parameters)]:  # the same as in the last step
-            self.averaged, self.in_step, self.takes_all = pairs.parameters, pairs.offsets, True
-            self.weight, self._at_average = (POWER + 1) / (t + POWER + 1), 0
+            self.included, self._at_average = Included(True, pairs.parameters, pairs.offsets, True, weight), 0
         else:
-            self._find_averaged(parameters, trained, t, shared)
+            self.included = self._find_included(parameters, trained, weight, agreed)
 
-    def _find_averaged(
-        self, parameters: Sequence[nn.Parameter], trained: Container[nn.Parameter], t: int, shared: Shared | None
-    ) -> None:
+    def _find_included(
+        self,
+        parameters: Sequence[nn.Parameter],
+        trained: Container[nn.Parameter],
+        weight: float,
+        agreed: RollCall | None,
+    ) -> Included:
         """Do the same when the model, its parameters or the processes may have changed since the last step."""
-        wanted = set(parameters)
-        given = shared.gradients if shared else {p for p in parameters if p.grad is not None and p in trained}
-        self.averaged, self.in_step, self.takes_all, self.weight = [], [], False, 0.0
+        wanted, alone = set(parameters), agreed is None
+        given = {p for p in parameters if p in trained and not (alone and p.grad is None)}
         if not (wanted or self.offsets):
-            return
-        self.called = self.called if shared is None else shared.called
-        self._possible_now = self.called != NOT_CALLED if self.possible is None else self.possible
-        if not self._possible_now:
-            return
-        if self.training if shared is None else shared.called != NOT_CALLED:
+            return Included(self.possible)
+        self.called = self.called if agreed is None else agreed.called
+        if not (self.called != NOT_CALLED if self.possible is None else self.possible):
+            return Included(False)
+        if self.training if agreed is None else agreed.called != NOT_CALLED:
             self._at_average = 0
         elif self.possible and not wanted.isdisjoint(given):
             self._at_average += 1
-        self._ends = self._at_average > PATIENCE or (shared is not None and shared.weights_edited)
+        self._ends = self._at_average > PATIENCE or (agreed is not None and agreed.weights_edited)
         if not self.training:
             self._to_training()
             if self.possible is False:
-                self._possible_now = False
-                return
+                return Included(False)
         if gone := self.offsets.keys() - wanted:  # these continue from z, as do the statistics of their norms
             self.offsets, self._pairs = {p: d for p, d in self.offsets.items() if p in wanted}, None
-            for norm in {m for m, _ in self.statistics if not gone.isdisjoint(m.parameters(recurse=False))}:
-                self.leave(norm)
-        self.averaged = [p for p in parameters if p in given and p.dtype.to_real() in (torch.float32, torch.float64)]
-        self.weight = (POWER + 1) / (t + POWER + 1)
-        for p in self.averaged:
+            self.statistics.leave(gone)
+        averaged = [p for p in parameters if p in given and p.dtype.to_real() in (torch.float32, torch.float64)]
+        for p in averaged:
             if p not in self.offsets:
                 self.offsets[p], self._pairs = torch.zeros_like(held(p)), None
             elif p in self.resting:  # thawed since the forward
                 self.resting.discard(p)
                 held(p).add_(self.offsets[p])
-        self.in_step = [self.offsets[p] for p in self.averaged]
-        self.takes_all = len(self.averaged) == len(self.offsets)
-        self._sharded = shared is not None and any_sharded(self.offsets)
-        self._listed = pieces if self._sharded or any(map(torch.is_complex, self.offsets)) else list
+        self._look_at_layout()
+        complete = len(averaged) == len(self.offsets)
+        return Included(True, averaged, [self.offsets[p] for p in averaged], complete, weight)
 
     @torch.no_grad()
     def before_update(self, averaged: Sequence[nn.Parameter]) -> None:
@@ -322,7 +292,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def end_step(self, done: bool | None, ok: Tensor | None, shown: bool = False) -> None:
-        """Include the new running statistics in their average, d <- (1 - c) (z - x), and put x into the model.
+        """Include the new running statistics in their average, and put x into the model.
 
         Args:
             done: Whether the step was taken: False if it was skipped, None if there was no gradient.
@@ -331,26 +301,13 @@ class WeightAverage:
         """
         called, self.called = self.called, NOT_CALLED
         if done:
-            self.possible, self.alternates = self._possible_now, self.alternates or self._was_frozen
+            self.possible, self.alternates = self.included.possible, self.alternates or self._was_frozen
         if not self.offsets:  # not (or no longer) averaged: the modules keep their own statistics
-            self.statistics, self.shown, self.training = {}, {}, False
+            self.statistics.offsets, self.statistics.shown, self.training = {}, {}, False
             return
         self.trains_in_eval |= bool(done) and called == IN_EVALUATION
-        forwards, self._forwards = self._forwards, 0
-        norms = self._norms or {}
-        if self._calls is None:
-            seen = {module: batches_of(module) - before for module, before in norms.items()}
-            self._calls = {module: max(1, batches // max(1, forwards)) for module, batches in seen.items()}
-        if norms and len(self.shown) < len(STATISTICS) * sum([module.training for module in norms]):
-            taken = [m for m in norms if m.training and (m, VARIANCE) not in self.statistics and self._takes(m)]
-            new = [(m, name) for m in taken for name in STATISTICS]
-            self.statistics.update((place, torch.zeros_like(getattr(*place))) for place in new)
-        if self.shown:
-            for buffers in self._buffers_at(list(self.shown)):
-                if any(map(operator.is_not, buffers.shown.values(), [self.shown[place] for place in buffers.places])):
-                    buffers.find_shown(self.shown)
-                buffers.average(forwards, self._calls, self.weight if done else 0.0, ok)
-            self.shown = {}
+        if self.statistics.norms != {}:
+            self.statistics.end_step(self.included.weight if done else 0.0, ok, self.offsets.keys(), self._sharded)
         if self._sharded:
             self._let_go()
         moved = self._waking() if self.resting else self.offsets
@@ -358,25 +315,7 @@ class WeightAverage:
             torch._foreach_sub_(self._listed(moved), list(moved.values()))
         self.training = False
         if done and self.edits.due:
-            self.edits.record(self.averaged)
-
-    def _takes(self, norm: nn.Module) -> bool:
-        """Return whether to average a norm's statistics: if its weights are averaged, or else unless others do."""
-        own = [] if self._sharded else [p for p in norm.parameters(recurse=False) if p.requires_grad]
-        other = _TAKEN_BY.get(norm, lambda: None)()
-        others = other is not None and other is not self and (norm, VARIANCE) in other.statistics
-        if self.offsets.keys().isdisjoint(own) if own else others:
-            return False
-        if other is not None and others:
-            other.leave(norm)
-        _TAKEN_BY[norm] = weakref.ref(self)
-        return True
-
-    def leave(self, norm: nn.Module) -> None:
-        """Stop averaging a norm's statistics."""
-        for name in STATISTICS:
-            self.statistics.pop((norm, name), None)
-            self.shown.pop((norm, name), None)
+            self.edits.record(self.included.parameters)
 
     def adopt(
         self,
@@ -389,8 +328,8 @@ class WeightAverage:
         resting: set[nn.Parameter],
     ) -> None:
         """Replace the state by that of a checkpoint."""
-        self.offsets, self.statistics, self.shown, self._found_amid = offsets, statistics, {}, training
-        self._pairs, self._buffers, self._places = None, [], ()
+        self.offsets, self._pairs = offsets, None
+        self.statistics.adopt(statistics, amid=training)
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
         self.alternates, self.resting, self._was_frozen = alternates, resting, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
