@@ -864,14 +864,14 @@ class OracleEKFAC:
             if layer.key in measured.calls and all(name in wanted for name in layer.names):
                 covered |= set(layer.names)
                 h, delta = measured.calls[layer.key]
-                raw, g = layer.pack(self._squared(seen.gradients, parameters)), layer.pack(wanted)
+                raw, g = layer.pack(self._squared(seen.gradients, wanted)), layer.pack(wanted)
                 p = self._block_direction(
                     layer, h, delta, raw, g, seen.n, bases, measured.n, measured.lengths.get(layer.key)
                 )
                 directions |= layer.unpack(p, wanted)
         for name, g in wanted.items():
             if name not in covered:
-                raw = self._squared(seen.gradients, parameters)[name]
+                raw = self._squared(seen.gradients, wanted)[name]
                 directions[name] = self._diagonal_direction(name, raw, g, seen.n)
 
         if self.kl_clip is not None:
@@ -898,17 +898,9 @@ class OracleEKFAC:
         self.steps += 1
         return {name: p.detach().clone() for name, p in parameters.items()}
 
-    def _squared(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients whose squares are averaged: as backward left them; torch's own rules add the L2 penalty."""
-        if self.scaling not in TORCHS:
-            return dict(gradients)
-        sign = -1.0 if self.maximize else 1.0
-        return {
-            name: sign * g
-            + (0.0 if self.option(name, "decoupled_weight_decay") else self.option(name, "weight_decay"))
-            * parameters[name].detach()
-            for name, g in gradients.items()
-        }
+    def _squared(self, gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The gradients whose squares are averaged: as backward left them; Adam-like rules take those of the step."""
+        return wanted if self.scaling in TORCHS else gradients
 
     # --------------------------------------------------------------------------------------------- one layer
 
@@ -1015,7 +1007,7 @@ class OracleEKFAC:
     def _adaptive(self, state: BlockState, raw: Tensor, g: Tensor) -> Tensor:
         """The default's rule, or torch's Adam, RMSprop or Adagrad, on the coordinates.
 
-        Second moments are fed with the gradient as backward left it.
+        Second moments are fed with the gradient that the step uses.
         """
         if state.s is None or state.m is None:
             state.s, state.m = torch.zeros_like(g), torch.zeros_like(g)

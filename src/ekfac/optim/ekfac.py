@@ -62,7 +62,8 @@ class EKFAC(Optimizer):
             are unfrozen.
         lr: Learning rate eta, a number or a one-element tensor: every step is lr times the direction. By default 0.02
             for networks up to 64 wide and 0.02 sqrt(64 / width) for wider ones, times sqrt(8 / depth) for networks of
-            more than 8 layers without normalisation. It then warms up over 10 to 150 steps and decays as
+            more than 8 layers without normalisation; sparse inputs, such as one-hot rows, count as narrow from the
+            second step on. It then warms up over 10 to 150 steps and decays as
             1 / sqrt(1 + t / 100), and between steps the model holds the running average of its weights
             (``StepSize.average``). For losses with derivatives of the network inside, it is twice as large and decays
             as 1 / (1 + t / 200). A torch scheduler, or a rate written into the groups, turns all of this off. Set

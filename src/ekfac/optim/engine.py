@@ -177,7 +177,7 @@ class Engine:
         # Project the gradient, or its factors h and delta if that is cheaper.
         rows = rows_in_place(self.collector, block, inputs, rates) if block in inputs.calls else None
         if rows is None:
-            step = block_step(stack.blocks, inputs, rates, method.squares_penalty, method.bounds_gradients)
+            step = block_step(stack.blocks, inputs, rates, method.squares_all, method.bounds_gradients)
         else:
             step = BlockStep(rows, inputs.n, rates.of(block.key), inputs.ok, small=inputs.small)
         method.project(block, state, step)

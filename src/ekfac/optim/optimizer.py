@@ -32,6 +32,7 @@ from ekfac.optim.step_size.kl_clip import KLClip
 from ekfac.optim.step_size.lr_fraction import LRFraction
 from ekfac.optim.step_size.lr_schedule import LRSchedule
 from ekfac.optim.step_size.max_change import bound_change
+from ekfac.optim.step_size.sparse_inputs import follow_inputs
 from ekfac.optim.step_size.weight_average import WeightAverage
 from ekfac.optim.types import ADDRESS, CLEAR, Direction, GroupRates, Rates, StepInputs
 
@@ -130,6 +131,8 @@ class Optimizer(Base, Joinable, Grouped):
             comparison.after()
         self.average.end_step(done, ok, engine.executor.average_shown)
         if done:
+            if self.lr_schedule.automatic and not engine.schedule.applied_steps:
+                self.lr_schedule = follow_inputs(self.lr_schedule, engine)
             known = engine.schedule.derivatives
             with no_autocast(device) if casts else nullcontext():
                 engine.finish(rates)
@@ -306,9 +309,7 @@ class Optimizer(Base, Joinable, Grouped):
         stats["damping"] = float(self.param_groups[0]["damping"])
         if (adaptation := self._adapts()) is not None:
             stats.update(adaptation.stats())
-        stats["kl_clip_hits"] = float(self.kl_clip.hits)
-        stats["pace"] = self.lr_fraction.fraction
-        return stats
+        return stats | {"kl_clip_hits": float(self.kl_clip.hits), "pace": self.lr_fraction.fraction}
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with counters and the model's parameter names under "ekfac"; all plain data.
@@ -319,8 +320,8 @@ class Optimizer(Base, Joinable, Grouped):
         self.engine.collector.follow()
         whole = whole_state(self.engine)
         extra = checkpoint.engine_state(self.engine, whole)
+        extra |= {"pace": self.lr_fraction.save(), "lr_schedule": self.lr_schedule.save()}
         extra["kl_clip_hits"] = float(self.kl_clip.hits)
-        extra["pace"] = self.lr_fraction.save()
         names, processes = self.engine.partition.names, self.engine.options.processes
         if self.engine.outlined:
             default_lr = self.defaults["lr"] if self.lr_schedule.automatic else None
@@ -353,6 +354,7 @@ class Optimizer(Base, Joinable, Grouped):
         loaded = checkpoint.prepare(self.engine, saved, {p: found[i] for i, p in places if i in found})
         check_number("'kl_clip_hits'", saved.get("kl_clip_hits"), least=0)
         self.lr_fraction.check(saved.get("pace"))
+        lr_schedule = self.lr_schedule.load(saved.get("lr_schedule"))
         if self._adaptation is not None:
             self._adaptation.check(saved.get("adaptive_damping"))
         parameters = {name: p for p, name in self.engine.partition.names.items()}
@@ -368,7 +370,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.engine.partition.take_states(states)
         keep_own(self.engine)
         take_average()
-        self.kl_clip.hits = saved["kl_clip_hits"]
+        self.kl_clip.hits, self.lr_schedule = saved["kl_clip_hits"], lr_schedule
         self.lr_fraction.load(saved.get("pace"), self._all_parameters()[0].device)
         if self._adaptation is not None:
             self._adaptation.load(saved.get("adaptive_damping"))

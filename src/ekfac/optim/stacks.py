@@ -150,17 +150,17 @@ class Stacks:
 
 
 def block_step(
-    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool, bounded: bool = False
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_all: bool, bounded: bool = False
 ) -> BlockStep:
     """Return the gradient to precondition, ``[G, O, C]`` of each block, and how to recover what backward left.
 
     The gradient is the current ``.grad``, normalised to a mean over examples, with L2 penalty and sign. If it was
     rescaled as a whole, ``ratio`` undoes that; if it differs in other ways, ``left`` is the gradient as backward left
-    it, which updates the scaling. So clipping never enlarges an update. torch's own rules square the penalty too
-    (``squares_penalty``). If the step is skipped, all are zero, unless the method tolerates non-finite gradients
-    (``bounded``).
+    it, which updates the scaling. So clipping never enlarges an update. Adam-like rules square the gradient that they
+    average, clipped and with the penalty (``squares_all``). If the step is skipped, all are zero, unless the method
+    tolerates non-finite gradients (``bounded``).
     """
-    G, ratio, left = _gradient_of(blocks, inputs, rates, squares_penalty)
+    G, ratio, left = _gradient_of(blocks, inputs, rates, squares_all)
     if inputs.bad is not None and not bounded:
         G = G.masked_fill(inputs.bad, 0.0)
         ratio, left = (None if t is None else t.masked_fill(inputs.bad, 0.0) for t in (ratio, left))
@@ -170,10 +170,10 @@ def block_step(
 
 
 def _gradient_of(
-    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_all: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the blocks' gradients, and the factor that undoes a rescaling or the gradients as backward left them."""
-    rescaled, mean, dtype, penalised = inputs.rescaled, inputs.mean, blocks[0].dtype, False
+    rescaled, mean, dtype, penalised = {} if squares_all else inputs.rescaled, inputs.mean, blocks[0].dtype, False
     each: list[dict[str, Tensor]] = []
     for block in blocks:
         each.append(gradients := {})
@@ -189,7 +189,7 @@ def _gradient_of(
     if len(blocks) > 1:
         if not (rescaled or penalised):
             return blocks[0].layer.stack_all([block.layer for block in blocks], each), None, None
-        return _one_by_one(blocks, inputs, rates, squares_penalty)
+        return _one_by_one(blocks, inputs, rates, squares_all)
     parameters, stack = blocks[0].parameters, blocks[0].layer.stack
     G, ratio, left = stack(gradients), None, None
     if rescaled:
@@ -207,14 +207,14 @@ def _gradient_of(
             {role: torch.full_like(g, -1.0 if groups[role].maximize else 1.0) for role, g in gradients.items()}
         )
         G = sign * G + penalty
-        left, ratio = (sign * whole + penalty if squares_penalty else whole), None
+        left, ratio = None if squares_all else whole, None
     return G, ratio, left
 
 
 def _one_by_one(
-    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_penalty: bool
+    blocks: Sequence[Block], inputs: StepInputs, rates: Rates, squares_all: bool
 ) -> tuple[Tensor, None, Tensor | None]:
-    found = [_gradient_of((block,), inputs, rates, squares_penalty) for block in blocks]
+    found = [_gradient_of((block,), inputs, rates, squares_all) for block in blocks]
     gradients, ratios, lefts = zip(*found, strict=True)
     if all(r is None for r in (*ratios, *lefts)):
         return torch.cat(gradients), None, None

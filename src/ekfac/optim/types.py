@@ -266,11 +266,11 @@ class BlockStep:
         rates: Damping and other hyper-parameters of the block's group.
         ok: 0 on the device if the step is to be skipped, else 1; None if the host knows that it is not.
         ratio: For a gradient that was rescaled as a whole, the factor that restores what backward left.
-        left: The gradient as backward left it, if its parts were rescaled differently.
+        left: The gradient as backward left it, if its parts were rescaled differently and the rule needs it.
         s_star: s* of the examples, for rules that need it.
         basis: The basis in use; None for a parameter that no layer covers.
         g: The gradient in the basis.
-        seen: The gradient as backward left it, in the basis; it updates the scaling.
+        seen: The gradient that updates the scaling, in the basis: as backward left it, or by Adam-like rules ``g``.
         damped: Adds damping to s.
         products: Inner products of g and the last direction, ``[2, 3]``, from rules that compare them.
         blocks: The number of blocks of one shape that are stacked along G.

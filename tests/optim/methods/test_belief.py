@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ekfac
-from helpers import LOSSES, Batch, batches_for, compare_with_oracle, jittered, mean_loss, mlp
+from helpers import (
+    LOSSES,
+    Batch,
+    assert_same_weights,
+    batches_for,
+    compare_with_oracle,
+    jittered,
+    mean_loss,
+    mlp,
+    parameters_of,
+)
 
 #: The rule's own settings as the oracle is told them; with this eps rounding in a zero gradient stays rounding.
 BELIEF: dict[str, Any] = {"scaling": "belief", "betas": (0.95, 0.95), "eps": 1e-5, "lr": 0.01, "weight_decay": 0.0}
@@ -94,13 +104,30 @@ def test_a_spike_is_shortened_as_the_oracle_shortens_it(size: float) -> None:
     compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, refresh_every=4, **BELIEF)
 
 
-def test_clipping_is_undone_for_the_second_moment_alone() -> None:
+def test_the_second_moment_is_of_the_clipped_gradients_that_m_averages() -> None:
     def halved(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: g / 2 for name, g in gradients.items()}
 
     model = mlp(4, 5, 3)
     steps = batches_for(model, (4,), n=40, steps=6)
     compare_with_oracle(model, mean_loss, steps, tolerance=1e-8, transform=halved, refresh_every=3, **BELIEF)
+
+
+def test_gradients_that_are_always_clipped_take_the_steps_of_gradients_that_are_not() -> None:
+    found = []
+    for factor in (1.0, 2.0**-10):
+        torch.manual_seed(0)
+        model = mlp(4, 5, 3)
+        opt = ekfac.EKFAC(model, **{**BELIEF, "eps": 1e-30})
+        for (batch,) in batches_for(model, (4,), n=40, steps=6):
+            opt.zero_grad()
+            mean_loss(model, batch).backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(factor)
+            opt.step()
+        found.append(parameters_of(model))
+    assert_same_weights(*found, 1e-9)
 
 
 def test_nothing_set_is_the_oracles_with_the_built_in_course_and_decay() -> None:

@@ -175,6 +175,57 @@ def test_the_rate_falls_with_the_depth_where_nothing_is_normalised() -> None:
     assert ekfac.EKFAC(nn.Sequential(*layers), lr=0.004).defaults["lr"] == 0.004
 
 
+def rows(kind: str, n: int = 16, columns: int = 512) -> Tensor:
+    """Rows of one, of a sixteenth, and of all columns."""
+    torch.manual_seed(1)
+    x = torch.zeros(n, columns).scatter_(1, torch.randint(columns, (n, 1)), 3.0)
+    if kind == "bags":
+        x = torch.zeros(n, columns).scatter_(1, torch.rand(n, columns).argsort(1)[:, : columns // 16], -0.1)
+    return torch.randn(n, columns) if kind == "dense" else x
+
+
+@pytest.mark.parametrize(("kind", "fan_in"), [("one-hot", 8), ("bags", 8 * 32), ("dense", 512)])
+def test_inputs_that_are_mostly_zero_are_narrow_from_the_second_step_on(kind: str, fan_in: int) -> None:
+    def steps(model: nn.Module, opt: ekfac.EKFAC, count: int) -> None:
+        for _ in range(count):
+            opt.zero_grad()
+            model(torch.cat([rows(kind), torch.zeros(9, 512)])).square().sum().backward()  # padding does not count
+            opt.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+    opt, twin = ekfac.EKFAC(model), copy.deepcopy(model)
+    lr, first = opt.defaults["lr"], opt.lr_schedule
+    assert first == make_lr_schedule("auto", None, default_warmup(width_of(model)))
+    steps(model, opt, 2)
+    width = math.exp((64 * math.log(fan_in) + math.log(64)) / 65)
+    assert opt.lr_schedule.warmup == default_warmup(width)
+    assert opt.lr_schedule.scale * lr == pytest.approx(default_lr(width))
+    assert opt.lr_schedule.factor(500) == pytest.approx(first.factor(500) * default_lr(width) / lr)
+    assert opt.defaults["lr"] == opt.param_groups[0]["lr"] == lr
+    if kind == "dense":
+        assert opt.lr_schedule == first
+    resumed = ekfac.EKFAC(copy.deepcopy(model))
+    resumed.load_state_dict(opt.state_dict())
+    assert resumed.lr_schedule == opt.lr_schedule
+    given = ekfac.EKFAC(twin, lr=0.004)
+    schedule = given.lr_schedule
+    steps(twin, given, 2)
+    assert given.lr_schedule == schedule
+
+
+def test_a_checkpoint_without_a_width_or_with_a_wrong_one() -> None:
+    model = mlp(4, 5, 3)
+    opt = ekfac.EKFAC(model)
+    saved = opt.state_dict()
+    for wrong in ({"scale": 0.0, "warmup": 10}, {"scale": 1.0, "warmup": 0.5}, {"scale": 1.0}, 3):
+        with pytest.raises(ValueError, match="lr_schedule"):
+            opt.load_state_dict({**saved, "ekfac": {**saved["ekfac"], "lr_schedule": wrong}})
+    del saved["ekfac"]["lr_schedule"]
+    opt.load_state_dict(saved)
+    assert opt.lr_schedule.scale == 1
+
+
 def test_layers_that_may_be_side_by_side_lookups_and_frozen_ones_are_no_depth() -> None:
     def expert() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))

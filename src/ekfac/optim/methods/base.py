@@ -24,7 +24,7 @@ class Method(Protocol[S]):
         derived: A field of the state that is set once a basis (or inverse) has been computed from the factors.
         approximation: The name of its curvature as an operator, "ekfac" or "kfac".
         needs_examples: Whether it needs s* of a step's examples.
-        squares_penalty: Whether an L2 penalty counts as part of the gradient that is squared.
+        squares_all: Whether the gradient that is squared is clipped and has the L2 penalty.
         compares_gradients: Whether it compares the gradient with the last direction.
         damping_is_free: Whether damping can change without recomputing anything.
         masks_refreshes: Whether a warm refresh respects the mask ``ok``.
@@ -37,7 +37,7 @@ class Method(Protocol[S]):
     derived: str
     approximation: str
     needs_examples: bool
-    squares_penalty: bool
+    squares_all: bool
     compares_gradients: bool
     damping_is_free: bool
     masks_refreshes: bool

@@ -41,7 +41,7 @@ class EigenMethod:
         self.approximation = "kfac" if rule.follows_factors else "ekfac"
         self.state_class = rule.state_class
         self.needs_examples = rule.needs_examples
-        self.squares_penalty = rule.squares_penalty
+        self.squares_all = rule.squares_all
         self.compares_gradients = rule.compares_gradients
         self.stacks = rule.stacks
         self.bounds_gradients = rule.bounds_gradients

@@ -40,7 +40,7 @@ class InverseMethod:
     approximation = "kfac"
     state_class = InverseState
     needs_examples = False
-    squares_penalty = False
+    squares_all = False
     compares_gradients = False
     damping_is_free = False
     masks_refreshes = False

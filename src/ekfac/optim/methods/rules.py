@@ -44,8 +44,9 @@ class Rule(ABC):
     needs_examples: ClassVar[bool] = False
     #: Whether s is S_B x S_A by definition, so that a new basis always brings a new s.
     follows_factors: ClassVar[bool] = False
-    #: Whether an L2 penalty counts as part of the gradient that is squared, as in torch's own optimizers.
-    squares_penalty: ClassVar[bool] = False
+    #: Whether s is of the gradient that the step uses, clipped and with the L2 penalty, as in torch's own optimizers.
+    #: Otherwise it is of what backward left: g / s grows if both are clipped, m / sqrt(s) does not.
+    squares_all: ClassVar[bool] = False
     #: Whether the rule compares the gradient with the last direction.
     compares_gradients: ClassVar[bool] = False
     #: Default lr and weight decay (docs/tuning.md has the evidence). With ``warms_up``, lr is set by the built-in
@@ -360,7 +361,7 @@ def products(g: Tensor, m: Tensor, root: Tensor) -> Tensor:
 class TorchRule(Rule):
     """One of torch's own rules, on the coordinates: s averages g^2, starts at zero, and is damped only by ``eps``."""
 
-    squares_penalty = True
+    squares_all = True
     reads_eigenvalues = False
     stacks = True
     even = True

@@ -1,7 +1,8 @@
 """Watches gradients: their size at the end of backward, and whether they were changed afterwards.
 
 Clipping, unscaling or averaging rescales ``.grad`` between backward and step. The step preconditions the current
-``.grad``, but s is updated with the gradient as backward left it; otherwise clipping would make updates larger. The
+``.grad``, but rules that divide by s update it with the gradient as backward left it; otherwise clipping would make
+updates larger. The
 largest magnitude of each gradient at the end of backward suffices to undo a rescaling, and reveals NaN and infinity.
 """
 

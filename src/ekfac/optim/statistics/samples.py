@@ -15,6 +15,7 @@ from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis
 from ekfac.curvature.layers.base import Call
 from ekfac.curvature.layers.derivative import DerivativeLayer
+from ekfac.curvature.layers.linear import LinearLayer
 from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.executor import Executor
 from ekfac.optim.options import EngineOptions
@@ -103,6 +104,8 @@ def factor_sums_by(
         replay: Whether a recorded graph may be replayed.
     """
     sample = sample_of(options, block, calls, n)
+    if block.layer.nonzero is None and type(block.layer) is LinearLayer:
+        block.layer.nonzero = count_nonzero(sample)
     if not (replay and executor.can_replay) or block.layer.scattered:
         if options.refresh.deterministic:
             return factor_sums(options, block, sample)
@@ -114,6 +117,12 @@ def factor_sums_by(
         return sums.A, sums.terms, sums.B
 
     return FactorSums(*executor.call("taking statistics", (block, sample.key), taken, *sample.tensors()))
+
+
+def count_nonzero(sample: Sample) -> Tensor:
+    """Count the inputs that are not zero, and the rows that have any: rows of padding say nothing about others."""
+    rows = torch.cat([call.x.count_nonzero(-1).flatten() for call in sample.calls])
+    return torch.stack([rows.sum(), rows.count_nonzero()])
 
 
 def scaling_sum_by(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 #: Least and most warm-up steps, and the width that needs one: the first bases and second moments come from few batches,
 #: and wide ones need more.
@@ -14,19 +15,27 @@ LARGEST_RATE = 0.02
 NARROW = 64
 #: In networks without normalisation it also decreases with the square root of the number of layers above ``SHALLOW``.
 SHALLOW = 8
+#: Inputs of a layer are sparse if more than 7 of 8 are zero. In MNIST's images 4 of 5 are, after a ReLU 1 of 2.
+SPARSE = 8
 
 
-def width_of(model: nn.Module) -> float:
+def width_of(model: nn.Module, nonzero: Mapping[Tensor, float] = {}) -> float:
     """Return a network's width: the geometric mean of the fan-in over all its weights.
 
     Taps of convolutions count towards the fan-in only in networks without normalisation, which makes the scale of
     outputs independent of the weights'. Further dimensions of complex weights do not count: they are mostly frequencies
-    with a matrix each.
+    with a matrix each. Sparse inputs, such as one-hot rows, count as ``SPARSE`` times those that are not zero: the
+    others have no part in a row's output.
+
+    Args:
+        model: The network.
+        nonzero: For weights whose inputs have been seen, the mean number of inputs in a row that are not zero.
     """
     matrices = [p for p in model.parameters() if is_matrix(p)]
     size = sum(p.numel() for p in matrices)
     plain = not normalises(model)
-    inputs = [p.numel() // len(p) if plain and not p.is_complex() else p.shape[1] for p in matrices]
+    inputs: list[float] = [p.numel() // len(p) if plain and not p.is_complex() else p.shape[1] for p in matrices]
+    inputs = [min(n, SPARSE * nonzero.get(p, n)) for n, p in zip(inputs, matrices, strict=True)]
     return math.exp(sum(p.numel() / size * math.log(n) for p, n in zip(matrices, inputs, strict=True)))
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ekfac import checks
+from ekfac.optim.step_size.default_lr import default_lr, default_warmup
 
 #: Warm-up steps of the cosine schedule.
 WARMUP = 100
@@ -31,12 +34,14 @@ class LRSchedule:
         anneal: Decay as 1 / sqrt(1 + t / anneal); None for no decay.
         total_steps: Decay to zero over this many steps: along a cosine or, if automatic, linearly at the end.
         automatic: Whether this is the built-in schedule; an lr set by the user has another, :attr:`explicit`.
+        scale: What the built-in schedule multiplies the default lr by: more than 1 if inputs are sparse.
     """
 
     warmup: int = 0
     anneal: float | None = None
     total_steps: int | None = None
     automatic: bool = False
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         checks.integer("warmup", self.warmup, least=0)
@@ -59,10 +64,28 @@ class LRSchedule:
         done = 0.0 if self.total_steps is None else min(1.0, t / self.total_steps)
         if self.total_steps is not None and not self.automatic:
             return rise * 0.5 * (1 + math.cos(math.pi * done))
-        rise *= min(1.0, (1 - done) / END)
+        rise *= self.scale * min(1.0, (1 - done) / END)
         if self.automatic and derivatives:
             return rise * OF_DERIVATIVES[0] / (1 + t / OF_DERIVATIVES[1])
         return rise if self.anneal is None else rise * (1 + t / self.anneal) ** -0.5
+
+    def narrowed(self, width: float, narrower: float) -> LRSchedule:
+        """Return the schedule of a network that is narrower, by what its inputs carry, than the one lr is for."""
+        return replace(self, warmup=default_warmup(narrower), scale=default_lr(narrower) / default_lr(width))
+
+    def save(self) -> dict[str, float]:
+        """Return what :meth:`narrowed` has changed."""
+        return {"scale": self.scale, "warmup": self.warmup}
+
+    def load(self, saved: Any) -> LRSchedule:
+        """Return the schedule with what :meth:`save` returned; older checkpoints have none."""
+        if saved is None or not self.automatic:
+            return self
+        if not isinstance(saved, Mapping) or not {"scale", "warmup"} <= saved.keys():
+            raise ValueError(f"state_dict, 'lr_schedule': {str(saved)[:80]} must have 'scale' and 'warmup'")
+        checks.number("state_dict, 'lr_schedule', 'scale'", saved["scale"], above=0)
+        checks.integer("state_dict, 'lr_schedule', 'warmup'", saved["warmup"], least=0)
+        return replace(self, scale=saved["scale"], warmup=saved["warmup"])
 
 
 def make_lr_schedule(decay_steps: float | str | None, total_steps: int | None, warmup: int | None) -> LRSchedule:
