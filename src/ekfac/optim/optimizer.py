@@ -72,8 +72,7 @@ class Optimizer(Base, Joinable, Grouped):
         self.engine.collector.on_changed = self._follow_replacements(weakref.ref(self))
         engine = weakref.proxy(self.engine)
         self.average = WeightAverage(model, self.step_size.average, lambda value: engine.executor.read_back(value))
-        forwards = self.engine.collector.capture.forwards
-        forwards.on_begin, forwards.on_frozen = self.average.before_forward, self.average.before_frozen
+        self.average.watch(self.engine.collector.capture.forwards)
         compares = self.engine.method.compares_gradients
         self.lr_fraction = LRFraction(self.step_size.lr_fraction if compares else None)
         try:
@@ -302,6 +301,7 @@ class Optimizer(Base, Joinable, Grouped):
         """Clear the gradients and drop captured data that no step has used."""
         super().zero_grad(set_to_none)
         self.engine.collector.drop()
+        self.average.cleared = True
 
     def stats(self) -> dict[str, float]:
         """Return scalars for any logger: damping, KL-clip hits, refreshes, drift, fallbacks, skipped steps, seconds."""

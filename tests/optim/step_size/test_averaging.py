@@ -760,3 +760,34 @@ def test_a_step_that_is_refused_decides_and_changes_nothing() -> None:
     assert opt.average.offsets and not opt.average.trains_in_eval
     names = [name for name, _ in model.named_parameters()]
     assert close({n: shown(model)[n] for n in names}, {n: shown(twin)[n] for n in names}, 1e-12)
+
+
+def test_a_loop_that_computes_outputs_without_gradients_first_sees_one_set_of_weights() -> None:
+    """As in GradCache. After three such steps both passes use the weights; an evaluation between steps uses the average."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    opt = ekfac.EKFAC(model)
+    equal, differs = [], []
+    for t in range(12):
+        if t == 8:
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(t))
+        with torch.no_grad():
+            average = model(x)  # gradients are not cleared yet
+        opt.zero_grad()
+        with torch.no_grad():
+            before = model(x)
+        after = model(x)
+        equal.append(torch.equal(before, after))
+        differs.append(not torch.equal(average, after))
+        after.square().mean().backward()
+        opt.step()
+    assert equal[:4] == [True, True, False, True] and all(equal[4:])  # the first two averages are the weights
+    assert all(differs[2:])
+    opt.zero_grad()
+    model(x).sum().backward()  # a step without it, and the next evaluation in mid-step sees the average again
+    opt.step()
+    opt.zero_grad()
+    with torch.no_grad():
+        before = model(x)
+    assert not torch.equal(before, model(x))

@@ -62,6 +62,8 @@ class Forwards:
         self.deliver = deliver
         #: Called before the model's forward with gradients, or ``batch()``, computes anything.
         self.on_begin: Callable[[], None] = lambda: None
+        #: Called before the model's forward without gradients.
+        self.on_preview: Callable[[], None] = lambda: None
         #: Called instead if the forward is not captured because the whole model is frozen.
         self.on_frozen: Callable[[], None] = lambda: None
         #: Called whenever a backward pass of the training loss reaches a layer or an output.
@@ -152,6 +154,8 @@ class Forwards:
         if here.depth and not here.in_batch and active_calls(self.model) < 2:
             here.current, here.depth = None, 0  # the enclosing forward was interrupted
         here.depth += 1
+        if here.depth == 1 and self.enabled and not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            self.on_preview()
         if here.depth > 1 or not (self.enabled and torch.is_grad_enabled()) or inside_transform():
             return None
         if torch.compiler.is_exporting():

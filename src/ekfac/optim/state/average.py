@@ -13,7 +13,10 @@ from ekfac.optim.distributed.processes import Processes
 from ekfac.optim.distributed.shards import held, piece_of, whole_of
 from ekfac.optim.state.validation import check_count, check_tensor, refuse
 from ekfac.optim.step_size.running_statistics import STATISTICS
-from ekfac.optim.step_size.weight_average import WeightAverage
+from ekfac.optim.step_size.weight_average import PATIENCE, WeightAverage
+
+#: What is true or false of an average; older checkpoints lack some.
+FLAGS = ("possible", "trains_in_eval", "training", "alternates", "previews")
 
 
 def save_average(
@@ -39,6 +42,7 @@ def save_average(
         "trains_in_eval": average.trains_in_eval,
         "alternates": average.alternates,
         "training": average.training,
+        "previews": average.previews >= PATIENCE,
         "resting": [names[p] for p in names if average.training and p in average.resting],
         "offsets": offsets,
         "statistics": statistics,
@@ -55,7 +59,7 @@ def load_average(
     saved = {} if saved is None else saved
     if not isinstance(saved, Mapping):
         refuse("'average'", f"is of type {type(saved).__name__}. Allowed: a dict")
-    flags = {name: saved.get(name, False) for name in ("possible", "trains_in_eval", "training", "alternates")}
+    flags = {name: saved.get(name, False) for name in FLAGS}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             refuse(f"'average', {name!r}", f"is {flag!r}. Allowed: True or False")
@@ -87,8 +91,8 @@ def load_average(
 
     def take() -> None:
         possible = flags["possible"] if saved else None
-        ways = flags["trains_in_eval"], flags["training"], flags["alternates"]
-        average.adopt(offsets, statistics, possible, *ways, {parameters[name] for name in resting})
+        others = {name: flags[name] for name in FLAGS if name != "possible"}
+        average.adopt(offsets, statistics, possible, {parameters[name] for name in resting}, **others)
 
     return take
 

@@ -15,6 +15,7 @@ from ekfac.curvature.statistics import FactorSums
 from ekfac.optim.distributed.shards import any_sharded
 from ekfac.optim.distributed.states import make_contiguous
 from ekfac.optim.engine import Engine
+from ekfac.optim.state.average import FLAGS
 from ekfac.optim.statistics.sums import BlockSums, no_scaling
 from ekfac.optim.step_size.running_statistics import STATISTICS, norms_of
 from ekfac.optim.step_size.weight_average import WeightAverage
@@ -105,7 +106,7 @@ def outline_average(
         if any_sharded(names) or _goes_with(module, offsets, names)
         for name in STATISTICS
     }
-    flags = dict.fromkeys(("possible", "trains_in_eval", "training", "alternates"), False)
+    flags = dict.fromkeys(FLAGS, False)
     return {**flags, "offsets": offsets, "statistics": statistics, "entries": 0}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from ekfac.curvature.capture.forwards import Forwards
 from ekfac.optim.distributed.agreement import RollCall
 from ekfac.optim.distributed.shards import any_sharded, held, reshard, resharded
 from ekfac.optim.executor import Readback
@@ -52,10 +53,10 @@ class WeightAverage:
 
     .. math:: x \leftarrow x + c_t (z - x), \quad c_t = (k + 1) / (t + k + 1)
 
-    The parameters hold x from the end of a step until the model's next forward pass with gradients, so x is what you
-    evaluate, save and export. From then until the end of the next step they hold z, at which gradients are computed.
-    The state is d = z - x, so user code that changes the weights in between changes both. A frozen parameter holds x
-    throughout; its d is kept until it is unfrozen.
+    The parameters hold x from the end of a step until the model's next forward pass with gradients (see also
+    :meth:`before_preview`), so x is what you evaluate, save and export. From then until the end of the next step they
+    hold z, at which gradients are computed. The state is d = z - x, so user code that changes the weights in between
+    changes both. A frozen parameter holds x throughout; its d is kept until it is unfrozen.
 
     Some things are not averaged: models trained by other methods than their forward, since those give no moment to
     switch to z; models whose weights user code changes repeatedly (see :class:`WeightEdits`); and parameters in half
@@ -89,6 +90,9 @@ class WeightAverage:
         #: How the model was called since the last step.
         self.called = NOT_CALLED
         self.trains_in_eval = False
+        #: Whether gradients were cleared since the last step; in how many steps in a row outputs were then computed
+        #: without gradients first, and whether in this one.
+        self.cleared, self.previews, self._previewed = False, 0, False
         #: Whether the whole model was ever frozen, and whether it was trained again after that (as in a GAN).
         self._was_frozen = self.alternates = False
         #: Whether parameters are sharded; how to list the tensors to update (shards, or real views of complex ones).
@@ -103,6 +107,11 @@ class WeightAverage:
     def model(self) -> nn.Module | None:
         """The model, while there is one."""
         return self._model()
+
+    def watch(self, forwards: Forwards) -> None:
+        """Switch weights at the model's forward passes from now on."""
+        forwards.on_begin, forwards.on_preview = self.before_forward, self.before_preview
+        forwards.on_frozen = self.before_frozen
 
     def before_frozen(self) -> None:
         """Switch to z although the whole model is frozen, if it alternates between frozen and trained as in a GAN.
@@ -126,6 +135,18 @@ class WeightAverage:
         self.statistics.before_forward(model, trains)
         if not self.training and model is not None and (trains or self.trains_in_eval):
             self._to_training(frozen)
+
+    def before_preview(self) -> None:
+        """Put z into the parameters before a forward pass without gradients too, if gradients come from its output.
+
+        GradCache computes representations in that way. It is assumed if each of the last steps had such a pass, in
+        training mode, after its gradients were cleared: an evaluation is usually in another mode, or elsewhere.
+        """
+        model = self.model
+        if self.cleared and model is not None and model.training:
+            self._previewed = True
+            if self.previews >= PATIENCE and not self.training:
+                self.before_forward()
 
     @torch.no_grad()
     def _to_training(self, frozen: bool = False) -> None:
@@ -300,6 +321,8 @@ class WeightAverage:
             shown: Whether the update has already left x in the parameters.
         """
         called, self.called = self.called, NOT_CALLED
+        self.previews = self.previews + 1 if self._previewed else 0
+        self.cleared = self._previewed = False
         if done:
             self.possible, self.alternates = self.included.possible, self.alternates or self._was_frozen
         if not self.offsets:  # not (or no longer) averaged: the modules keep their own statistics
@@ -322,15 +345,18 @@ class WeightAverage:
         offsets: dict[nn.Parameter, Tensor],
         statistics: dict[Place, Tensor],
         possible: bool | None,
+        resting: set[nn.Parameter],
+        *,
         trains_in_eval: bool,
         training: bool,
         alternates: bool,
-        resting: set[nn.Parameter],
+        previews: bool,
     ) -> None:
         """Replace the state by that of a checkpoint."""
         self.offsets, self._pairs = offsets, None
         self.statistics.adopt(statistics, amid=training)
         self.possible, self.trains_in_eval, self.training = possible, trains_in_eval, training
         self.alternates, self.resting, self._was_frozen = alternates, resting, False
+        self.previews, self.cleared, self._previewed = PATIENCE * previews, False, False
         self._sharded, self._ends, self._at_average = any_sharded(offsets), False, 0
         self.edits.forget()
