@@ -763,7 +763,7 @@ def test_a_step_that_is_refused_decides_and_changes_nothing() -> None:
 
 
 def test_a_loop_that_computes_outputs_without_gradients_first_sees_one_set_of_weights() -> None:
-    """As in GradCache. After three such steps both passes use the weights; an evaluation between steps uses the average."""
+    """As in GradCache. After three such steps both passes use the weights; between steps the average is evaluated."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     opt = ekfac.EKFAC(model)
