@@ -374,7 +374,7 @@ class Collector:
         """Check that gradients are the products of the captured calls, and find how they were rescaled since."""
         if self.fingerprints.unverified:
             self.fingerprints.verify(inputs, set(inputs.touched), self.loss_scale())
-        if inputs.touched:
+        if inputs.touched and not self._method.squares_all:
             inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:
