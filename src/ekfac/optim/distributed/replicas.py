@@ -172,7 +172,7 @@ class Replicas:
         self._engine.collector.overlap.look_ahead(self._engine.schedule.expected(()))
 
     def verify(self, inputs: StepInputs) -> None:
-        """Check that gradients are what the layers' calls account for, and find how they were rescaled since."""
+        """Check that gradients are what the layers' calls account for, and find rescalings to undo."""
         collector, partition, call = self._engine.collector, self._engine.partition, inputs.agreed
         assert call is not None
         if collector.fingerprints.unverified:

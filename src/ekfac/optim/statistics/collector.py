@@ -372,7 +372,7 @@ class Collector:
         self.executor.parallel(take, list(inputs.calls))
 
     def verify(self, inputs: StepInputs) -> None:
-        """Check that gradients are the products of the captured calls, and find how they were rescaled since."""
+        """Check that gradients are the products of the captured calls, and find rescalings to undo."""
         if self.fingerprints.unverified:
             self.fingerprints.verify(inputs, set(inputs.touched), self.loss_scale())
         if inputs.touched and not self._method.squares_all:
