@@ -215,6 +215,25 @@ def test_inputs_that_are_mostly_zero_are_narrow_from_the_second_step_on(kind: st
     assert given.lr_schedule == schedule
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_torchs_sparse_tensors_are_inputs_like_dense_ones(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 8)).double()
+    twin = copy.deepcopy(model)
+    found = []
+    for network, sparse in ((model, True), (twin, False)):
+        opt = ekfac.EKFAC(network)
+        for _ in range(4):
+            x = rows("one-hot").double()
+            opt.zero_grad()
+            network(x.to_sparse(layout=layout) if sparse else x).square().sum(1).mean().backward()
+            opt.step()
+        found.append(opt.lr_schedule)
+    assert found[0] == found[1] and found[0].scale > 2
+    assert_same_weights(parameters_of(model), parameters_of(twin), 1e-9)
+
+
 def test_products_in_derivatives_of_the_network_are_no_inputs() -> None:
     """The derivative in one of 100 dense inputs has a product with one column of the first layer's weight."""
     torch.manual_seed(0)
