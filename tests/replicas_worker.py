@@ -166,6 +166,30 @@ def a_rank_without_batch(rank: int, world: int) -> Result:
     return missing(rank, world)
 
 
+def mostly_zero(rank: int = 0, world: int = 1) -> Result:
+    """One half of each batch has one column that is not zero, the other 20 columns; at first a quarter has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    opt = ekfac.EKFAC(model)
+    for step in range(3):
+        x, (_, y) = torch.zeros(24, 256, dtype=torch.float64), batch(step, 24)
+        x[:12, step], x[12:, :20] = 1.0, 0.5
+        x[:6] *= step > 0
+        opt.zero_grad()
+        backward(model, x.chunk(world)[rank], y.chunk(world)[rank], 24, world)
+        average(model, world)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= world
+        opt.step()
+    return result(model, opt)
+
+
+@scenario
+def ranks_with_sparse_inputs(rank: int, world: int) -> Result:
+    return mostly_zero(rank, world)
+
+
 class Rotated(nn.Module):
     """A real layer, a complex matrix and bias, and a real layer."""
 

@@ -219,8 +219,8 @@ class Maker:
             return self.recurrent(shape, out)
         if kind == "places":
             table = nn.Embedding(t, d)
-            if chance.random() < 0.5:
-                return Stage(lambda table, x: x + table(torch.arange(t)), table), kind, shape
+            if chance.random() < 0.5:  # one lookup for all examples
+                return Stage(lambda table, x: x + table(torch.arange(t)), table), "shared places", shape
             return Stage(lambda table, x: x + table(torch.arange(t).expand(len(x), t)), table), kind, shape
         if kind == "convolution":
             layer = nn.Conv1d(d, out, chance.randint(1, min(3, t)), padding=chance.randint(0, 1))

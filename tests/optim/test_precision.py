@@ -205,6 +205,25 @@ def test_inputs_are_kept_in_the_dtype_that_autocast_computes_in() -> None:
     assert other.stats()["captured_bytes"] - opt.stats()["captured_bytes"] == inputs * (4 - 2)
 
 
+def test_inference_tensors_are_inputs_under_autocast() -> None:
+    """Features of a frozen network, say, which autocast copies, so that autograd accepts them."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    twin = copy.deepcopy(model)
+    opt, other = ekfac.EKFAC(model), ekfac.EKFAC(twin)
+    buffer = torch.empty(0)
+    for t in range(4):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(t))
+        with torch.inference_mode():
+            buffer = x.clone() if t == 0 else buffer.copy_(x)
+        for of, network, inputs in ((opt, model, buffer), (other, twin, x)):
+            of.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = network(inputs).float().square().mean()
+            loss.backward()
+            of.step()
+    assert_same_weights(parameters_of(model), parameters_of(twin), tolerance=0)
+
+
 def test_what_a_layer_reads_is_not_kept_alive_for_derivatives_that_no_one_takes() -> None:
     """In float32 autograd keeps the input too; under autocast it keeps a copy, and the input itself can go."""
     seen: list[weakref.ref[Tensor]] = []

@@ -226,8 +226,8 @@ class StepInputs:
         bad: True on the device where ``ok`` is 0.
         small: Whether the host knows that no projected gradient can come near the limits of its dtype.
         blocks: The blocks that the step changes; set by :meth:`Collector.collect`, once all sums are complete.
-        rescaled: For each gradient changed since backward, the factor that restores what backward left; set by
-            :meth:`Collector.verify`.
+        rescaled: For each gradient changed since backward, the factor that restores what backward left, unless s is of
+            changed gradients; set by :meth:`Collector.verify`.
     """
 
     gradients: dict[nn.Parameter, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -439,3 +440,24 @@ def test_what_a_derivative_has_made_goes_with_its_graph() -> None:
         del value, u, g
     assert all(ref() is None for ref in kept)
     assert opt.engine.collector.capture.held.now == 0
+
+
+def test_the_model_and_the_optimizer_go_at_once() -> None:
+    """Without a collection: what stands for a layer in derivatives must not hold that layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    opt = EKFAC(model)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            x = torch.randn(5, 3, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            opt.zero_grad()
+            slope.square().mean().backward()
+            opt.step()
+        refs = [weakref.ref(opt), *map(weakref.ref, model.parameters())]
+        del model, opt, x, slope
+        assert not any(ref() is not None for ref in refs)
+    finally:
+        gc.enable()

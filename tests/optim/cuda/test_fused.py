@@ -29,8 +29,8 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")),
 ]
-#: G, O, C and how many blocks.
 FAINT_UNIT = 2.0**-30
+#: G, O, C and how many blocks.
 SHAPES = [(1, 1, 1, 1), (1, 30, 33, 1), (1, 40, 65, 3), (2, 7, 31, 5), (3, 1, 120, 2)]
 
 

@@ -23,8 +23,12 @@ pytestmark = [
 ON_TWO = (
     "trajectories", "a_rank_without_batch", "unlike_threads", "solvers_fail_on_one_rank", "not_finite_on_one_rank",
     "each_its_own_model", "errors", "joined", "saved_and_loaded", "torch_checkpoints", "complex_parameters",
+    "ranks_with_sparse_inputs",
 )  # fmt: skip
-ON_FOUR = ("trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "subgroups", "saved_and_loaded")
+ON_FOUR = (
+    "trajectories", "a_rank_without_batch", "not_finite_on_one_rank", "subgroups", "saved_and_loaded",
+    "ranks_with_sparse_inputs",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,17 @@ def test_complex_parameters_are_handed_round(method: str, two: Ends) -> None:
     for end in ends:
         assert_near(end["before"], expected["before"])
         assert end["model"]["turn"].is_complex() and not torch.equal(end["model"]["turn"], end["before"]["turn"])
+    assert_replicas(ends)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_inputs_are_as_sparse_as_those_of_one_process(world: int, request: pytest.FixtureRequest) -> None:
+    ends = of(request.getfixturevalue({2: "two", 4: "four"}[world]), "ranks_with_sparse_inputs")
+    expected = worker.mostly_zero()
+    schedule, mean = expected["state"]["ekfac"]["lr_schedule"], (6 * 1 + 12 * 20) / 18
+    assert schedule["scale"] == pytest.approx((256 / (8 * mean)) ** (0.5 * 256 / 260))
+    for end in ends:
+        assert end["state"]["ekfac"]["lr_schedule"] == schedule
     assert_replicas(ends)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ekfac
 from ekfac.curvature import fingerprint
 from ekfac.optim.statistics import collector
 from ekfac.optim.statistics import factored_gradient as rows
@@ -68,6 +69,29 @@ def test_rows_give_the_same_steps(name: str, shape: tuple[int, ...], monkeypatch
     by_gradient = train(MAKERS[name], twin, shape)
     assert not taken
     for p, q in zip(by_rows, by_gradient, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@for_nothing
+@pytest.mark.rounding
+@pytest.mark.parametrize("name", ["default", "running"])
+def test_rows_do_not_stand_for_gradients_that_were_masked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rows_possible in (True, False):
+        if not rows_possible:
+            monkeypatch.setattr(collector, "may_use_rows", lambda block, options: False)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 4)).double()
+        opt = ekfac.EKFAC(model) if name == "default" else MAKERS[name](model)
+        for step in range(6):
+            opt.zero_grad()
+            model(torch.randn(6, 30, generator=torch.Generator().manual_seed(step)).double()).square().mean().backward()
+            model[0].weight.grad[::2] = 0.0
+            opt.step()
+        # The default needs no norms of gradients at the end of backward: what clipping did is not undone.
+        assert opt.engine.collector.watch.lengths_wanted == (name == "running")
+        found.append([p.detach().clone() for p in model.parameters()])
+    for p, q in zip(*found, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,64 @@ def test_inputs_that_are_mostly_zero_are_narrow_from_the_second_step_on(kind: st
     assert given.lr_schedule == schedule
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_torchs_sparse_tensors_are_inputs_like_dense_ones(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 8)).double()
+    twin = copy.deepcopy(model)
+    found = []
+    for network, sparse in ((model, True), (twin, False)):
+        opt = ekfac.EKFAC(network)
+        for _ in range(4):
+            x = rows("one-hot").double()
+            opt.zero_grad()
+            network(x.to_sparse(layout=layout) if sparse else x).square().sum(1).mean().backward()
+            opt.step()
+        found.append(opt.lr_schedule)
+    assert found[0] == found[1] and found[0].scale > 2
+    assert_same_weights(parameters_of(model), parameters_of(twin), 1e-9)
+
+
+def test_products_in_derivatives_of_the_network_are_no_inputs() -> None:
+    """The derivative in one of 100 dense inputs has a product with one column of the first layer's weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 64), nn.Tanh(), nn.Linear(64, 1))
+    opt = ekfac.EKFAC(model)
+    first = opt.lr_schedule
+    for _ in range(2):
+        x = torch.randn(8, 100, requires_grad=True)
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        curved = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(40)]
+        opt.zero_grad()
+        (y.square().mean() + torch.stack(curved).square().mean()).backward()
+        opt.step()
+    assert opt.engine.schedule.derivatives and opt.lr_schedule == first
+
+
+def test_the_width_is_that_of_the_first_step_that_was_taken() -> None:
+    """Not of a step that was skipped, nor of one before a checkpoint of the beginning was loaded."""
+
+    def step(model: nn.Module, opt: ekfac.EKFAC, x: Tensor) -> None:
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 8))
+    opt, start = ekfac.EKFAC(model), copy.deepcopy(model.state_dict())
+    saved, first = opt.state_dict(), opt.lr_schedule
+    step(model, opt, torch.full((16, 512), math.nan))
+    assert opt.lr_schedule == first
+    step(model, opt, rows("dense"))
+    assert opt.lr_schedule == first
+    opt.load_state_dict(saved)
+    model.load_state_dict(start)
+    step(model, opt, rows("one-hot"))
+    assert opt.lr_schedule.scale > 2
+
+
 def test_a_checkpoint_without_a_width_or_with_a_wrong_one() -> None:
     model = mlp(4, 5, 3)
     opt = ekfac.EKFAC(model)
@@ -221,9 +280,14 @@ def test_a_checkpoint_without_a_width_or_with_a_wrong_one() -> None:
     for wrong in ({"scale": 0.0, "warmup": 10}, {"scale": 1.0, "warmup": 0.5}, {"scale": 1.0}, 3):
         with pytest.raises(ValueError, match="lr_schedule"):
             opt.load_state_dict({**saved, "ekfac": {**saved["ekfac"], "lr_schedule": wrong}})
+    opt.lr_schedule = replace(opt.lr_schedule, scale=2.0)
     del saved["ekfac"]["lr_schedule"]
     opt.load_state_dict(saved)
     assert opt.lr_schedule.scale == 1
+    given = ekfac.EKFAC(model, lr=opt.defaults["lr"])
+    warmup = opt.lr_schedule.warmup
+    opt.load_state_dict(given.state_dict())  # which has no warm-up of its own to pass on
+    assert opt.lr_schedule.warmup == warmup > 0
 
 
 def test_layers_that_may_be_side_by_side_lookups_and_frozen_ones_are_no_depth() -> None:

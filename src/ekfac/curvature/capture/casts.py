@@ -27,6 +27,8 @@ class Casts:
         copied = computed in HALF and x.dtype == torch.float32
         if not (copied and layer.takes_half and self.may_keep(block)):
             return x.detach()
+        if x.is_inference():  # nothing would show that it was changed in place since
+            return x.to(computed)
         before, version, cast = self._last
         found: Tensor | None = cast()
         if found is None or before() is not x or version != x._version or found.dtype != computed:

@@ -1,11 +1,13 @@
-"""Converts layers' inputs and outputs to plain tensors: from shards of tensor parallelism, and from nested tensors."""
+"""Converts layers' inputs and outputs to plain tensors: from shards of tensor parallelism, nested and sparse ones."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 class Mesh:
@@ -40,10 +42,12 @@ class Mesh:
 def whole(tensor: Any) -> Tensor:
     """Return the full tensor of a sharded or partial DTensor, waiting for it to arrive.
 
-    Nested tensors are concatenated: factors do not depend on how many rows each example has.
+    Nested tensors are concatenated: factors do not depend on how many rows each example has. Sparse ones become dense.
     """
     if tensor.is_nested:
         return torch.cat(tensor.unbind())
+    if tensor.layout in SPARSE:
+        return cast(Tensor, tensor.to_dense())
     if type(tensor) is not Tensor:
         tensor = tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor
         tensor = tensor.wait() if hasattr(tensor, "wait") else tensor

@@ -105,7 +105,7 @@ class Layer(ABC):
     part: str = ""
     #: Whether a loss with derivatives of the network, and so further products with the weight, was seen.
     differentiated: bool = False
-    #: Of a linear layer's first batch: the number of inputs that are not zero, and of rows that have any.
+    #: Of a linear layer's last inputs before the first step: the number that are not zero, and of rows that have any.
     nonzero: Tensor | None = None
 
     def __init__(self, module: nn.Module, roles: frozenset[str], *, sua: bool = False) -> None:

@@ -8,6 +8,7 @@ a further position of its example.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import cast
 
@@ -31,9 +32,16 @@ class DerivativeLayer(Layer):
 
     def __init__(self, whole: Layer, transposed: bool) -> None:
         super().__init__(whole.module, whole.roles)
-        self.whole = whole
+        self._whole = weakref.ref(whole)  # which holds this one: a reference cycle would keep the model alive
         self.shape = whole.shape
         self.transposed = transposed  # type: ignore[misc]
+
+    @property
+    def whole(self) -> Layer:
+        """The layer."""
+        whole = self._whole()
+        assert whole is not None
+        return whole
 
     @classmethod
     def after(cls, layer: Layer) -> DerivativeLayer:

@@ -172,7 +172,7 @@ class Replicas:
         self._engine.collector.overlap.look_ahead(self._engine.schedule.expected(()))
 
     def verify(self, inputs: StepInputs) -> None:
-        """Check that gradients are what the layers' calls account for, and find how they were rescaled since."""
+        """Check that gradients are what the layers' calls account for, and find rescalings to undo."""
         collector, partition, call = self._engine.collector, self._engine.partition, inputs.agreed
         assert call is not None
         if collector.fingerprints.unverified:
@@ -184,8 +184,9 @@ class Replicas:
                 self.failure = error
             first = self.processes.rank if self.failure is not None else self.processes.size
             self._raise_together(int(self.processes.minimum(torch.tensor(first, device=partition.device))))
-        inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
-        self._fetch_rescaling(inputs, call)
+        if not self._engine.method.squares_all:
+            inputs.rescaled = collector.watch.rescaling(inputs, collector.loss_scale())
+            self._fetch_rescaling(inputs, call)
 
     def _raise_together(self, first: int) -> None:
         """Raise on all ranks if one has failed: its own error there, a reference to it elsewhere."""

@@ -66,7 +66,7 @@ class Method(Protocol[S]):
         """Return the basis in which to compute s*."""
 
     def project(self, block: Block, state: S, step: BlockStep) -> None:
-        """Project the gradient into the basis: ``step.g`` and, as backward left it, ``step.seen``."""
+        """Project the gradient into the basis: ``step.g`` and, for the scaling, ``step.seen``."""
 
     def update_scaling(self, state: S, step: BlockStep) -> None:
         """Update the scaling s from the step's gradient or s*."""

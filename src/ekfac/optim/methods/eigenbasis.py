@@ -98,7 +98,7 @@ class EigenMethod:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def project(self, block: Block, state: EigenState, step: BlockStep) -> None:
-        """Compute g = U_B^T G U_A, and the same for the gradient as backward left it."""
+        """Compute g = U_B^T G U_A, and the same for the gradient that updates the scaling."""
         basis = step.basis = self.basis(block, state)
         gradient = step.gradient
         if basis is not None and isinstance(gradient, Tensor):
@@ -116,7 +116,7 @@ class EigenMethod:
         step.damped = lambda s: self.damp(s, epsilon, basis)
 
     def update_scaling(self, state: EigenState, step: BlockStep) -> None:
-        """Let the rule observe the gradient as backward left it."""
+        """Let the rule observe the gradient."""
         if not hasattr(state, "s"):  # the first gradient of a parameter that no layer covers
             self.rule.start(state, squared(step.seen, step.n))
         self.rule.observe(state, step)

@@ -94,7 +94,7 @@ class Rule(ABC):
 
     @abstractmethod
     def observe(self, state: EigenState, step: BlockStep) -> None:
-        """Update the state from ``step.seen``, the gradient as backward left it, and ``step.s_star`` if needed."""
+        """Update the state from ``step.seen``, see :attr:`squares_all`, and ``step.s_star`` if needed."""
 
     def direction(self, state: EigenState, step: BlockStep) -> Tensor:
         """Return g / damped s."""

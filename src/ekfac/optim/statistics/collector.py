@@ -247,7 +247,8 @@ class Collector:
         """Add calls to a block's sums; ``hold`` keeps them for s* in a basis that this step has yet to compute."""
         gathered = sums.setdefault(block, BlockSums())
         if self._schedule.takes_factors(block):
-            gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay))
+            first = not self._schedule.applied_steps
+            gathered.add_factors(factor_sums_by(self.executor, self.options, block, calls, n, replay, first))
         if block in self.fingerprints.unverified and not self.capture.separate:
             self._add_fingerprint(sums, block, calls, n)
         if self._method.needs_examples:
@@ -371,10 +372,10 @@ class Collector:
         self.executor.parallel(take, list(inputs.calls))
 
     def verify(self, inputs: StepInputs) -> None:
-        """Check that gradients are the products of the captured calls, and find how they were rescaled since."""
+        """Check that gradients are the products of the captured calls, and find rescalings to undo."""
         if self.fingerprints.unverified:
             self.fingerprints.verify(inputs, set(inputs.touched), self.loss_scale())
-        if inputs.touched:
+        if inputs.touched and not self._method.squares_all:
             inputs.rescaled = self.watch.rescaling(inputs, self.loss_scale())
 
     def loss_scale(self) -> float | Tensor:

@@ -2,8 +2,8 @@
 
 Clipping, unscaling or averaging rescales ``.grad`` between backward and step. The step preconditions the current
 ``.grad``, but rules that divide by s update it with the gradient as backward left it; otherwise clipping would make
-updates larger. The
-largest magnitude of each gradient at the end of backward suffices to undo a rescaling, and reveals NaN and infinity.
+updates larger. The largest magnitude of each gradient at the end of backward suffices to undo a rescaling, and reveals
+NaN and infinity.
 """
 
 from __future__ import annotations

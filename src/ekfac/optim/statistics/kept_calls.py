@@ -26,7 +26,7 @@ def rows_in_place(collector: Collector, block: Block, inputs: StepInputs, rates:
     if len(kept) > 1 or not collector.may_use_rows(block) or not collector.watch.single_pass:
         return None
     parameters = list(block.parameters.values())
-    if any(p in inputs.rescaled or p not in inputs.gradients for p in parameters):
+    if any(p not in inputs.gradients or collector.watch.touched(p) for p in parameters):
         return None
     if any(rates.of(p).maximize or rates.of(p).l2 for p in parameters):
         return None

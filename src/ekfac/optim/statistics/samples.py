@@ -91,7 +91,13 @@ def factor_sums(options: EngineOptions, block: Block, sample: Sample) -> FactorS
 
 
 def factor_sums_by(
-    executor: Executor, options: EngineOptions, block: Block, calls: Sequence[Call], n: int, replay: bool = True
+    executor: Executor,
+    options: EngineOptions,
+    block: Block,
+    calls: Sequence[Call],
+    n: int,
+    replay: bool = True,
+    first: bool = False,
 ) -> FactorSums:
     """Sum A and B over a batch.
 
@@ -102,9 +108,10 @@ def factor_sums_by(
         calls: Its calls.
         n: The number of examples.
         replay: Whether a recorded graph may be replayed.
+        first: Whether the batch is for the first step, which counts the inputs that are not zero.
     """
     sample = sample_of(options, block, calls, n)
-    if block.layer.nonzero is None and type(block.layer) is LinearLayer:
+    if first and type(block.layer) is LinearLayer:
         block.layer.nonzero = count_nonzero(sample)
     if not (replay and executor.can_replay) or block.layer.scattered:
         if options.refresh.deterministic:
@@ -119,9 +126,15 @@ def factor_sums_by(
     return FactorSums(*executor.call("taking statistics", (block, sample.key), taken, *sample.tensors()))
 
 
-def count_nonzero(sample: Sample) -> Tensor:
-    """Count the inputs that are not zero, and the rows that have any: rows of padding say nothing about others."""
-    rows = torch.cat([call.x.count_nonzero(-1).flatten() for call in sample.calls])
+def count_nonzero(sample: Sample) -> Tensor | None:
+    """Count the inputs that are not zero, and the rows that have any: rows of padding say nothing about others.
+
+    Nor do products in derivatives of the network: that of one input has one column that is not zero.
+    """
+    inputs = [call.x for call in sample.calls if not isinstance(call.layer, DerivativeLayer)]
+    if not inputs:
+        return None
+    rows = torch.cat([x.count_nonzero(-1).flatten() for x in inputs])
     return torch.stack([rows.sum(), rows.count_nonzero()])
 
 

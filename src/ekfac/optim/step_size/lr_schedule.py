@@ -73,14 +73,16 @@ class LRSchedule:
         """Return the schedule of a network that is narrower, by what its inputs carry, than the one lr is for."""
         return replace(self, warmup=default_warmup(narrower), scale=default_lr(narrower) / default_lr(width))
 
-    def save(self) -> dict[str, float]:
-        """Return what :meth:`narrowed` has changed."""
-        return {"scale": self.scale, "warmup": self.warmup}
+    def save(self) -> dict[str, float] | None:
+        """Return what :meth:`narrowed` has changed, if this is the built-in schedule."""
+        return {"scale": self.scale, "warmup": self.warmup} if self.automatic else None
 
     def load(self, saved: Any) -> LRSchedule:
         """Return the schedule with what :meth:`save` returned; older checkpoints have none."""
-        if saved is None or not self.automatic:
+        if not self.automatic:
             return self
+        if saved is None:
+            return replace(self, scale=1.0)
         if not isinstance(saved, Mapping) or not {"scale", "warmup"} <= saved.keys():
             raise ValueError(f"state_dict, 'lr_schedule': {str(saved)[:80]} must have 'scale' and 'warmup'")
         checks.number("state_dict, 'lr_schedule', 'scale'", saved["scale"], above=0)

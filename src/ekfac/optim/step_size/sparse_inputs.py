@@ -11,14 +11,12 @@ from ekfac.optim.step_size.lr_schedule import LRSchedule
 
 
 def follow_inputs(schedule: LRSchedule, engine: Engine) -> LRSchedule:
-    """Return the built-in schedule for the inputs that linear layers had in the first step, equal on all processes."""
-    layers = {block.parameters.get("weight"): block.layer for block in engine.partition.covered}
-    counts = {p: layer.nonzero.tolist() for p, layer in layers.items() if p is not None and layer.nonzero is not None}
-    nonzero: dict[Tensor, float] = {p: count / rows for p, (count, rows) in counts.items() if rows}
-    width = width_of(engine.model)
-    # The least sparse inputs count. Processes without a batch have none.
-    mine = [-width_of(engine.model, nonzero) if nonzero else 0.0]
-    (least,) = engine.options.processes.minimum(
-        torch.tensor(mine, dtype=torch.float64, device=engine.partition.device)
-    ).tolist()
-    return schedule.narrowed(width, -least or width)
+    """Return the built-in schedule for the inputs that linear layers had in the first step, on all processes."""
+    layers = {p: b.layer for b in engine.partition.covered if (p := b.parameters.get("weight")) is not None}
+    if not layers:
+        return schedule
+    unseen = torch.zeros(2, dtype=torch.int64, device=engine.partition.device)
+    counts = torch.stack([unseen if of.nonzero is None else of.nonzero.to(unseen) for of in layers.values()])
+    found = zip(layers, engine.options.processes.sum(counts).tolist(), strict=True)
+    nonzero: dict[Tensor, float] = {p: count / rows for p, (count, rows) in found if rows}
+    return schedule.narrowed(width_of(engine.model), width_of(engine.model, nonzero))
