@@ -5,8 +5,8 @@ step to step, so they are recorded once and replayed. Gradients, and captured ca
 gradients, are first copied to static buffers; numbers that change are stored in tensors. The graph also updates A and B
 if the captured tensors that this takes are small enough to be kept until the step. Updates of bases are not part of it.
 
-A step that differs in what a graph has baked in (clipped gradients, a frozen layer, new options in a group) has another
-:func:`signature`. The states of a signature:
+A step that differs in what a graph has baked in (a frozen layer, new options in a group) has another :func:`signature`.
+One whose gradients were clipped runs eagerly if the rule undoes that for s. The states of a signature:
 
     counted     It runs eagerly, until it has done so REPEATS times; then it is recorded.
     recorded    It is replayed.
@@ -180,12 +180,14 @@ class StepGraphs:
 def is_plain(engine: Engine, inputs: StepInputs) -> bool:
     """Return whether a step can be recorded, because nothing in it needs the host.
 
-    All parameters have gradients unchanged since backward, and no layer has yet to be verified or needs a new basis.
+    All parameters have gradients, unchanged since backward if the rule undoes changes, and no layer has yet to be
+    verified or needs a new basis.
     """
     collector, partition = engine.collector, engine.partition
     return (
         not collector.separate
-        and not (collector.watch.any_touched() or any(map(collector.may_use_rows, inputs.calls)))
+        and (engine.method.squares_all or not collector.watch.any_touched())
+        and not any(map(collector.may_use_rows, inputs.calls))
         and all(s.fingerprint is None and not s.held for s in inputs.sums.values())
         and all(s.placed for kept in inputs.samples.values() for s in kept)
         and all(hasattr(partition.states.get(b.key), "A") for b in (*inputs.samples, *inputs.calls, *inputs.sums))
