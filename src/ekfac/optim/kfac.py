@@ -36,7 +36,7 @@ class KFAC(Optimizer):
         P = (B + \sqrt{\epsilon} / \pi \, I)^{-1} \, G \, (A + \pi \sqrt{\epsilon} \, I)^{-1}, \quad
         \pi = \sqrt{\frac{\operatorname{tr} A / \dim A}{\operatorname{tr} B / \dim B}}
 
-    Unless ``refresh`` is deterministic, a gradient more than 30 times as long as usual is clipped to that length.
+    Unless ``refresh`` is deterministic, a gradient more than 10 times as long as usual is clipped to that length.
     With ``pi_correction=False`` it equals ``EKFAC(scaling="kronecker", damping_mode="factored")``.
 
     Args:

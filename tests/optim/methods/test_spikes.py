@@ -33,6 +33,12 @@ def test_training_goes_on_after_a_spike(optimizer: str, network: str, size: floa
         assert found[BEFORE + 50] <= 1.2 * before, "it has come back"
 
 
+@pytest.mark.parametrize(("at", "place"), [(48, (20, 4)), (50, (3, 1))])
+def test_kfac_bears_a_spike_just_before_and_at_new_inverses(at: int, place: tuple[int, int]) -> None:
+    found, _ = losses("relu", "KFAC", spiked(1e9, at, place), at + AFTER)
+    assert found[-1] <= 5 * found[at - 1]
+
+
 @pytest.mark.over_a_second
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=3)

@@ -14,13 +14,12 @@ from ekfac.curvature import factors
 from ekfac.curvature.blocks import Block
 from ekfac.curvature.eigenbasis import Basis, rotate_columns, rotate_rows
 from ekfac.curvature.operators.parts import Part
-from ekfac.optim.methods.rules import blend, bounded, overwrite, shortening
+from ekfac.optim.methods.rules import SPIKE, blend, bounded, overwrite, shortening
 from ekfac.optim.statistics.factored_gradient import Rows
 from ekfac.optim.statistics.refresh import PATIENCE, Refresher, Renewal
 from ekfac.optim.types import BlockStep, InverseState, factors_of
 
-#: Gradients are clipped to SPIKE times their usual length, a running average with this decay.
-SPIKE = 30.0
+#: The usual length of gradients, beyond SPIKE times of which they are clipped, is a running average with this decay.
 DECAY = 0.95
 
 

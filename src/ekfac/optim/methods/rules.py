@@ -26,7 +26,7 @@ from ekfac.optim.types import BlockState, BlockStep, EigenState, as_scalar
 #: A host number if reading it needs no synchronisation (on a CPU), else a tensor with one number per block.
 Number = float | Tensor
 
-#: :class:`Anchored` clips gradients to this many times their usual length.
+#: :class:`Anchored` and KFAC clip gradients to this many times their usual length.
 SPIKE = 10.0
 #: Packs a Python float as float32.
 SINGLE = struct.Struct("f")
